@@ -1,0 +1,301 @@
+"""The registry of kernel libraries: what one is asked (Request), what it is (Facts), and which one is taken.
+
+A backend is declared facts plus ``why_not(request)``, which returns *every* reason against it; an empty list means that it
+can. Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by
+handing in another ``Hardware``.
+
+Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+
+from dilated_attention.backends.hardware import Hardware
+
+logger = logging.getLogger("dilated_attention")
+
+ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend asked for by name cannot do the work, or none can. The text lists every reason and who could."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be computed, as far as the choice of a backend depends on it. Nothing here depends on data."""
+
+    hardware: Hardware
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    causal: bool = False
+    needs_grad: bool = False
+    key_mask: bool = False
+    window: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    lse_grad: bool = False
+    # torch.use_deterministic_algorithms(True) is on: some torch ops have no argument of their own for it
+    torch_deterministic: bool = False
+    # elements between the first and the last one of the longest single segment, over all tensors
+    extent: int = 0
+    # rows of a typical problem; 0 where unknown
+    length: int = 0
+
+    def describe(self) -> str:
+        parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]
+        parts.append(f"{self.num_heads} heads" if self.num_heads == self.num_kv_heads else f"{self.num_heads}/{self.num_kv_heads} heads")
+        parts.append("causal" if self.causal else "full")
+        parts.append("forward and backward" if self.needs_grad else "forward")
+        for flag in ("key_mask", "window", "dropout", "deterministic", "lse_grad"):
+            if getattr(self, flag):
+                parts.append(flag)
+        return f"{', '.join(parts)} on {self.hardware.label}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a kernel library declares about itself. A limit of None means that there is none."""
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    package: str | None = None
+    install: str = ""
+    capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
+    min_torch: tuple[int, int] = (2, 11)
+    max_head_dim: int = 256
+    head_dim_multiple: int = 1
+    head_dims: frozenset[int] | None = None
+    key_mask: bool = False
+    window: bool = False
+    # windows of any width in one launch; otherwise the engine cuts the queries into blocks and the backend masks each
+    native_window: bool = False
+    dropout: bool = False
+    deterministic: bool = True
+    backward: bool = True
+    lse_grad: bool = False
+    # limits that the engine honours by cutting launches
+    max_batch: int | None = None
+    max_extent: int | None = None
+    # where these facts were read or measured
+    source: str = ""
+    rocm: bool = False
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of a problem take part, apart from causality.
+
+    Args:
+        padding: bool, broadcastable to (P, S), True = the key takes no part.
+        band: (lowest, highest) allowed value of (key index − query index), each None where unbounded.
+    """
+
+    padding: torch.Tensor | None = None
+    band: tuple[int | None, int | None] | None = None
+
+    @property
+    def is_trivial(self) -> bool:
+        return self.padding is None and self.band is None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Attention dropout by position: element (batch, head, query, key) is kept or not by a hash of the four and the seed.
+
+    So the same element has the same fate in every branch, in forward and backward, and however the work is cut.
+    """
+
+    probability: float
+    seed: int
+    batch: torch.Tensor  # (P,)
+    heads: torch.Tensor  # (G,)
+    queries: torch.Tensor  # (P, L)
+    keys: torch.Tensor  # (P, S)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both passes of one launch need beside the tensors. ``causal`` means a square problem, key ≤ query."""
+
+    scale: float
+    causal: bool = False
+    mask: Mask = field(default_factory=Mask)
+    dropout: Dropout | None = None
+    deterministic: bool = False
+
+
+class Backend(ABC):
+    """One kernel library behind two raw functions.
+
+    ``forward`` returns (out, lse): out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural
+    logarithm, −inf and out = 0 for a row without keys – whatever the library itself says of such a row.
+
+    ``backward`` takes the out and lse *of the whole softmax*, of which this problem may be a part, and returns this part's
+    share of dq, dk, dv. An lse of +inf marks a row that takes no part: its shares are 0.
+    """
+
+    name: str
+    facts: Facts
+
+    def why_not(self, request: Request) -> list[str]:
+        """Every reason against this backend for this request; empty if it can."""
+        reasons = hardware_reasons(self.facts, request.hardware)
+        reasons += _request_reasons(self.facts, request)
+        return reasons + self.more_reasons(request)
+
+    def more_reasons(self, request: Request) -> list[str]:
+        """Rules that are no plain fact; a backend overrides this where it has some."""
+        return []
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        """q (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1, any strides with the last one 1."""
+
+    @abstractmethod
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Shares (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``facts.lse_grad``."""
+
+
+def hardware_reasons(facts: Facts, hardware: Hardware) -> list[str]:
+    reasons = []
+    if hardware.device_type not in facts.devices:
+        return [f"runs on {' and '.join(sorted(facts.devices))}, not on {hardware.device_type}"]
+    if hardware.is_rocm and not facts.rocm:
+        reasons.append("not tried on ROCm")
+    if facts.capabilities is not None and hardware.device_type == "cuda" and not hardware.is_rocm:
+        low, high = facts.capabilities
+        have = hardware.capability or (0, 0)
+        if not low <= have <= high:
+            reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
+    if hardware.torch_version < facts.min_torch:
+        reasons.append(f"needs torch ≥ {_dotted(facts.min_torch)}, this is {_dotted(hardware.torch_version)}")
+    if facts.package is not None and facts.package not in hardware.packages:
+        reasons.append(f"{facts.package} is not installed: {facts.install}")
+    return reasons
+
+
+def _request_reasons(facts: Facts, request: Request) -> list[str]:
+    reasons = []
+    if request.dtype not in facts.dtypes:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in facts.dtypes))
+        reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")
+    capability = request.hardware.capability
+    if request.dtype is torch.bfloat16 and capability is not None and capability < (8, 0) and "cuda" in facts.devices and facts.capabilities is not None:
+        reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
+    if facts.head_dims is not None and request.head_dim not in facts.head_dims:
+        reasons.append(f"head_dim is one of {sorted(facts.head_dims)}, not {request.head_dim}")
+    if request.head_dim > facts.max_head_dim:
+        reasons.append(f"head_dim is at most {facts.max_head_dim}, not {request.head_dim}")
+    if request.head_dim % facts.head_dim_multiple:
+        reasons.append(f"head_dim must be a multiple of {facts.head_dim_multiple}, not {request.head_dim}")
+    for wanted, able, text in (
+        (request.needs_grad, facts.backward, "has no backward"),
+        (request.key_mask, facts.key_mask, "takes no key_padding_mask"),
+        (request.window, facts.window, "takes no window"),
+        (request.dropout, facts.dropout, "has no dropout by position (the same element dropped in every branch)"),
+        (request.deterministic and request.needs_grad, facts.deterministic, "its backward is not deterministic"),
+    ):
+        if wanted and not able:
+            reasons.append(text)
+    if facts.max_extent is not None and request.extent >= facts.max_extent:
+        reasons.append(f"one segment spans {request.extent} elements, 32-bit offsets end at {facts.max_extent}")
+    return reasons
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+class Registry:
+    """The one ordered table: backends by name, and their order of preference by architecture."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+        self._families: dict[str, tuple[str, ...]] = {}
+        self._orders: dict[str, tuple[str, ...]] = {}
+        self._told: set[str] = set()
+
+    def register(self, backend: Backend, *, family: str | None = None) -> None:
+        """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
+        if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
+            raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
+        self._backends[backend.name] = backend
+        if family is not None:
+            self._families[family] = (*self._families.get(family, ()), backend.name)
+
+    def set_order(self, architecture: str, names: tuple[str, ...]) -> None:
+        self._orders[architecture] = names
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._backends)
+
+    def choices(self) -> tuple[str, ...]:
+        """What ``backend=`` accepts."""
+        return ("auto", *self._families, *self._backends)
+
+    def get(self, name: str) -> Backend:
+        return self._backends[name]
+
+    def order(self, hardware: Hardware) -> tuple[str, ...]:
+        """Names in order of preference on this hardware: those of its architecture, then all others as registered."""
+        first = self._orders.get(hardware.architecture)
+        if first is None and hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
+            first = self._orders.get(f"sm{hardware.capability[0]}x")
+        first = first or self._orders.get(hardware.device_type, ())
+        return (*first, *(name for name in self._backends if name not in first))
+
+    def table(self, request: Request) -> list[tuple[str, list[str]]]:
+        """(name, reasons against it) in order of preference."""
+        return [(name, self._backends[name].why_not(request)) for name in self.order(request.hardware)]
+
+    def check_name(self, name: object) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"backend is {name!r} ({type(name).__name__}); expected a name, one of {', '.join(self.choices())}")
+        if name not in self.choices():
+            raise ValueError(f"backend is {name!r}; expected one of {', '.join(self.choices())}")
+
+    def select(self, request: Request, name: str = "auto") -> Backend:
+        """The preferred backend that can, or the one asked for by name – never another in its place.
+
+        Raises:
+            BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
+        """
+        self.check_name(name)
+        table = self.table(request)
+        wanted = set(self.names()) if name == "auto" else set(self._families.get(name, (name,)))
+        for candidate, reasons in table:
+            if candidate in wanted and not reasons:
+                self._tell_once(candidate, name, request)
+                return self._backends[candidate]
+        refused = "\n".join(f"  {n}: {'; '.join(reasons)}" for n, reasons in table if n in wanted)
+        able = [n for n, reasons in table if not reasons]
+        out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
+        raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
+
+    def _tell_once(self, chosen: str, asked: str, request: Request) -> None:
+        line = f"backend {chosen} ({'chosen' if asked == 'auto' else f'asked for as {asked!r}'}) for {request.describe()}"
+        if line not in self._told:
+            self._told.add(line)
+            logger.info(line)
+
+
+registry = Registry()

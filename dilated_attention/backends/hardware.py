@@ -1,0 +1,97 @@
+"""What a machine can do, as a frozen record made by asking for capabilities – never by a GPU's name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass, field
+
+import torch
+
+# key in Hardware.packages → what must be importable
+PACKAGES = {
+    "flash-attn-4": "flash_attn.cute",
+    "flash-attn-2": "flash_attn.flash_attn_interface",
+    "xformers": "xformers.ops",
+    "triton": "triton",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The facts that backend selection reads. Build one by hand to ask what another machine would do.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` (AMD's ROCm also reports ``"cuda"``), ``"mps"``, …
+        capability: CUDA compute capability, e.g. (9, 0) for Hopper; None off CUDA.
+        is_rocm: torch is built for ROCm.
+        torch_version: (major, minor).
+        cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
+        packages: optional kernel packages that can be imported, by the names in ``PACKAGES`` and ``"flash-attn-3"``.
+        name: for display only; nothing reads it.
+    """
+
+    device_type: str
+    capability: tuple[int, int] | None = None
+    is_rocm: bool = False
+    torch_version: tuple[int, int] = (2, 11)
+    cudnn_version: int | None = None
+    packages: frozenset[str] = field(default_factory=frozenset)
+    name: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """The key of the preference table: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
+        if self.is_rocm:
+            return "rocm"
+        if self.device_type == "cuda" and self.capability is not None:
+            return f"sm{self.capability[0]}{self.capability[1]}"
+        return self.device_type
+
+    @property
+    def label(self) -> str:
+        return f"{self.name or self.device_type} ({self.architecture}, torch {self.torch_version[0]}.{self.torch_version[1]})"
+
+
+def detect(device: torch.device | str | None = None) -> Hardware:
+    """The record of ``device``: by default the current CUDA device if there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    index = device.index if device.index is not None else (torch.cuda.current_device() if device.type == "cuda" else 0)
+    return _detect(device.type, index)
+
+
+@functools.lru_cache(maxsize=32)
+def _detect(device_type: str, index: int) -> Hardware:
+    is_cuda = device_type == "cuda"
+    release = torch.__version__.split("+")[0].split(".")
+    return Hardware(
+        device_type=device_type,
+        capability=torch.cuda.get_device_capability(index) if is_cuda else None,
+        is_rocm=is_cuda and torch.version.hip is not None,
+        torch_version=(int(release[0]), int(release[1])),
+        cudnn_version=torch.backends.cudnn.version() if is_cuda and torch.backends.cudnn.is_available() else None,
+        packages=_packages(),
+        name=torch.cuda.get_device_name(index) if is_cuda else device_type,
+    )
+
+
+def refresh() -> None:
+    """Forget what was detected: call it after installing or loading a kernel library in a running process."""
+    _detect.cache_clear()
+
+
+def _packages() -> frozenset[str]:
+    found = {package for package, module in PACKAGES.items() if _importable(module)}
+    # FlashAttention-3 is known by its registered ops: several packages bring them, none under one name
+    if hasattr(torch.ops.flash_attn_3, "fwd") or _importable("flash_attn_interface"):
+        found.add("flash-attn-3")
+    return frozenset(found)
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False

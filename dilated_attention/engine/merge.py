@@ -1,0 +1,40 @@
+"""The one merge: two partial softmax results (out, lse) over disjoint or repeated keys become one, exactly.
+
+    lse = log(e^lse₁ + e^lse₂),   out = out₁·e^(lse₁ − lse) + out₂·e^(lse₂ − lse)
+
+Weights are computed relative to the larger lse and are 0 where both are −inf, so an empty part changes nothing and two empty
+parts stay empty; the sigmoid form that ring libraries use gives NaN there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(lse, weight of part 1, weight of part 2), all of lse's shape and dtype."""
+    lse = torch.logaddexp(lse_1, lse_2)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    return lse, (lse_1 - finite).exp_(), (lse_2 - finite).exp_()
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge a part into (out, lse) in place. out (…, D) in the accumulation dtype, lse (…), any strides."""
+    merged, weight, part_weight = merge_weights(lse, part_lse)
+    out.mul_(weight[..., None])
+    out.addcmul_(part_out.to(out.dtype), part_weight[..., None])
+    lse.copy_(merged)
+
+
+def merge(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two parts out (…, D), lse (…) into new tensors, in lse's dtype. Not differentiable by design: see ``engine.run``."""
+    out, lse = out_1.to(lse_1.dtype, copy=True), lse_1.clone()
+    merge_(out, lse, out_2, lse_2)
+    return out, lse
+
+
+def add_zero_keys(out: torch.Tensor, lse: torch.Tensor, num_zero_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part (out, lse) with keys of score 0 and value 0 beside its own: the closed form of TorchScale's padding."""
+    zeros = torch.full_like(lse, float(num_zero_keys)).log_()
+    merged, weight, _ = merge_weights(lse, zeros)
+    return out * weight[..., None].to(out.dtype), merged

@@ -1,0 +1,256 @@
+"""The custom op of dilated attention: schema, fake, autograd, FLOP formula. Opaque to torch.compile, so nothing breaks a graph.
+
+``torch.ops.dilated_attention.dilated_attention`` is what a selective-checkpointing policy lists as must-save.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.engine.plan import Plan, Shape, make_plan
+from dilated_attention.engine.run import Call, accumulation_dtype, run_backward, run_forward
+from dilated_attention.pattern import DilatedPattern
+
+# queries a windowed problem holds on a backend that masks instead of skipping
+_WINDOW_BLOCK = 512
+
+
+@functools.lru_cache(maxsize=256)
+def pattern_of(
+    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str, offset_list: tuple[int, ...], branch_heads: str, tail: str
+) -> DilatedPattern:
+    """The pattern of the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, H integers per branch in a row."""
+    if head_offsets != "list":
+        return DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)
+    heads = len(offset_list) // len(segment_lengths)
+    rows = tuple(offset_list[i : i + heads] for i in range(0, len(offset_list), heads))
+    return DilatedPattern(segment_lengths, dilation_rates, rows, branch_heads, tail)
+
+
+@torch.library.custom_op("dilated_attention::dilated_attention", mutates_args=())
+def dilated_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    head_offsets: str,
+    offset_list: list[int],
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    detached: bool,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D), lse (B, H, Nq)). ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller."""
+    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
+    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
+    if not q.numel():
+        return torch.empty_like(q, memory_format=torch.contiguous_format), _new_lse(q, -torch.inf)
+    q, k, v = (kernel_ready(x) for x in (q, k, v))
+    plan, call = _prepare(q, k, key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    out, lse = run_forward(plan, q, k, v, call)
+    return out, lse.transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("dilated_attention::dilated_attention_backward", mutates_args=())
+def dilated_attention_backward_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    head_offsets: str,
+    offset_list: list[int],
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    detached: bool,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), contiguous, in the inputs' dtype."""
+    if not q.numel():
+        return _new_like(q), torch.zeros_like(k, memory_format=torch.contiguous_format), torch.zeros_like(v, memory_format=torch.contiguous_format)
+    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
+    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
+    dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
+    plan, call = _prepare(q, k, key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    lse_BNH = lse.transpose(1, 2).contiguous()
+    dlse_BNH = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    return run_backward(plan, dout, q, k, v, out, lse_BNH, call, dlse_BNH)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    pattern: DilatedPattern,
+    window: list[int],
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    detached: bool,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[Plan, Call]:
+    """Choose the backend and plan the call; raises BackendUnavailable before anything is allocated."""
+    B, Nq, H, D = q.shape
+    Nk, Hk = k.shape[1:3]
+    documents = ((0, Nk),) if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
+    longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
+    request = Request(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=D,
+        num_heads=H,
+        num_kv_heads=Hk,
+        causal=is_causal,
+        needs_grad=needs_grad,
+        key_mask=key_padding_mask is not None,
+        window=bool(window),
+        dropout=dropout_p > 0,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        extent=longest * max(q.stride(1), k.stride(1)),
+        length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
+    )
+    chosen = registry.select(request, backend)
+    shape = Shape(
+        num_heads=H,
+        num_kv_heads=Hk,
+        queries=(query_offset, query_offset + Nq),
+        keys=(0, Nk),
+        documents=documents,
+        is_causal=is_causal,
+        window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
+        window_block=None if chosen.facts.native_window else _WINDOW_BLOCK,
+    )
+    call = Call(
+        backend=chosen,
+        options=Options(scale=scale, deterministic=request.deterministic),
+        query_offset=query_offset,
+        padding=key_padding_mask,
+        dropout_p=dropout_p,
+        seed=int(seed.item()) if seed is not None else 0,
+        detached=detached,
+    )
+    return make_plan(pattern, shape), call
+
+
+def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of each document. Reads the values, so it waits for the GPU where they lie on one."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
+        raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
+    return tuple((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
+
+
+def kernel_ready(x: torch.Tensor) -> torch.Tensor:
+    """x as kernels take it: last stride 1 and, on a GPU, 16-byte aligned rows; else a contiguous copy."""
+    if x.stride(-1) != 1 and x.shape[-1] > 0:
+        return x.contiguous()
+    if x.device.type == "cuda":
+        size = x.element_size()
+        if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
+            return x.contiguous() if not x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _new_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _new_lse(q: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=accumulation_dtype(q.dtype), device=q.device)
+
+
+@dilated_attention_op.register_fake
+def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _new_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+
+
+@dilated_attention_backward_op.register_fake
+def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return _new_like(q), _new_like(k), _new_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.settings = inputs[6:]
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed)
+    dq, dk, dv = dilated_attention_backward_op(*tensors, *ctx.settings)
+    return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "dilated_attention has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use "
+        "dilated_attention.engine.reference.reference_attention, which is plain autograd"
+    )
+
+
+dilated_attention_op.register_autograd(_backward, setup_context=_setup_context)
+dilated_attention_backward_op.register_autograd(_no_double_backward)
+
+
+def _flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:
+    segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, _, query_offset = arguments[:10]
+    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
+    B, Nq, H, D = q_shape
+    Nk, Hk = k_shape[1:3]
+    bounds = tuple(None if x < 0 else x for x in window) if window else None
+    shape = Shape(H, Hk, (query_offset, query_offset + Nq), (0, Nk), ((0, Nk),), is_causal, bounds, _WINDOW_BLOCK)  # type: ignore[arg-type]
+    return per_pair * D * B * make_plan(pattern, shape).pairs
+
+
+@register_flop_formula(torch.ops.dilated_attention.dilated_attention)
+def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
+    """4·D per pair. Packed documents count as one sequence: their bounds are data, which a formula does not see."""
+    return _flops(q_shape, k_shape, arguments, 4)
+
+
+@register_flop_formula(torch.ops.dilated_attention.dilated_attention_backward)
+def _backward_flops(
+    dout: Any, dlse: Any, q_shape: Any, k_shape: Any, v_shape: Any, out: Any, lse: Any, mask: Any, cu: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
+) -> int:
+    """10·D per pair: five matrix products, of which one repeats the forward's scores."""
+    return _flops(q_shape, k_shape, arguments, 10)

@@ -1,0 +1,279 @@
+"""A pattern and the shapes of one call become a Plan: dense problems on strided views, each exact on its own keys.
+
+Every problem is rectangular and full, or square and causal, or a band (sliding window): nothing a kernel could align in two
+ways. A query range or key range (decoding, a chunk, a rank's shard) cuts problems at its edges and nowhere else.
+
+Positions are those of the whole sequence; ``views.py`` turns them into strides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern, taken
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Query heads start, start + step, … and the key/value heads they read, evenly many query heads to each."""
+
+    start: int
+    step: int
+    count: int
+    kv_start: int
+    kv_step: int
+    kv_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``segments`` equal attention problems, ``stride`` positions apart, on every ``step``-th position of each.
+
+    Args:
+        branch: index of the branch in the pattern.
+        q_start, q_len: first query position, and queries a segment.
+        k_start, k_len: first key position, and keys a segment.
+        causal: square, key index ≤ query index.
+        band: allowed range of (key index − query index), for windows.
+        zero_keys: z of ``tail="zero_keys"``.
+        opens: no earlier problem of the same branch wrote these (query, head) rows.
+        first: no earlier problem of the whole plan did.
+    """
+
+    branch: int
+    heads: HeadGroup
+    segments: int
+    stride: int
+    step: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    causal: bool
+    band: tuple[int | None, int | None] | None
+    zero_keys: int
+    opens: bool
+    first: bool
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) products computed, without the zero keys."""
+        rows = self.segments * self.heads.count
+        if self.causal:
+            return rows * self.q_len * (self.q_len + 1) // 2
+        return rows * self.q_len * self.k_len
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Problems in the order they are merged.
+
+    Args:
+        covered: every (query, head) row is written by some problem, so outputs need no initial value.
+        single: no row is written twice, so nothing is merged.
+    """
+
+    problems: tuple[Problem, ...]
+    covered: bool
+    single: bool
+
+    @property
+    def pairs(self) -> int:
+        return sum(problem.pairs for problem in self.problems)
+
+    def branch(self, index: int) -> Plan:
+        """The problems of one branch as a plan of their own."""
+        problems = tuple(replace(problem, first=problem.opens) for problem in self.problems if problem.branch == index)
+        return Plan(problems, covered=False, single=all(problem.first for problem in problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a plan depends on beside the pattern. ``documents`` are (start, end) pairs that partition the keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    queries: Range
+    keys: Range
+    documents: tuple[Range, ...]
+    is_causal: bool
+    window: tuple[int | None, int | None] | None = None
+    # queries a problem may hold under a window: a kernel without windows of its own masks its whole problem
+    window_block: int | None = None
+
+
+@functools.lru_cache(maxsize=128)
+def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
+    """The dense problems whose merged result is the attention of ``pattern``."""
+    problems: list[Problem] = []
+    seen_heads: set[int] = set()
+    rows_written = 0
+    branch_offsets = pattern.offsets(shape.num_heads)
+    for branch, (length, rate) in enumerate(pattern.branches):
+        offsets = branch_offsets[branch]
+        groups = _head_groups(offsets, shape.num_heads // shape.num_kv_heads, seen_heads)
+        seen_heads.update(h for h, o in enumerate(offsets) if o != NOT_IN_BRANCH)
+        for offset, first, heads in groups:
+            for start, end in shape.documents:
+                runs = _segment_runs(length, rate, offset, start, end, shape)
+                for run in runs:
+                    zero = 0
+                    # the part with the segment's first key brings the zero keys, so that a cut does not repeat them
+                    if not shape.is_causal and run.keys[0] == 0:
+                        zero = pattern.zero_keys(branch, end - start, run.num_keys)
+                    for problem in _cut(run, branch, rate, min(length, end - start), heads, zero, first, shape):
+                        problems.append(problem)
+                        if problem.first:
+                            rows_written += problem.segments * problem.q_len * heads.count
+    covered = rows_written == shape.num_heads * (shape.queries[1] - shape.queries[0])
+    single = all(problem.first for problem in problems)
+    return Plan(tuple(problems), covered, single)
+
+
+def _head_groups(offsets: tuple[int, ...], group_size: int, seen: set[int]) -> list[tuple[int, bool, HeadGroup]]:
+    """Heads of equal offset as strided groups: (offset, all of them new to the plan, heads)."""
+    by_offset: dict[tuple[int, bool], list[int]] = {}
+    for head, offset in enumerate(offsets):
+        if offset != NOT_IN_BRANCH:
+            by_offset.setdefault((offset, head not in seen), []).append(head)
+    return [
+        (offset, new, group) for (offset, new), heads in sorted(by_offset.items()) for group in _regular_groups(heads, group_size)
+    ]
+
+
+def _regular_groups(heads: list[int], group_size: int) -> list[HeadGroup]:
+    """Split heads where their indices, or those of their key/value heads, stop being evenly spaced."""
+    whole = _as_group(heads, group_size)
+    if whole is not None:
+        return [whole]
+    by_kv: dict[int, list[int]] = {}
+    for head in heads:
+        by_kv.setdefault(head // group_size, []).append(head)
+    groups = []
+    for members in by_kv.values():
+        while members:
+            size = next(n for n in range(len(members), 0, -1) if _as_group(members[:n], group_size))
+            group = _as_group(members[:size], group_size)
+            assert group is not None
+            groups.append(group)
+            members = members[size:]
+    return groups
+
+
+def _as_group(heads: list[int], group_size: int) -> HeadGroup | None:
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    if any(b - a != step for a, b in zip(heads, heads[1:], strict=False)):
+        return None
+    kv_of = [head // group_size for head in heads]
+    kv_heads = sorted(set(kv_of))
+    kv_step = kv_heads[1] - kv_heads[0] if len(kv_heads) > 1 else 1
+    per_kv, rest = divmod(len(heads), len(kv_heads))
+    expected = [kv_heads[0] + kv_step * (i // per_kv) for i in range(len(heads))]
+    if rest or kv_of != expected:
+        return None
+    return HeadGroup(heads[0], step, len(heads), kv_heads[0], kv_step, len(kv_heads))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Equal segments one after the other. Indices count the taken positions of a segment: first + step · index."""
+
+    first: int
+    segments: int
+    num_keys: int
+    queries: Range
+    keys: Range
+
+
+def _segment_runs(length: int, rate: int, offset: int, start: int, end: int, shape: Shape) -> Iterator[_Run]:
+    """The segments of one document that hold queries and keys, equal neighbours joined."""
+    low = max(start, min(shape.queries[0], shape.keys[0]))
+    high = min(end, max(shape.queries[1], shape.keys[1]))
+    if low >= high:
+        return
+    whole = range(max(start, shape.queries[0], shape.keys[0]), min(end, shape.queries[1], shape.keys[1]))
+    index = (low - start) // length
+    last = (high - 1 - start) // length
+    while index <= last:
+        first = start + index * length
+        segments = 1
+        if first >= whole.start and first + length <= whole.stop:
+            segments = (whole.stop - first) // length
+        num_keys = taken(min(length, end - first), rate, offset)
+        queries = _indices(first + offset, rate, num_keys, shape.queries)
+        keys = _indices(first + offset, rate, num_keys, shape.keys)
+        if queries[0] < queries[1] and keys[0] < keys[1]:
+            yield _Run(first + offset, segments, num_keys, queries, keys)
+        index += segments
+
+
+def _indices(first: int, step: int, count: int, positions: Range) -> Range:
+    low = max(0, -(-(positions[0] - first) // step))
+    high = min(count, max(0, -(-(positions[1] - first) // step)))
+    return low, max(low, high)
+
+
+def _cut(
+    run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_keys: int, first: bool, shape: Shape
+) -> Iterator[Problem]:
+    """One run as problems that kernels agree on."""
+
+    def problem(queries: Range, keys: Range, causal: bool, opens: bool, band: tuple[int | None, int | None] | None = None) -> Problem:
+        return Problem(
+            branch=branch,
+            heads=heads,
+            segments=run.segments,
+            stride=stride,
+            step=step,
+            q_start=run.first + step * queries[0],
+            q_len=queries[1] - queries[0],
+            k_start=run.first + step * keys[0],
+            k_len=keys[1] - keys[0],
+            causal=causal,
+            band=band,
+            zero_keys=zero_keys,
+            opens=opens,
+            first=opens and first,
+        )
+
+    q0, q1 = run.queries
+    k0, k1 = run.keys
+    if shape.window is not None:
+        assert step == 1, "windows are a special case of dense attention"
+        yield from _cut_window(run, shape, problem)
+    elif not shape.is_causal:
+        yield problem((q0, q1), (k0, k1), False, True)
+    else:
+        # queries [q0, q1) see keys up to themselves: those before q0 as a rectangle, then the square on the diagonal, and
+        # the square's keys again as a rectangle for queries beyond the last key
+        opens = True
+        if k0 < min(k1, q0):
+            yield problem((q0, q1), (k0, min(k1, q0)), False, True)
+            opens = False
+        s0, s1 = max(q0, k0), min(q1, k1)
+        if s0 < s1:
+            # one row and one key need no mask, and a rectangle joins more kernels than a square of 1
+            yield problem((s0, s1), (s0, s1), s1 - s0 > 1, opens)
+            if s1 < q1:
+                yield problem((s1, q1), (s0, s1), False, opens)
+
+
+def _cut_window(run: _Run, shape: Shape, problem: object) -> Iterator[Problem]:
+    assert callable(problem) and shape.window is not None
+    left, right = shape.window
+    if shape.is_causal:
+        right = 0 if right is None else min(right, 0)
+    (q0, q1), (k0, k1) = run.queries, run.keys
+    block = shape.window_block or (q1 - q0)
+    for low in range(q0, q1, block):
+        high = min(low + block, q1)
+        first_key = k0 if left is None else max(k0, low - left)
+        last_key = k1 if right is None else min(k1, high + right)
+        if first_key < last_key:
+            shift = low - first_key
+            band = (None if left is None else shift - left, None if right is None else shift + right)
+            yield problem((low, high), (first_key, last_key), False, True, band)

@@ -1,0 +1,116 @@
+"""The oracle: section 1 of the design written down literally, in float64, O(N²). Every fast path is judged by it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dilated_attention.pattern import DilatedPattern
+
+
+def multiplicities(
+    pattern: DilatedPattern,
+    num_queries: int,
+    num_keys: int,
+    num_heads: int,
+    *,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    window: tuple[int | None, int | None] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m, z): m (B or 1, H, Nq, Nk) float64, and the zero keys of each row and branch (branches, H, Nq) of ``tail="zero_keys"``."""
+    bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
+    m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
+    zero = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
+            for head, offset in enumerate(offsets):
+                for i in range(num_queries):
+                    position = query_offset + i
+                    if offset < 0 or not start <= position < end or (position - start) % length % rate != offset:
+                        continue
+                    first = start + (position - start) // length * length
+                    keys = [j for j in range(first, min(first + length, end)) if (j - first) % rate == offset]
+                    m[branch, head, i, keys] = 1.0
+                    if not is_causal:
+                        zero[branch, head, i] = pattern.zero_keys(branch, end - start, len(keys))
+    distance = torch.arange(num_keys)[None, :] - (torch.arange(num_queries) + query_offset)[:, None]
+    if is_causal:
+        m = m * (distance <= 0)
+    if window is not None:
+        left, right = window
+        m = m * (distance >= -(math.inf if left is None else left)) * (distance <= (math.inf if right is None else right))
+    m = m[:, None]
+    if key_padding_mask is not None:
+        m = m * ~key_padding_mask.cpu()[None, :, None, None, :]
+    return m, zero
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    window: tuple[int | None, int | None] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    mixture_grad: str = "exact",
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
+
+    Each branch is a softmax of its own with its zero keys; branches mix by their denominators (LongNet Eq. 9–10), which *is* the
+    softmax over the multiset. ``mixture_grad="detached"`` cuts the gradient of those mixing weights, as TorchScale does.
+    ``keep`` (B, H, Nq, Nk) bool are the weights that dropout keeps.
+    """
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    B, num_queries, num_heads, head_dim = q.shape
+    repeat = num_heads // k.shape[2]
+    k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
+    m, zero = multiplicities(
+        pattern,
+        num_queries,
+        k.shape[1],
+        num_heads,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+    )
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if scale is None else scale)
+    dropped = torch.ones_like(scores) if keep is None else keep.double() / (1 - dropout_p)
+    lses, outs = [], []
+    for branch in range(pattern.num_branches):
+        logits = torch.where(m[branch] > 0, scores + m[branch].clamp(min=1).log(), -torch.inf)
+        logits = torch.cat([logits, zero[branch].log()[None, ..., None].expand(B, -1, -1, 1)], dim=-1)
+        lse = _logsumexp(logits)
+        weights = (logits - _shift(lse)[..., None]).exp()[..., :-1] * dropped
+        lses.append(lse)
+        outs.append(torch.einsum("bhij,bjhd->bhid", weights, v))
+    branch_lses = torch.stack(lses)
+    lse = _logsumexp(branch_lses.movedim(0, -1))
+    mixing = (branch_lses - _shift(lse)).exp()
+    if mixture_grad == "detached":
+        mixing = mixing.detach()
+    out = (mixing[..., None] * torch.stack(outs)).sum(0)
+    return out.transpose(1, 2), lse
+
+
+def _shift(lse: torch.Tensor) -> torch.Tensor:
+    return torch.where(lse == -torch.inf, 0.0, lse)
+
+
+def _logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """logsumexp over the last dimension whose gradient is 0, not NaN, where every entry is −inf."""
+    empty = (x == -torch.inf).all(-1, keepdim=True)
+    safe = torch.where(empty, 0.0, x)
+    return torch.where(empty[..., 0], -torch.inf, safe.logsumexp(-1))

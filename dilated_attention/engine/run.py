@@ -1,0 +1,205 @@
+"""Runs a Plan forward and backward on one backend.
+
+Forward, every problem's (out, lse) is merged into the result. Backward, every problem's backward runs with the *merged* out and
+lse in place of its own, which yields exactly its share of dq, dk, dv; shares add up. No gradient runs through the merge and
+nothing per branch is kept. Accumulation is in float32 (float64 for float64).
+
+Layout inside: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options
+from dilated_attention.engine.merge import add_zero_keys, merge_
+from dilated_attention.engine.plan import Plan, Problem
+from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
+
+# results of one launch are held twice for a moment (kernel's own, merged); longer branches run in chunks of segments
+PART_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a run needs beside the plan and the tensors.
+
+    Args:
+        backend: runs every problem.
+        options: scale and determinism; causality and masks are set for each problem.
+        query_offset: position of the first query row.
+        padding: (B, Nk) bool, True = the key takes no part.
+        dropout_p, seed: of dropout by position.
+        detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
+    """
+
+    backend: Backend
+    options: Options
+    query_offset: int = 0
+    padding: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    detached: bool = False
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) float32)."""
+    acc = accumulation_dtype(q.dtype)
+    # nothing to merge: the kernels' own rounding is the final one
+    out_dtype = q.dtype if plan.single else acc
+    if plan.covered:
+        out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=acc, device=q.device)
+    else:
+        out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
+    k, v = _without_padding(k, v, call.padding)
+    for problem in plan.problems:
+        queries, keys = query_rows(problem, call.query_offset), key_rows(problem, 0)
+        views = [queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
+        for (q_, k_, v_, out_, lse_), options in _launches(problem, views, call, k.shape[:2]):
+            part_out, part_lse = call.backend.forward(q_, k_, v_, options)
+            part_lse = part_lse.transpose(1, 2)
+            if problem.zero_keys:
+                part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
+            if problem.first:
+                out_.copy_(part_out)
+                lse_.copy_(part_lse)
+            else:
+                merge_(out_, lse_, part_out, part_lse)
+    return out.to(q.dtype), lse
+
+
+def run_backward(
+    plan: Plan,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: Call,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) in the inputs' dtype. lse and dlse (B, Nq, H)."""
+    acc = accumulation_dtype(q.dtype)
+    make = torch.empty if plan.covered else torch.zeros
+    dq = make(q.shape, dtype=acc, device=q.device)
+    dk = torch.zeros(k.shape, dtype=acc, device=k.device)
+    dv = torch.zeros(v.shape, dtype=acc, device=v.device)
+    k_, v_ = _without_padding(k, v, call.padding)
+    # a row without keys must weigh its (masked) scores with 0, and exp(s − (+inf)) does that in every kernel
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if call.detached and not plan.single:
+        for branch in sorted({problem.branch for problem in plan.problems}):
+            part = plan.branch(branch)
+            # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
+            branch_out, _ = run_forward(part, q, k, v, call)
+            problems = tuple(problem for problem in plan.problems if problem.branch == branch)
+            _add_shares(problems, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
+    else:
+        _add_shares(plan.problems, (dq, dk, dv), (dout, q, k_, v_, out, lse), call, dlse)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_shares(
+    problems: tuple[Problem, ...],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    call: Call,
+    dlse: torch.Tensor | None,
+) -> None:
+    dout, q, k, v, out, lse = tensors
+    dq, dk, dv = grads
+    for problem in problems:
+        queries, keys = query_rows(problem, call.query_offset), key_rows(problem, 0)
+        views = [queries.of(dout), queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
+        views += [queries.of(dq), keys.of(dk), keys.of(dv)]
+        if dlse is not None:
+            views.append(queries.of(dlse))
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, views, call, k.shape[:2]):
+            lse_ = lse_.transpose(1, 2)
+            dlse_ = rest[0].transpose(1, 2) if rest else None
+            native = dlse_ if call.backend.facts.lse_grad else None
+            part_dq, part_dk, part_dv = call.backend.backward(dout_, q_, k_, v_, out_, lse_, options, native)
+            if problem.first:
+                dq_.copy_(part_dq)
+            else:
+                dq_.add_(part_dq)
+            dk_.add_(part_dk)
+            dv_.add_(part_dv)
+            if dlse_ is not None and native is None:
+                more_dq, more_dk = _lse_share(call.backend, q_, k_, lse_, dlse_, options)
+                dq_.add_(more_dq)
+                dk_.add_(more_dk)
+
+
+def _lse_share(
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a gradient of lse adds to dq and dk, from a backward that knows none.
+
+    dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
+    component of out carries what the first one loses in half precision.
+    """
+    dlse_PLG = dlse.transpose(1, 2)
+    ones = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    values = torch.zeros_like(ones)
+    ones[..., 0] = 1
+    values[..., 0] = -dlse_PLG
+    if q.shape[-1] > 1:
+        ones[..., 1] = 1
+        values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
+    no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
+    dq, dk, _ = backend.backward(ones, q, k, no_v, values, lse, replace(options, dropout=None))
+    return dq, dk
+
+
+def _launches(
+    problem: Problem, views: list[torch.Tensor], call: Call, batch_and_keys: torch.Size
+) -> Iterator[tuple[list[torch.Tensor], Options]]:
+    """The problem's launches with the options of each: its causality, its slice of the masks and of the positions."""
+    num_views = len(views)
+    views = list(views)
+    if call.padding is not None:
+        views.append(_of_positions(key_rows(problem, 0), call.padding))
+    if call.dropout_p:
+        B, num_keys = batch_and_keys
+        device = views[0].device
+        # positions of the whole sequence, so a query row of a cut keeps its own
+        positions = torch.arange(num_keys, device=device).repeat(B, 1)
+        batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
+        views += [_of_positions(query_rows(problem, 0), positions), _of_positions(key_rows(problem, 0), positions)]
+        views.append(_of_positions(key_rows(problem, 0), batch))
+    facts = call.backend.facts
+    row_bytes = 4 * views[0].shape[-1] * problem.heads.count
+    max_rows = PART_BYTES.get(views[0].device.type, PART_BYTES["cuda"]) // row_bytes
+    base = replace(call.options, causal=problem.causal)
+    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=max_rows):
+        extra = group[num_views:]
+        padding = extra.pop(0) if call.padding is not None else None
+        options = replace(base, mask=Mask(padding, problem.band))
+        if call.dropout_p:
+            heads = torch.arange(problem.heads.count, device=views[0].device) * problem.heads.step + problem.heads.start
+            options = replace(options, dropout=Dropout(call.dropout_p, call.seed, extra[2][:, 0], heads, extra[0], extra[1]))
+        yield group[:num_views], options
+
+
+def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    """View (B, S, L) of a (B, N) tensor."""
+    return replace(rows, head_start=0, head_step=1, heads=1).of(x[..., None]).squeeze(-1)
+
+
+def _without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v with padded rows zeroed, so that a NaN in one cannot reach anything through 0 · NaN."""
+    if padding is None:
+        return k, v
+    blocked = padding[:, :, None, None]
+    return k.masked_fill(blocked, 0), v.masked_fill(blocked, 0)

@@ -1,0 +1,90 @@
+"""A problem's rows of a tensor as a strided view: segments and dilation are strides, nothing is gathered.
+
+Shape letters: B batch, S segments, L rows a segment, G heads of the group, D head dim, P = B·S problems of a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine.plan import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of a (B, N, H, …) tensor a problem takes; ``origin`` is the position that row 0 of the tensor holds."""
+
+    start: int
+    segments: int
+    stride: int
+    length: int
+    step: int
+    head_start: int
+    head_step: int
+    heads: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """View (B, S, L, G, …) of x (B, N, H, …)."""
+        B, _, _, *rest = x.shape
+        s_B, s_N, s_H, *s_rest = x.stride()
+        size = (B, self.segments, self.length, self.heads, *rest)
+        stride = (s_B, self.stride * s_N, self.step * s_N, self.head_step * s_H, *s_rest)
+        return x.as_strided(size, stride, x.storage_offset() + self.start * s_N + self.head_start * s_H)
+
+
+def query_rows(problem: Problem, origin: int) -> Rows:
+    heads = problem.heads
+    return Rows(problem.q_start - origin, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count)
+
+
+def key_rows(problem: Problem, origin: int) -> Rows:
+    heads = problem.heads
+    return Rows(
+        problem.k_start - origin, problem.segments, problem.stride, problem.k_len, problem.step, heads.kv_start, heads.kv_step, heads.kv_count
+    )
+
+
+def extent(view: torch.Tensor) -> int:
+    """Elements from the first to the last of a view, inclusive."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) if view.numel() else 0
+
+
+def launches(views: Sequence[torch.Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None) -> Iterator[list[torch.Tensor]]:
+    """Fold (B, S, L, …) views into (P, L, …), cut so that each launch keeps to a kernel's limits.
+
+    Batch and segments fold into one dimension where the strides of *all* views allow it; otherwise each batch element, or
+    each segment, is a launch of its own, whichever are fewer.
+
+    Args:
+        max_batch: most problems a launch.
+        max_extent: most elements between the first and the last element of any view of a launch.
+        max_rows: most rows (P·L) a launch, which bounds the memory of its results; at least one problem always runs.
+    """
+    B, S = views[0].shape[:2]
+    if B == 1:
+        folded = [[view[0] for view in views]]
+    elif S == 1:
+        folded = [[view[:, 0] for view in views]]
+    elif all(view.stride(0) == S * view.stride(1) for view in views):
+        folded = [[view.flatten(0, 1) for view in views]]
+    elif B <= S:
+        folded = [[view[b] for view in views] for b in range(B)]
+    else:
+        folded = [[view[:, s] for view in views] for s in range(S)]
+    for group in folded:
+        P = group[0].shape[0]
+        size = P
+        if max_batch is not None:
+            size = min(size, max_batch)
+        if max_rows is not None:
+            size = min(size, max(1, max_rows // max(1, max(view.shape[1] for view in group))))
+        if max_extent is not None:
+            for view in group:
+                if view.stride(0) > 0:
+                    room = max_extent - extent(view[:1])
+                    size = min(size, max(1, 1 + max(0, room) // view.stride(0)))
+        for start in range(0, P, size):
+            yield [view[start : start + size] for view in group]

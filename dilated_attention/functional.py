@@ -1,0 +1,231 @@
+"""The stateless surface: ``dilated_attention`` and its dense special case ``attention``. Tensors are (B, N, H, D)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.backends import registry
+from dilated_attention.engine.op import dilated_attention_op, pattern_of
+from dilated_attention.pattern import HeadOffsets
+from dilated_attention.pattern.checks import as_int_tuple, one_of
+
+# a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
+_WHOLE_SEQUENCE = 2**62
+
+
+def dilated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment_lengths: Any,
+    dilation_rates: Any,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    tail: str = "mask",
+    mixture_grad: str = "exact",
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Dilated attention of LongNet (arXiv 2307.02486), exact, as one softmax over the multiset of all branches' keys.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
+
+    m_h(i, j) counts the branches (w, r) in which positions i and j lie in the same segment of w positions and both have index
+    ≡ o_h (mod r) inside it. This is the paper's mixing of branches by their softmax denominators (Eq. 8–11). A row that no
+    branch of its head takes, or whose keys are all masked, is 0 with lse −inf and gradient 0.
+
+    Args:
+        q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
+        k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
+        segment_lengths: w of each branch, in positions; any w ≥ 1, of any relation to N.
+        dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
+        is_causal: a query sees keys at its own position and before.
+        scale: factor of q·k; None for 1/sqrt(D).
+        head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale's) · ``"zero"`` ·
+            one list of H integers per branch.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches (fkodom's layout).
+        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each starts its own segments at its own position 0.
+        key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part (non-causal only).
+        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).
+        dropout_p: probability that an attention weight is dropped; by position, the same in every branch. 0 in evaluation.
+        query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
+        return_lse: also return the log-sum-exp of the scores.
+        deterministic: only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name of ``list_backends()``, which is then used or refused, never replaced.
+
+    Returns:
+        out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
+        float64 inputs). lse is differentiable; with ``mixture_grad="detached"`` it is returned without a gradient.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is allocated.
+        BackendUnavailable: no backend, or not the named one, can do this; with every reason.
+
+    Differs from the paper in nothing where r divides w and w divides N. From TorchScale: exact gradients, no zero keys, offsets
+    by h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.
+    """
+    lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
+    return _attend(
+        q,
+        k,
+        v,
+        lengths,
+        rates,
+        head_offsets,
+        branch_heads,
+        tail,
+        [],
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        mixture_grad=mixture_grad,
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+    )
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Dense softmax attention, m = 1, on the same engine and backends: ``dilated_attention`` with one segment and rate 1.
+
+    Args:
+        window: (left, right): a query at position i sees keys i − left … i + right, None for unbounded; one integer stands
+            for both sides. Together with ``is_causal``, right is at most 0.
+
+    All other arguments, results and errors are those of ``dilated_attention``.
+    """
+    return _attend(
+        q,
+        k,
+        v,
+        (_WHOLE_SEQUENCE,),
+        (1,),
+        "zero",
+        "all",
+        "mask",
+        check.check_window(window),
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        mixture_grad="exact",
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    head_offsets: HeadOffsets,
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    *,
+    is_causal: bool,
+    scale: float | None,
+    cu_seqlens: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    mixture_grad: str,
+    dropout_p: float,
+    query_offset: int,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+) -> Any:
+    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x) for x in (q, k, v))
+    check.check_tensors(q, k, v)
+    offset_name, offset_list = _flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
+    scale = check.check_scale(scale, q.shape[3])
+    one_of("mixture_grad", mixture_grad, ("exact", "detached"))
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        check.check_bool(name, flag)
+    dropout_p = check.check_probability("dropout_p", dropout_p)
+    query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+    check.check_key_padding_mask(key_padding_mask, k)
+    check.check_cu_seqlens(cu_seqlens, q, k)
+    registry.check_name(backend)
+    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+    out, lse = dilated_attention_op(
+        q,
+        k,
+        v,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        list(lengths),
+        list(rates),
+        offset_name,
+        offset_list,
+        branch_heads,
+        tail,
+        window,
+        is_causal,
+        scale,
+        query_offset,
+        dropout_p,
+        mixture_grad == "detached",
+        deterministic,
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        backend,
+    )
+    if not return_lse:
+        return out
+    return out, lse.detach() if mixture_grad == "detached" else lse
+
+
+def _flat_offsets(
+    lengths: tuple[int, ...], rates: tuple[int, ...], head_offsets: HeadOffsets, branch_heads: str, tail: str, num_heads: int
+) -> tuple[str, list[int]]:
+    """head_offsets as the op's two flat arguments, with the whole pattern validated."""
+    if isinstance(head_offsets, str) or not isinstance(head_offsets, (list, tuple)):
+        pattern_of(lengths, rates, head_offsets, (), branch_heads, tail)  # type: ignore[arg-type]
+        return str(head_offsets), []
+    from dilated_attention.pattern import DilatedPattern
+
+    pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
+    return "list", [offset for row in pattern.offsets(num_heads) for offset in row]
+
+
+def _autocast(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x

@@ -1,0 +1,50 @@
+"""What every pattern offers: its dense definition, its counts, its picture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class Pattern(ABC):
+    """Which keys a query attends to, and how often: the multiplicity m_h(i, j) ≥ 0 of ``DESIGN`` section 1.
+
+    A pattern knows nothing about tensors of a model or about kernels. ``dense_mask`` *is* its definition; every count
+    below is derived from it, in closed form where N is large, and tests hold the two equal.
+    """
+
+    @abstractmethod
+    def dense_mask(
+        self,
+        num_queries: int,
+        num_keys: int,
+        num_heads: int,
+        *,
+        is_causal: bool = False,
+        query_offset: int = 0,
+    ) -> torch.Tensor:
+        """Multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). O(N²): for small N."""
+
+    @abstractmethod
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Sum of all multiplicities over heads, queries and keys: the (query, key) products that are computed."""
+
+    def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
+        """``pairs`` divided by those of dense full attention, H·N². A pair computed twice counts twice."""
+        total = num_heads * num_positions**2
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
+
+    def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
+        """Floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
+
+        Two matrix products per pair forward (QKᵀ, PV), five backward; a multiply-add counts as two, and the softmax
+        is left out, as is the custom of attention kernels.
+        """
+        pairs = self.pairs(num_positions, num_heads, is_causal=is_causal)
+        return 4 * head_dim * pairs, 10 * head_dim * pairs
+
+    @abstractmethod
+    def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
+        """Draw the pattern with matplotlib, one panel a head; saved to ``path`` if given. Returns the figure."""

@@ -1,0 +1,227 @@
+"""LongNet's dilated pattern: branches of segments and dilation rates, with a position offset per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dilated_attention.pattern.base import Pattern
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+
+HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
+NOT_IN_BRANCH = -1
+
+
+@dataclass(frozen=True)
+class DilatedPattern(Pattern):
+    """The multiset of keys of dilated attention (LongNet, arXiv 2307.02486, Eq. 3–15).
+
+    Branch b = (w, r) cuts the sequence into segments of w positions (the last may be shorter). In it, head h takes the
+    positions whose index inside their segment is ≡ o_h (mod r). The branch adds 1 to m_h(i, j) where i and j lie in the
+    same segment and both are taken; branches add up.
+
+    Args:
+        segment_lengths: w of each branch, in positions; w ≥ 1. It need not divide the sequence.
+        dilation_rates: r of each branch; 1 ≤ r ≤ w. It need not divide w.
+        head_offsets: ``"cyclic"`` o_h = h mod r (the paper, Eq. 13) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale, and so
+            the weights of Prov-GigaPath and LongViT) · ``"zero"`` · one list of H integers per branch, each < r.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches in contiguous
+            groups, the first H mod G groups one larger, and o = branch index mod r (fkodom's layout).
+        tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's padding; see ``zero_keys``.
+
+    Raises:
+        ValueError, TypeError: for a branch that cannot exist; the text names the argument, its value, what is allowed.
+
+    Differs from the paper: offsets count inside the segment (the paper's upper index would spill into the next one), and
+    N, w and r are arbitrary.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    head_offsets: str | tuple[tuple[int, ...], ...] = "cyclic"
+    branch_heads: str = "all"
+    tail: str = "mask"
+
+    def __post_init__(self) -> None:
+        lengths = as_int_tuple("segment_lengths", self.segment_lengths)
+        rates = as_int_tuple("dilation_rates", self.dilation_rates)
+        if not lengths:
+            raise ValueError("segment_lengths is empty; at least one branch is needed, e.g. segment_lengths=[2048], dilation_rates=[1]")
+        if len(lengths) != len(rates):
+            raise ValueError(
+                f"segment_lengths has {len(lengths)} entries {list(lengths)} and dilation_rates has {len(rates)} {list(rates)}; "
+                "each branch needs one of both: give lists of equal length"
+            )
+        for branch, (length, rate) in enumerate(zip(lengths, rates, strict=True)):
+            if length < 1:
+                raise ValueError(f"segment_lengths[{branch}] is {length}; a segment holds at least 1 position: use a length ≥ 1")
+            if rate < 1:
+                raise ValueError(f"dilation_rates[{branch}] is {rate}; rate 1 takes every position: use a rate ≥ 1")
+            if rate > length:
+                raise ValueError(
+                    f"dilation_rates[{branch}] is {rate}, larger than segment_lengths[{branch}] = {length}, so some heads would "
+                    f"take nothing: use a rate ≤ {length}"
+                )
+        one_of("branch_heads", self.branch_heads, ("all", "split"))
+        one_of("tail", self.tail, ("mask", "zero_keys"))
+        object.__setattr__(self, "segment_lengths", lengths)
+        object.__setattr__(self, "dilation_rates", rates)
+        object.__setattr__(self, "head_offsets", self._checked_offsets(self.head_offsets))
+
+    def _checked_offsets(self, offsets: Any) -> str | tuple[tuple[int, ...], ...]:
+        allowed = "'cyclic', 'blocked', 'zero', or one list of H integers per branch"
+        if isinstance(offsets, str):
+            one_of("head_offsets", offsets, ("cyclic", "blocked", "zero"), also="or one list of H integers per branch")
+            if self.branch_heads == "split" and offsets != "cyclic":
+                raise ValueError(
+                    f"head_offsets={offsets!r} has no effect with branch_heads='split', where the offset is the branch index mod r; "
+                    "leave head_offsets at its default"
+                )
+            return offsets
+        if not isinstance(offsets, Sequence):
+            raise TypeError(f"head_offsets is {offsets!r} ({type(offsets).__name__}); expected {allowed}")
+        if self.branch_heads == "split":
+            raise ValueError("head_offsets given as lists has no effect with branch_heads='split'; leave head_offsets at its default")
+        if len(offsets) != len(self.segment_lengths):
+            raise ValueError(f"head_offsets has {len(offsets)} lists for {len(self.segment_lengths)} branches; give one list of H integers per branch")
+        rows = []
+        for branch, (row, rate) in enumerate(zip(offsets, self.dilation_rates, strict=True)):
+            values = as_int_tuple(f"head_offsets[{branch}]", row)
+            for head, value in enumerate(values):
+                if not 0 <= value < rate:
+                    raise ValueError(f"head_offsets[{branch}][{head}] is {value}; with dilation rate {rate} an offset is at least 0 and below {rate}")
+            rows.append(values)
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"head_offsets has lists of lengths {[len(row) for row in rows]}; each needs one integer per head")
+        return tuple(rows)
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.segment_lengths)
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """(w, r) of each branch."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def offsets(self, num_heads: int) -> tuple[tuple[int, ...], ...]:
+        """o_h for each branch and head; −1 (``NOT_IN_BRANCH``) where the head does not run the branch."""
+        heads = range(as_int("num_heads", num_heads, minimum=1))
+        if self.branch_heads == "split":
+            small, larger = divmod(num_heads, self.num_branches)
+            owner = [b for b in range(self.num_branches) for _ in range(small + (b < larger))]
+            return tuple(
+                tuple(b % rate if owner[h] == b else NOT_IN_BRANCH for h in heads) for b, rate in enumerate(self.dilation_rates)
+            )
+        if self.head_offsets == "cyclic":
+            return tuple(tuple(h % rate for h in heads) for rate in self.dilation_rates)
+        if self.head_offsets == "blocked":
+            return tuple(tuple(h // -(-num_heads // rate) for h in heads) for rate in self.dilation_rates)
+        if self.head_offsets == "zero":
+            return ((0,) * num_heads,) * self.num_branches
+        assert not isinstance(self.head_offsets, str)
+        if len(self.head_offsets[0]) != num_heads:
+            raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
+        return self.head_offsets
+
+    def zero_keys(self, branch: int, num_positions: int, num_taken: int) -> int:
+        """z, the zero keys that TorchScale's padding adds to a segment of which ``num_taken`` real positions are taken.
+
+        The sequence is padded to a multiple of w' = min(w, N) and each segment to a multiple of r, so every offset of every
+        segment holds ceil(w'/r) positions; those that are not real have score 0 and value 0. Always 0 with ``tail="mask"``.
+        """
+        if self.tail == "mask":
+            return 0
+        length = min(self.segment_lengths[branch], num_positions)
+        return -(-length // self.dilation_rates[branch]) - num_taken
+
+    def dense_mask(
+        self,
+        num_queries: int,
+        num_keys: int,
+        num_heads: int,
+        *,
+        is_causal: bool = False,
+        query_offset: int = 0,
+    ) -> torch.Tensor:
+        """m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys); query row i is position query_offset + i."""
+        offsets = self.offsets(num_heads)
+        rows = torch.arange(query_offset, query_offset + num_queries)
+        keys = torch.arange(num_keys)
+        mask = torch.zeros(num_heads, num_queries, num_keys, dtype=torch.int64)
+        for (length, rate), row_of_offsets in zip(self.branches, offsets, strict=True):
+            same_segment = (rows // length)[:, None] == (keys // length)[None, :]
+            for head, offset in enumerate(row_of_offsets):
+                if offset == NOT_IN_BRANCH:
+                    continue
+                taken_rows = rows % length % rate == offset
+                taken_keys = keys % length % rate == offset
+                mask[head] += same_segment & taken_rows[:, None] & taken_keys[None, :]
+        if is_causal:
+            mask *= (keys[None, :] <= rows[:, None])[None]
+        return mask
+
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        return sum(self.branch_pairs(num_positions, num_heads, is_causal=is_causal))
+
+    def branch_pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> tuple[int, ...]:
+        """``pairs`` of each branch alone."""
+        n = as_int("num_positions", num_positions, minimum=0)
+        totals = []
+        for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+            full, rest = divmod(n, length)
+            total = 0
+            for offset in row_of_offsets:
+                if offset != NOT_IN_BRANCH:
+                    total += full * _square(taken(length, rate, offset), is_causal) + _square(taken(rest, rate, offset), is_causal)
+            totals.append(total)
+        return tuple(totals)
+
+    def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
+        """Mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
+        rows = num_positions * num_heads
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
+
+    def bytes_moved(self, num_positions: int, num_heads: int, head_dim: int, itemsize: int, num_kv_heads: int | None = None) -> tuple[int, int]:
+        """Fewest bytes through device memory for one sequence, (forward, backward), each branch reading its own rows.
+
+        Forward a branch reads q, k, v and its row of the output and writes it; backward it reads q, k, v, out, dout and
+        adds to dq, dk, dv. The log-sum-exp is 4 bytes a row.
+        """
+        kv_heads = num_kv_heads or num_heads
+        forward = backward = 0
+        for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+            full, rest = divmod(num_positions, length)
+            rows = sum(full * taken(length, rate, o) + taken(rest, rate, o) for o in row_of_offsets if o != NOT_IN_BRANCH)
+            kv_rows = rows * kv_heads // num_heads
+            forward += rows * (3 * head_dim * itemsize + 8) + 2 * kv_rows * head_dim * itemsize
+            backward += rows * (5 * head_dim * itemsize + 4) + 6 * kv_rows * head_dim * itemsize
+        return forward, backward
+
+    def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
+        """Fraction of the N² pairs that take part at least once, mean over heads; exact for any N, without an N² mask.
+
+        Inclusion and exclusion over the branches: a set of branches shares a pair where both positions are taken by all of
+        them and lie between the same segment boundaries of all of them. Time O(2^branches · N) for each distinct head.
+        """
+        from dilated_attention.pattern.coverage import distinct_pairs
+
+        total = num_heads * num_positions**2
+        return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
+
+    def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
+        from dilated_attention.pattern.drawing import draw
+
+        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+
+
+def taken(length: int, rate: int, offset: int) -> int:
+    """How many of ``length`` positions have index ≡ offset (mod rate): ceil((length − offset) / rate), at least 0."""
+    return max(0, -(-(length - offset) // rate))
+
+
+def _square(rows: int, is_causal: bool) -> int:
+    return rows * (rows + 1) // 2 if is_causal else rows * rows

@@ -1,0 +1,43 @@
+"""Pictures of patterns. matplotlib is an extra: ``pip install "dilated-attention[plot]"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dilated_attention.pattern.base import Pattern
+
+
+def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, path: str | None = None) -> Any:
+    """One panel a head: rows are queries, columns keys, colour the multiplicity (white: not attended)."""
+    try:
+        from matplotlib.colors import BoundaryNorm, ListedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
+    mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal)
+    highest = max(1, int(mask.max())) if mask.numel() else 1
+    shades = ["#ffffff", "#9ecae1", "#4292c6", "#2171b5", "#08519c", "#08306b"]
+    colours = [shades[min(level, len(shades) - 1)] for level in range(highest + 1)]
+    norm = BoundaryNorm([level - 0.5 for level in range(highest + 2)], highest + 1)
+
+    # Figure without pyplot: drawing from a library must not touch the user's backend or open a window
+    figure = Figure(figsize=(3.2 * num_heads + 1.0, 3.9), layout="constrained")
+    panels = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]
+    for head, panel in enumerate(panels):
+        image = panel.imshow(mask[head].numpy(), cmap=ListedColormap(colours), norm=norm, interpolation="nearest")
+        panel.set_title(f"head {head}")
+        panel.set_xlabel("key position")
+    panels[0].set_ylabel("query position")
+    figure.colorbar(image, ax=list(panels), ticks=range(highest + 1), label="multiplicity m(i, j)", shrink=0.8)
+    figure.suptitle(_caption(pattern, num_positions, num_heads, is_causal))
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _caption(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool) -> str:
+    kind = "causal" if is_causal else "full"
+    density = pattern.density(num_positions, num_heads, is_causal=is_causal)
+    branches = getattr(pattern, "branches", ())
+    listed = ", ".join(f"{w}/{r}" for w, r in branches)
+    return f"{type(pattern).__name__}({listed}) · {num_positions} positions, {kind} · {density:.1%} of dense pairs"

@@ -1,0 +1,112 @@
+"""Checks at the door of the functional surface. Each error says what was given, what is allowed, and one way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dilated_attention.pattern.checks import as_int
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor of shape (batch, sequence, heads, head_dim)")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, sequence, heads, head_dim)")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}; expected one of float16, bfloat16, float32, float64: convert it with .to()")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}; they must be equal")
+    for index, what in ((0, "batch size"), (3, "head_dim")):
+        if q.shape[index] != k.shape[index]:
+            raise ValueError(f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be equal")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal: convert with .to(), or run under autocast")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device with .to()")
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {q.shape[3]} (q has shape {tuple(q.shape)}); expected 1 to {MAX_HEAD_DIM}: use more heads of a smaller dimension")
+    if q.shape[2] < 1 or k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a positive multiple of the key/value heads")
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; expected a finite number > 0 (others make kernels produce NaN), or None for 1/sqrt(head_dim)")
+    return float(scale)
+
+
+def check_probability(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number in [0, 1)")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value}; expected a probability in [0, 1)")
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected True or False")
+    return value
+
+
+def check_query_offset(query_offset: Any, num_queries: int, num_keys: int) -> int:
+    offset = as_int("query_offset", query_offset, minimum=0)
+    if offset + num_queries > num_keys:
+        raise ValueError(
+            f"query_offset is {offset} and q has {num_queries} rows, so queries reach position {offset + num_queries} of {num_keys} keys; "
+            "queries are positions of the key sequence: give keys for all of them"
+        )
+    return offset
+
+
+def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"key_padding_mask is a {type(mask).__name__}; expected a bool tensor of shape (batch, keys), True = padding")
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
+    if tuple(mask.shape) != (k.shape[0], k.shape[1]):
+        raise ValueError(f"key_padding_mask has shape {tuple(mask.shape)}; expected (batch, keys) = {(k.shape[0], k.shape[1])}")
+    if mask.device != k.device:
+        raise ValueError(f"key_padding_mask is on {mask.device} and k on {k.device}; move it with .to(k.device)")
+
+
+def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Shape and type only; values are read where the work is planned, so that a traced graph does not depend on them."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; expected an int32 tensor of shape (documents + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (documents + 1,) with at least one document")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens with batch size {q.shape[0]}; packed documents are one row: expected batch size 1")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"cu_seqlens with {q.shape[1]} queries and {k.shape[1]} keys; packed documents need as many queries as keys")
+
+
+def check_window(window: Any) -> list[int]:
+    """[] for none, else [left, right] with −1 for unbounded."""
+    if window is None:
+        return []
+    if not isinstance(window, (tuple, list)):
+        size = as_int("window", window, minimum=0)
+        return [size, size]
+    if len(window) != 2:
+        raise ValueError(f"window is {window!r}; expected one integer or (left, right), None for unbounded")
+    sides = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1) for i, side in enumerate(window)]
+    return [] if sides == [-1, -1] else sides
