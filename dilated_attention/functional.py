@@ -8,8 +8,8 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.engine.op import dilated_attention_op, pattern_of
-from dilated_attention.pattern import HeadOffsets
+from dilated_attention.engine.op import dilated_attention_op
+from dilated_attention.pattern import DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 # a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
@@ -169,11 +169,12 @@ def _attend(
     deterministic: bool,
     backend: str,
 ) -> Any:
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+    # a device without autocast, such as meta, refuses to be asked whether it is on
+    if isinstance(q, torch.Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     check.check_tensors(q, k, v)
     offset_name, offset_list = _flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    scale = check.check_scale(scale, q.shape[3])
+    scale = check.check_scale(scale, q.shape[3], q.dtype)
     one_of("mixture_grad", mixture_grad, ("exact", "detached"))
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         check.check_bool(name, flag)
@@ -216,12 +217,10 @@ def _flat_offsets(
     lengths: tuple[int, ...], rates: tuple[int, ...], head_offsets: HeadOffsets, branch_heads: str, tail: str, num_heads: int
 ) -> tuple[str, list[int]]:
     """head_offsets as the op's two flat arguments, with the whole pattern validated."""
-    if isinstance(head_offsets, str) or not isinstance(head_offsets, (list, tuple)):
-        pattern_of(lengths, rates, head_offsets, (), branch_heads, tail)  # type: ignore[arg-type]
-        return str(head_offsets), []
-    from dilated_attention.pattern import DilatedPattern
-
+    # not through the cached pattern_of: torch.compile traces this, and warns of every lru_cache it looks through
     pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
+    if isinstance(pattern.head_offsets, str):
+        return pattern.head_offsets, []
     return "list", [offset for row in pattern.offsets(num_heads) for offset in row]
 
 

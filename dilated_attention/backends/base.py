@@ -37,6 +37,7 @@ class Request:
     num_heads: int = 1
     num_kv_heads: int = 1
     causal: bool = False
+    # the backward pass; forward and backward are chosen apart, since each takes any other's (out, lse)
     needs_grad: bool = False
     key_mask: bool = False
     window: bool = False
@@ -54,7 +55,7 @@ class Request:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]
         parts.append(f"{self.num_heads} heads" if self.num_heads == self.num_kv_heads else f"{self.num_heads}/{self.num_kv_heads} heads")
         parts.append("causal" if self.causal else "full")
-        parts.append("forward and backward" if self.needs_grad else "forward")
+        parts.append("backward" if self.needs_grad else "forward")
         for flag in ("key_mask", "window", "dropout", "deterministic", "lse_grad"):
             if getattr(self, flag):
                 parts.append(flag)

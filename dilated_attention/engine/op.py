@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,10 +62,13 @@ def dilated_attention_op(
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
     if not q.numel():
+        if cu_seqlens is not None:
+            document_ranges(cu_seqlens, k.shape[1])
         return torch.empty_like(q, memory_format=torch.contiguous_format), _new_lse(q, -torch.inf)
     q, k, v = (kernel_ready(x) for x in (q, k, v))
-    plan, call = _prepare(q, k, key_padding_mask, cu_seqlens, seed, pattern, *settings)
-    out, lse = run_forward(plan, q, k, v, call)
+    plan, call = _prepare((q, k, v), key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    with _without_autocast(q):
+        out, lse = run_forward(plan, q, k, v, call)
     return out, lse.transpose(1, 2).contiguous()
 
 
@@ -101,15 +106,20 @@ def dilated_attention_backward_op(
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
-    plan, call = _prepare(q, k, key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    plan, call = _prepare((q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     lse_BNH = lse.transpose(1, 2).contiguous()
     dlse_BNH = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    return run_backward(plan, dout, q, k, v, out, lse_BNH, call, dlse_BNH)
+    with _without_autocast(q):
+        return run_backward(plan, dout, q, k, v, out, lse_BNH, call, dlse_BNH)
+
+
+def _without_autocast(x: torch.Tensor) -> torch.autocast:
+    """The caller's autocast stays on inside an op and would round a backend's float32 arithmetic to half precision."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    views: tuple[torch.Tensor, ...],
     key_padding_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -124,8 +134,9 @@ def _prepare(
     needs_grad: bool,
     backend: str,
 ) -> tuple[Plan, Call]:
-    """Choose the backend and plan the call; raises BackendUnavailable before anything is allocated."""
-    B, Nq, H, D = q.shape
+    """Choose the backend and plan the call on ``views`` (q, k and what else kernels read); BackendUnavailable before any allocation."""
+    q, k = views[:2]
+    _, Nq, H, D = q.shape
     Nk, Hk = k.shape[1:3]
     documents = ((0, Nk),) if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
     longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
@@ -136,16 +147,19 @@ def _prepare(
         num_heads=H,
         num_kv_heads=Hk,
         causal=is_causal,
-        needs_grad=needs_grad,
+        needs_grad=is_backward,
         key_mask=key_padding_mask is not None,
         window=bool(window),
         dropout=dropout_p > 0,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
-        extent=longest * max(q.stride(1), k.stride(1)),
+        extent=max(_segment_extent(x, longest) for x in views),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
+    # each pass has its own choice: every backend's backward takes any other's out and lse
     chosen = registry.select(request, backend)
+    if needs_grad and not is_backward:
+        registry.select(replace(request, needs_grad=True), backend)
     shape = Shape(
         num_heads=H,
         num_kv_heads=Hk,
@@ -171,16 +185,22 @@ def _prepare(
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of each document. Reads the values, so it waits for the GPU where they lie on one."""
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
         shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
         raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
-    return tuple((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
+    return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
+
+
+def _segment_extent(x: torch.Tensor, length: int) -> int:
+    """Elements between the first and the last one of ``length`` positions of all heads: with heads first, heads lie far apart."""
+    return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
 
 
 def kernel_ready(x: torch.Tensor) -> torch.Tensor:
     """x as kernels take it: last stride 1 and, on a GPU, 16-byte aligned rows; else a contiguous copy."""
     if x.stride(-1) != 1 and x.shape[-1] > 0:
-        return x.contiguous()
+        # not contiguous(), which is no copy where only a dimension of size 1 has another stride: kernels read that stride
+        return x.clone(memory_format=torch.contiguous_format)
     if x.device.type == "cuda":
         size = x.element_size()
         if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):

@@ -9,6 +9,7 @@ Positions are those of the whole sequence; ``views.py`` turns them into strides.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -166,7 +167,7 @@ def _regular_groups(heads: list[int], group_size: int) -> list[HeadGroup]:
 
 def _as_group(heads: list[int], group_size: int) -> HeadGroup | None:
     step = heads[1] - heads[0] if len(heads) > 1 else 1
-    if any(b - a != step for a, b in zip(heads, heads[1:], strict=False)):
+    if any(b - a != step for a, b in itertools.pairwise(heads)):
         return None
     kv_of = [head // group_size for head in heads]
     kv_heads = sorted(set(kv_of))
@@ -191,13 +192,10 @@ class _Run:
 
 def _segment_runs(length: int, rate: int, offset: int, start: int, end: int, shape: Shape) -> Iterator[_Run]:
     """The segments of one document that hold queries and keys, equal neighbours joined."""
-    low = max(start, min(shape.queries[0], shape.keys[0]))
-    high = min(end, max(shape.queries[1], shape.keys[1]))
-    if low >= high:
-        return
+    # from the later of the two first segments to the earlier of the two last ones: no other holds both
     whole = range(max(start, shape.queries[0], shape.keys[0]), min(end, shape.queries[1], shape.keys[1]))
-    index = (low - start) // length
-    last = (high - 1 - start) // length
+    index = (whole.start - start) // length
+    last = (whole.stop - 1 - start) // length
     while index <= last:
         first = start + index * length
         segments = 1
@@ -228,7 +226,8 @@ def _cut(
             heads=heads,
             segments=run.segments,
             stride=stride,
-            step=step,
+            # a step that leads to no second row may exceed what a stride can hold
+            step=step if max(queries[1] - queries[0], keys[1] - keys[0]) > 1 else 1,
             q_start=run.first + step * queries[0],
             q_len=queries[1] - queries[0],
             k_start=run.first + step * keys[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -25,7 +26,7 @@ def multiplicities(
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
     zero = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
             for head, offset in enumerate(offsets):
                 for i in range(num_queries):

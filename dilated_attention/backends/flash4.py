@@ -1,0 +1,101 @@
+"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known here on Hopper and Blackwell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.masks import window_sizes
+
+
+class Flash4Backend(Backend):
+    """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
+
+    Never through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has grown since, and flex's FLASH backend returns
+    lse · ln 2 on 2.11 and 2.12. On Hopper the backward of 4.0.0b36 is wrong (relative error near 1 in dq, with grouped heads in dk and
+    dv too) at head dims that round up to 16, 48, 80 or 112, measured at every multiple of 8; the forward is right at all. The forward returns 2 to 5 values depending on the release, of which the first two are meant.
+    """
+
+    name = "flash4"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        package="flash-attn-4",
+        install='pip install --pre "flash-attn-4[cu13]"',
+        capabilities=((8, 0), (12, 1)),
+        head_dim_multiple=8,
+        window=True,
+        native_window=True,
+        lse_grad=True,
+        max_batch=65_535,
+        source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
+    )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        capability = request.hardware.capability
+        if capability is None:
+            return []
+        reasons = []
+        major = capability[0]
+        tile = -(-request.head_dim // 16) * 16
+        if request.needs_grad and major == 9 and tile < 128 and tile % 32:
+            reasons.append(f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)")
+        if request.needs_grad and major == 8:
+            reasons.append("has no backward on compute capability 8.x")
+        if request.needs_grad and major == 12 and (request.deterministic or request.window):
+            reasons.append("its backward on compute capability 12.x is dense and not deterministic")
+        if major in (10, 11) and request.head_dim > 128 and request.head_dim != 256:
+            reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {request.head_dim}")
+        if request.head_dim < 8:
+            reasons.append(f"head_dim is at least 8, not {request.head_dim}")
+        return reasons
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q,
+            k,
+            v,
+            softmax_scale=options.scale,
+            causal=options.causal,
+            window_size_left=left,
+            window_size_right=right,
+            return_lse=True,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse.contiguous(),
+            softmax_scale=options.scale,
+            causal=options.causal,
+            window_size_left=left,
+            window_size_right=right,
+            deterministic=options.deterministic,
+            dlse=None if dlse is None else dlse.contiguous(),
+        )
+        return dq, dk, dv
+
+
+def _interface() -> Any:
+    from flash_attn.cute import interface
+
+    return interface

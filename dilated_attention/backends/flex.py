@@ -1,0 +1,143 @@
+"""torch's FlexAttention, compiled by Triton: any mask, float32, head dims that flash kernels refuse."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.masks import clear_empty_rows
+
+# kernels a process may compile for one function; torch's own limit of 8 is less than the dtypes × head dims × masks of one model
+_RECOMPILE_LIMIT = 128
+
+
+class FlexBackend(Backend):
+    """``torch.nn.attention.flex_attention`` with its Triton kernels; lse is differentiable there.
+
+    Flex keeps its backward to itself. For the share of a part in a merged softmax its own autograd is driven instead: with
+    w = exp(lse_part − lse), the part's out gets the gradient w·dout and its lse gets w·(rowsum(dout ∘ (out_part − out)) + dlse),
+    which is the derivative of the merge. It costs one more forward.
+    """
+
+    name = "flex"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES | {torch.float32},
+        capabilities=((7, 0), (12, 1)),
+        key_mask=True,
+        window=True,
+        lse_grad=True,
+        max_batch=65_535,
+        max_extent=2**31,
+        package="triton",
+        install="pip install triton",
+        source="H200, torch 2.11, triton 3.6",
+    )
+
+    def more_reasons(self, request: Any) -> list[str]:
+        return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = _flex(q, k, v, options)
+        out = out.transpose(1, 2)
+        empty = (lse == -torch.inf).all(1) if not options.mask.is_trivial else None
+        return clear_empty_rows(out, lse, empty)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with _autograd_inside_an_op():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            part_out, part_lse = _flex(*inputs, options)
+            out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
+            with torch.no_grad():
+                weight = (part_lse - lse).exp()
+                difference = part_out.float() - out_PGLD.float()
+                lse_grad = (dout_PGLD.float() * difference).sum(-1)
+                if dlse is not None:
+                    lse_grad = lse_grad + dlse
+                out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
+            grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+        return grads[0], grads[1], grads[2]
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (P, G, L, D), lse (P, G, L))."""
+    band = (None, 0) if options.causal else options.mask.band
+    mask = None if band is None else _band_block_mask(band, q.shape[1], k.shape[1], str(q.device))
+    padding = options.mask.padding
+    score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        out, aux = _compiled()(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=score_mod,
+            block_mask=mask,
+            scale=options.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=_lse_only(),
+        )
+    return out, aux.lse
+
+
+@contextmanager
+def _autograd_inside_an_op() -> Iterator[None]:
+    """A custom op runs below autograd; this lifts that for what runs inside."""
+    keys = torch._C.DispatchKey
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude), torch.enable_grad():
+        yield
+
+
+@functools.cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph: past the recompile limit this raises, where plain compile would quietly materialise every score
+    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
+
+
+@functools.cache
+def _lse_only() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lowest, highest = band
+    # tensors, not integers, in the closure: every value of an integer would compile a kernel of its own
+    low = torch.tensor(-num_queries if lowest is None else lowest, device=device)
+    high = torch.tensor(num_keys if highest is None else highest, device=device)
+
+    def in_band(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx - q_idx >= low) & (kv_idx - q_idx <= high)
+
+    return create_block_mask(in_band, None, None, num_queries, num_keys, device=device)
+
+
+def _padding_score(padding: torch.Tensor) -> Any:
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(padding[b, kv_idx], -float("inf"), score)
+
+    return score_mod

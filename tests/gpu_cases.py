@@ -1,0 +1,156 @@
+"""Random cases and a vectorised dense oracle for the GPU tests, where the loop-by-loop reference would take too long."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    length: int
+    num_queries: int
+    query_offset: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    pattern: DilatedPattern
+    is_causal: bool
+    mixture_grad: str
+    bounds: tuple[int, ...] | None
+    padded: bool
+    window: tuple[int, int] | None
+    lse_grad: bool
+    layout: str
+
+
+def draw(rng: random.Random, head_dims: list[int], dtypes: list[torch.dtype], *, key_mask: bool, window: bool, ratios: list[int]) -> Case:
+    kv_heads = rng.choice([1, 2, 3, 4])
+    heads = kv_heads * rng.choice(ratios)
+    length = rng.choice([1, 2, 3, rng.randint(4, 64), rng.randint(65, 400), rng.randint(400, 1500)])
+    branches = rng.randint(1, 4)
+    windowed = window and rng.random() < 0.2
+    if windowed:
+        pattern = DilatedPattern([2**40], [1], "zero")
+    else:
+        lengths = [rng.randint(1, max(1, 2 * length)) for _ in range(branches)]
+        rates = [rng.randint(1, min(w, 17)) for w in lengths]
+        split = rng.random() < 0.2
+        offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
+        pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
+    packed = rng.random() < 0.25
+    bounds = None
+    query_offset, num_queries = 0, length
+    if packed:
+        bounds = (0, *sorted(rng.randint(0, length) for _ in range(rng.randint(0, 3))), length)
+    elif rng.random() < 0.3:
+        query_offset = rng.randint(0, length - 1)
+        num_queries = rng.randint(1, length - query_offset)
+    mixture_grad = rng.choice(["exact", "exact", "detached"])
+    return Case(
+        batch=1 if packed else rng.choice([1, 2, 3]),
+        length=length,
+        num_queries=num_queries,
+        query_offset=query_offset,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=rng.choice(head_dims),
+        dtype=rng.choice(dtypes),
+        pattern=pattern,
+        is_causal=rng.random() < 0.5,
+        mixture_grad=mixture_grad,
+        bounds=bounds,
+        padded=key_mask and rng.random() < 0.4,
+        window=(rng.randint(0, length), rng.randint(0, length)) if windowed else None,
+        lse_grad=mixture_grad == "exact" and rng.random() < 0.3,
+        layout=rng.choice(["contiguous", "heads_first", "packed_qkv"]),
+    )
+
+
+def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator(device).manual_seed(hash((case.length, case.heads, case.head_dim)) % 2**31)
+
+    def make(rows: int, heads: int) -> torch.Tensor:
+        x = torch.randn(case.batch, rows, heads, case.head_dim, device=device, dtype=torch.float32, generator=generator).to(case.dtype)
+        if case.layout == "heads_first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if case.layout == "packed_qkv":
+            return torch.stack([x, x, x], dim=2)[:, :, 1]
+        return x
+
+    padding = None
+    if case.padded:
+        padding = torch.rand(case.batch, case.length, device=device, generator=generator) < 0.4
+    q, k, v = make(case.num_queries, case.heads), make(case.length, case.kv_heads), make(case.length, case.kv_heads)
+    return q, k, v, padding
+
+
+def _multiplicity(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m (branches, H, Nq, Nk), z (branches, H, Nq)) in float64."""
+    pattern, n = case.pattern, case.length
+    bounds = case.bounds or (0, n)
+    single = [
+        DilatedPattern([w], [r], tuple((tuple(o),)) if min(o) >= 0 else "zero", "all", pattern.tail)
+        for (w, r), o in zip(pattern.branches, pattern.offsets(case.heads), strict=True)
+    ]
+    m = torch.zeros(pattern.num_branches, case.heads, n, n, dtype=torch.float64)
+    z = torch.zeros(pattern.num_branches, case.heads, n, dtype=torch.float64)
+    for b, (branch, offsets) in enumerate(zip(single, pattern.offsets(case.heads), strict=True)):
+        w, r = pattern.branches[b]
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            size = end - start
+            if not size:
+                continue
+            rows = torch.arange(size)
+            for head, offset in enumerate(offsets):
+                if offset < 0:
+                    continue
+                taken = rows % w % r == offset
+                same = (rows // w)[:, None] == (rows // w)[None, :]
+                block = (same & taken[:, None] & taken[None, :]).double()
+                m[b, head, start:end, start:end] = block
+                if pattern.tail == "zero_keys" and not case.is_causal:
+                    padded = -(-min(w, size) // r)
+                    z[b, head, start:end] = torch.where(taken, padded - block.sum(-1), 0.0)
+    distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    if case.is_causal:
+        m *= distance <= 0
+    if case.window is not None:
+        m *= (distance >= -case.window[0]) & (distance <= case.window[1])
+    rows = slice(case.query_offset, case.query_offset + case.num_queries)
+    return m[:, :, rows].to(device), z[:, :, rows].to(device)
+
+
+def dense(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of ``case`` with every score written out, in the dtype of q, differentiable."""
+    m, z = _multiplicity(case, q.device.type)
+    repeat = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(repeat, 2) for x in (k, v))
+    m = m[:, None]
+    if padding is not None:
+        m = m * ~padding[None, :, None, None, :]
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
+    s = torch.cat([s, s.new_zeros(*s.shape[:-1], 1)], -1)
+    v = torch.cat([v, v.new_zeros(v.shape[0], 1, *v.shape[2:])], 1)
+    m = torch.cat([m, z[:, None, ..., None].expand(-1, m.shape[1], -1, -1, 1)], -1)
+
+    def softmax(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        empty = (weight.sum(-1) == 0)[..., None]
+        logits = torch.where(weight > 0, s + weight.clamp(min=1e-300).log().to(s.dtype), -torch.inf)
+        logits = torch.where(empty, 0.0, logits)
+        lse = torch.where(empty[..., 0], -torch.inf, logits.logsumexp(-1))
+        p = torch.where(empty, 0.0, logits.softmax(-1))
+        return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+    out, lse = softmax(m.sum(0))
+    if case.mixture_grad == "detached":
+        parts = [softmax(m[b]) for b in range(m.shape[0])]
+        shift = torch.where(lse == -torch.inf, 0.0, lse)
+        out = sum(part * (part_lse - shift).exp().detach().transpose(1, 2)[..., None] for part, part_lse in parts)
+    return out, lse
