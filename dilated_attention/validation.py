@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -36,13 +35,15 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a positive multiple of the key/value heads")
 
 
-def check_scale(scale: Any, head_dim: int) -> float:
+def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale}; expected a finite number > 0 (others make kernels produce NaN), or None for 1/sqrt(head_dim)")
+    # kernels hold it in the dtype they compute in
+    highest = torch.finfo(torch.promote_types(dtype, torch.float32)).max
+    if not 0 < scale <= highest:
+        raise ValueError(f"scale is {scale}; expected a number > 0 and ≤ {highest:.2g} (others make kernels produce NaN), or None for 1/sqrt(head_dim)")
     return float(scale)
 
 

@@ -66,7 +66,7 @@ def dilated_attention_op(
             document_ranges(cu_seqlens, k.shape[1])
         return torch.empty_like(q, memory_format=torch.contiguous_format), _new_lse(q, -torch.inf)
     q, k, v = (kernel_ready(x) for x in (q, k, v))
-    plan, call = _prepare((q, k, v), key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    plan, call = _prepare(False, (q, k, v), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     with _without_autocast(q):
         out, lse = run_forward(plan, q, k, v, call)
     return out, lse.transpose(1, 2).contiguous()
@@ -106,7 +106,7 @@ def dilated_attention_backward_op(
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
-    plan, call = _prepare((q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    plan, call = _prepare(True, (q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     lse_BNH = lse.transpose(1, 2).contiguous()
     dlse_BNH = None if dlse is None else dlse.transpose(1, 2).contiguous()
     with _without_autocast(q):
@@ -119,6 +119,7 @@ def _without_autocast(x: torch.Tensor) -> torch.autocast:
 
 
 def _prepare(
+    is_backward: bool,
     views: tuple[torch.Tensor, ...],
     key_padding_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -134,7 +135,10 @@ def _prepare(
     needs_grad: bool,
     backend: str,
 ) -> tuple[Plan, Call]:
-    """Choose the backend and plan the call on ``views`` (q, k and what else kernels read); BackendUnavailable before any allocation."""
+    """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
+
+    The forward of a call that needs gradients asks for both passes, so BackendUnavailable comes before anything is allocated.
+    """
     q, k = views[:2]
     _, Nq, H, D = q.shape
     Nk, Hk = k.shape[1:3]

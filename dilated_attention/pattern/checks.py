@@ -9,9 +9,10 @@ from typing import Any
 
 def as_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     """``value`` as a Python int. bool and float are refused: a float length is nearly always a division gone wrong."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected an integer")
-    number = operator.index(value)
+    # an int passes untouched: torch.compile's symbolic ones know no hasattr, and operator.index would make a constant of them
+    number = value if isinstance(value, int) else operator.index(value)
     if minimum is not None and number < minimum:
         raise ValueError(f"{name} is {number}; expected an integer ≥ {minimum}")
     return number

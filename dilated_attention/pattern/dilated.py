@@ -13,6 +13,8 @@ from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
+# lengths pass through the custom op as 64-bit integers; this is longer than any sequence
+MAX_LENGTH = 2**62
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class DilatedPattern(Pattern):
         for branch, (length, rate) in enumerate(zip(lengths, rates, strict=True)):
             if length < 1:
                 raise ValueError(f"segment_lengths[{branch}] is {length}; a segment holds at least 1 position: use a length ≥ 1")
+            if length > MAX_LENGTH:
+                raise ValueError(f"segment_lengths[{branch}] is {length}; expected at most 2**62: any length from N on is the whole sequence")
             if rate < 1:
                 raise ValueError(f"dilation_rates[{branch}] is {rate}; rate 1 takes every position: use a rate ≥ 1")
             if rate > length:
@@ -149,6 +153,8 @@ class DilatedPattern(Pattern):
     ) -> torch.Tensor:
         """m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys); query row i is position query_offset + i."""
         offsets = self.offsets(num_heads)
+        sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
+        num_queries, num_keys, query_offset = (as_int(name, size, minimum=0) for name, size in sizes.items())
         rows = torch.arange(query_offset, query_offset + num_queries)
         keys = torch.arange(num_keys)
         mask = torch.zeros(num_heads, num_queries, num_keys, dtype=torch.int64)
@@ -209,7 +215,7 @@ class DilatedPattern(Pattern):
         """
         from dilated_attention.pattern.coverage import distinct_pairs
 
-        total = num_heads * num_positions**2
+        total = num_heads * as_int("num_positions", num_positions, minimum=0) ** 2
         return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
 
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
