@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
 from dilated_attention.backends.masks import clear_empty_rows
 
 # kernels a process may compile for one function; torch's own limit of 8 is less than the dtypes × head dims × masks of one model
 _RECOMPILE_LIMIT = 128
+_BLOCK = 128
 
 
 class FlexBackend(Backend):
@@ -39,7 +40,7 @@ class FlexBackend(Backend):
         source="H200, torch 2.11, triton 3.6",
     )
 
-    def more_reasons(self, request: Any) -> list[str]:
+    def more_reasons(self, request: Request) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +62,7 @@ class FlexBackend(Backend):
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with _autograd_inside_an_op():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
             part_out, part_lse = _flex(*inputs, options)
             out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
             with torch.no_grad():
@@ -123,17 +124,34 @@ def _lse_only() -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The band as a BlockMask, its lists from the blocks' corners: create_block_mask would write out every (query, key) pair."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    lowest, highest = band
+    lowest = -num_queries if band[0] is None else band[0]
+    highest = num_keys if band[1] is None else band[1]
+    q_first = torch.arange(0, num_queries, _BLOCK, device=device)[:, None]
+    k_first = torch.arange(0, num_keys, _BLOCK, device=device)[None, :]
+    q_last, k_last = (q_first + _BLOCK - 1).clamp(max=num_queries - 1), (k_first + _BLOCK - 1).clamp(max=num_keys - 1)
+    visited = (k_last - q_first >= lowest) & (k_first - q_last <= highest)
+    full = visited & (k_first - q_last >= lowest) & (k_last - q_first <= highest)
+    # a ragged last block is masked, not full: kernels skip bounds checks in full blocks
+    full &= (q_first + _BLOCK <= num_queries) & (k_first + _BLOCK <= num_keys)
     # tensors, not integers, in the closure: every value of an integer would compile a kernel of its own
-    low = torch.tensor(-num_queries if lowest is None else lowest, device=device)
-    high = torch.tensor(num_keys if highest is None else highest, device=device)
+    low, high = torch.tensor(lowest, device=device), torch.tensor(highest, device=device)
 
     def in_band(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx - q_idx >= low) & (kv_idx - q_idx <= high)
 
-    return create_block_mask(in_band, None, None, num_queries, num_keys, device=device)
+    return BlockMask.from_kv_blocks(
+        *_ordered(visited & ~full), *_ordered(full), BLOCK_SIZE=_BLOCK, mask_mod=in_band, seq_lengths=(num_queries, num_keys)
+    )
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool (rows, columns) → (count, indices of the set columns first) with the batch and head dimensions flex wants."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    indices = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], indices[None, None]
 
 
 def _padding_score(padding: torch.Tensor) -> Any:

@@ -1,0 +1,176 @@
+"""How many bytes a dilated attention takes, from shapes alone: what ``run.py`` allocates, added up in the order it does.
+
+Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
+for float64); R = B·N·H rows of the log-sum-exp.
+
+    forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the one before it
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse 3·R·a + dq, dk, dv (Q + 2K)·a + the results of two launches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
+from dilated_attention.engine.run import PART_BYTES, accumulation_dtype
+from dilated_attention.engine.views import key_rows, launches, query_rows
+from dilated_attention.pattern import DilatedPattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes alive at the highest point of each pass, with what they are. ``str()`` prints both lists.
+
+    Args:
+        inputs: q, k, v and the key padding mask.
+        forward: (what, bytes) at the peak of the forward, inputs included.
+        backward: the same of the backward; empty without one.
+    """
+
+    inputs: int
+    forward: tuple[tuple[str, int], ...]
+    backward: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def forward_peak(self) -> int:
+        return sum(size for _, size in self.forward)
+
+    @property
+    def backward_peak(self) -> int:
+        return sum(size for _, size in self.backward)
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at the highest point of the whole call."""
+        return max(self.forward_peak, self.backward_peak)
+
+    def __str__(self) -> str:
+        lines = []
+        for name, terms, total in (("forward", self.forward, self.forward_peak), ("backward", self.backward, self.backward_peak)):
+            if terms:
+                lines.append(f"{name:<34}{_mib(total)}")
+                lines += [f"  {what:<32}{_mib(size)}" for what, size in terms]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes a element: e of the inputs, a of the accumulators, o of the forward's output while it is built."""
+
+    e: int
+    a: int
+    o: int
+    on_cpu: bool
+
+
+def attention_memory(
+    pattern: DilatedPattern,
+    num_positions: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    batch_size: int = 1,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device_type: str = "cpu",
+    is_causal: bool = False,
+    needs_grad: bool = True,
+    key_padding_mask: bool = False,
+) -> MemoryEstimate:
+    """Peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
+
+    Counted: tensors of the call, its caller's included. Not counted: what a kernel allocates beside its results (bounded by a
+    launch, see ``PART_BYTES``), cached or fragmented memory of an allocator, and torch itself.
+
+    Args:
+        pattern: branches and head offsets.
+        num_positions: N, of queries and keys.
+        num_heads: H.
+        head_dim: D.
+        batch_size: B.
+        num_kv_heads: Hk; None for H.
+        dtype: of q, k, v.
+        device_type: ``"cpu"``, ``"cuda"``: it sets how much one launch may return.
+        is_causal, key_padding_mask: as in the call.
+        needs_grad: with the backward. Its gradient is the exact one (``mixture_grad="exact"``), no gradient enters through lse.
+
+    >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
+    """
+    H, Hk, D, B, N = num_heads, num_kv_heads or num_heads, head_dim, batch_size, num_positions
+    plan = make_plan(pattern, Shape(H, Hk, (0, N), (0, N), ((0, N),), is_causal))
+    e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    sizes = _Sizes(e, a, e if plan.single else a, device_type == "cpu")
+    Q, K, R = B * N * H * D, B * N * Hk * D, B * N * H
+    max_bytes = PART_BYTES.get(device_type, PART_BYTES["cuda"])
+
+    mask = B * N if key_padding_mask else 0
+    inputs = (Q + 2 * K) * e + mask
+    # with padding, k and v are copied with their padded rows zeroed
+    common = [("q, k, v", inputs), ("k, v without padding", 2 * K * e if key_padding_mask else 0)]
+    queries = torch.empty((B, N, H, D), device="meta")
+    keys = torch.empty((B, N, Hk, D), device="meta")
+
+    running = list(_forward_launches(plan, queries, keys, max_bytes, sizes))
+    rounded = Q * e if sizes.o != e else 0
+    transient = max(_two_in_a_row(running), rounded + (running[-1][0] if running else 0))
+    forward = [*common, ("out", Q * sizes.o), ("lse", R * a), ("launch results, rounded out", transient)]
+    backward: list[tuple[str, int]] = []
+    if needs_grad:
+        results = list(_backward_launches(plan, queries, keys, max_bytes, sizes))
+        rounded = (Q + 2 * K) * e if a != e else 0
+        transient = max(_two_in_a_row(results), rounded + (results[-1][0] if results else 0))
+        # lse as saved, as the engine lays it out (the same bytes for one head), and with +inf for empty rows
+        lse = R * a * (3 if H > 1 else 2)
+        backward = [*common, ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * a)]
+        backward.append(("launch results, rounded dq, dk, dv", transient))
+    return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
+
+
+def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
+    """(results, temporaries of the merge) of each launch, in bytes."""
+    for problem in plan.problems:
+        for rows, _ in _rows_of_launches(problem, q, k, max_bytes):
+            elements, heads = rows * problem.heads.count * q.shape[-1], rows * problem.heads.count
+            temporaries = 0
+            if not problem.first:
+                # the part in the accumulation dtype, and four tensors and one mask of lse's shape
+                temporaries = (elements * sizes.a if sizes.e != sizes.a else 0) + heads * (4 * sizes.a + 1)
+            yield elements * sizes.e + heads * sizes.a, temporaries
+
+
+def _backward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
+    """(results, temporaries of adding them up) of each launch, in bytes."""
+    for problem in plan.problems:
+        for rows, key_rows_ in _rows_of_launches(problem, q, k, max_bytes):
+            dq, dk = rows * problem.heads.count * q.shape[-1], key_rows_ * problem.heads.kv_count * q.shape[-1]
+            # torch's CPU kernels convert a whole operand before they add it to another dtype
+            temporaries = max(dq, dk) * sizes.a if sizes.on_cpu and sizes.e != sizes.a else 0
+            yield (dq + 2 * dk) * sizes.e, temporaries
+
+
+def _rows_of_launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """(query rows, key rows) of each launch, cut as the engine cuts them: on views of tensors without memory."""
+    views = [query_rows(problem, 0).of(q), key_rows(problem, 0).of(k)]
+    max_rows = max_bytes // (4 * q.shape[-1] * problem.heads.count)
+    for q_PLGD, k_PSKD in launches(views, max_batch=None, max_extent=None, max_rows=max_rows):
+        yield q_PLGD.shape[0] * q_PLGD.shape[1], k_PSKD.shape[0] * k_PSKD.shape[1]
+
+
+def _two_in_a_row(running: list[tuple[int, int]]) -> int:
+    """The most that is alive: a launch's results while those of the launch before it are, or while they are merged."""
+    most = before = 0
+    for results, temporaries in running:
+        most = max(most, before + results, results + temporaries)
+        before = results
+    return most
+
+
+def _non_zero(terms: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple((what, size) for what, size in terms if size)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:>12,.1f} MiB"

@@ -1,0 +1,172 @@
+"""LongNet as a language model: tied embedding, decoder, loss, sampling, and its checkpoint on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.decoder import LongNetDecoder
+from dilated_attention.models.loss import chunked_cross_entropy
+from dilated_attention.pattern.checks import as_int
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+
+class LongNetLM(nn.Module):
+    """Causal language model: logits = decoder(embedding[tokens]) · embeddingᵀ.
+
+    Args:
+        config: the shape.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        device, dtype: of the parameters.
+
+    >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
+    ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
+    >>> loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    """
+
+    def __init__(self, config: LongNetConfig, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+        self.decoder = LongNetDecoder(config, backend=backend, device=device, dtype=dtype)
+        # E^-1/2: as the output layer, it makes logits of a normalised hidden state start near variance 1
+        nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits, or the loss.
+
+        Args:
+            tokens: (B, N) integers below vocab_size.
+            targets: (B, N), the token that follows each position; −100 where a position does not count.
+            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; they do not see each other.
+
+        Returns:
+            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32
+            scalar, for which logits are made a chunk of positions at a time.
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit.
+        """
+        _check_tokens("tokens", tokens)
+        hidden = self._hidden(tokens, cu_seqlens)
+        if targets is None:
+            return F.linear(hidden, self.embedding.weight)
+        _check_tokens("targets", targets)
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token")
+        return chunked_cross_entropy(hidden, self.embedding.weight, targets)
+
+    def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        # E^1/2 undoes the output layer's small initial values, for the residual stream to start at variance 1
+        embedded = self.embedding(tokens) * self.config.embed_dim**0.5
+        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """The prompt continued. Equal to running the whole sequence for every token, which is what it does, within bounds.
+
+        There is no cache of keys and values: each new token recomputes the sequence from the last multiple of ``config.reach``
+        (the least common multiple of the segment lengths) on, before which no layer lets it see anything. So a token costs a
+        forward of up to ``reach`` positions, whatever the length.
+
+        Args:
+            prompt: (B, N) integers, N ≥ 1.
+            max_new_tokens: tokens to add, ≥ 0.
+            temperature: of the softmax that is drawn from; 0 takes the likeliest token.
+            top_k: draw from the k likeliest only.
+            generator: of the draws, on the model's device; None for torch's default.
+
+        Returns:
+            (B, N + max_new_tokens).
+        """
+        _check_tokens("prompt", prompt)
+        if prompt.shape[1] < 1:
+            raise ValueError(f"prompt has shape {tuple(prompt.shape)}; expected at least one token to continue from")
+        max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
+        if top_k is not None:
+            top_k = min(as_int("top_k", top_k, minimum=1), self.config.vocab_size)
+        was_training = self.training
+        self.eval()
+        try:
+            tokens = prompt
+            for _ in range(max_new_tokens):
+                start = (tokens.shape[1] - 1) // self.config.reach * self.config.reach
+                hidden = self._hidden(tokens[:, start:], None)[:, -1]
+                logits = F.linear(hidden, self.embedding.weight).float()
+                tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
+        finally:
+            self.train(was_training)
+        return tokens
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be."""
+        safetensors = _safetensors()
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save(folder / CONFIG_FILE)
+        safetensors.save_model(self, str(folder / WEIGHTS_FILE))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None
+    ) -> LongNetLM:
+        """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another."""
+        safetensors = _safetensors()
+        folder = Path(path)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder / name} does not exist; expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(torch.device(device or "cpu")))
+        # on meta nothing is allocated or drawn for values that are replaced at once
+        model = cls(LongNetConfig.load(folder / CONFIG_FILE), backend=backend, device="meta")
+        model.load_state_dict(weights, assign=True)
+        model.requires_grad_()
+        return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> torch.Tensor:
+    """One token (B, 1) for each row of logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None:
+        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+def _check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tokens).__name__}; expected an integer tensor of shape (batch, sequence)")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError('saving and loading models needs safetensors: pip install "dilated-attention[models]"') from error
+    return safetensors.torch

@@ -1,0 +1,45 @@
+"""Cross-entropy of a tied output layer, in chunks of positions: logits of 2^20 tokens × 100k words never exist at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+# logits of one chunk, in float32; they exist up to three times at once (logits, their softmax, its gradient)
+_CHUNK_BYTES = 64 * 2**20
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
+) -> torch.Tensor:
+    """Mean over the targets of −log softmax(hidden · weightᵀ)[target], in nats.
+
+    More than one chunk is recomputed in the backward, one product more, so that memory holds one chunk of logits.
+
+    Args:
+        hidden: (…, E).
+        weight: (V, E).
+        targets: (…) integers; ``ignore_index`` where a position does not count.
+        chunk: positions a chunk; None for as many as keep its logits below 64 MiB.
+
+    Returns:
+        scalar float32; 0 with gradient 0 if no position counts.
+    """
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if chunk is None:
+        chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    single = hidden.shape[0] <= chunk
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        if single:
+            total = total + _sum(rows, weight, wanted, ignore_index)
+        else:
+            # nothing random inside, so the random state need not be saved and restored
+            total = total + checkpoint(_sum, rows, weight, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False)
+    return total / (targets != ignore_index).sum().clamp(min=1)
+
+
+def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")

@@ -1,0 +1,141 @@
+"""What every multi-head module shares: projections, norms, MAGNETO's initial values, checks of settings and inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention import validation as check
+from dilated_attention.pattern.checks import as_int
+
+
+class MultiheadProjections(nn.Module):
+    """(B, N, E) → queries, keys, values (B, N, H, D) → … → (B, N, E). A subclass attends between ``project`` and ``combine``.
+
+    Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
+    with ``qk_norm``. The arguments are described where users meet them, in ``MultiheadDilatedAttention``.
+    """
+
+    inner_attn_ln: nn.LayerNorm | None
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None,
+        bias: bool,
+        layer_norm: bool,
+        layer_norm_eps: float,
+        gamma_init: float,
+        rotary: bool,
+        rotary_base: float,
+        qk_norm: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
+        self.num_heads = as_int("num_heads", num_heads, minimum=1)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim is {embed_dim} and num_heads is {num_heads}; embed_dim must be a multiple of num_heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+        self.head_dim = self.embed_dim // self.num_heads
+        if self.head_dim > check.MAX_HEAD_DIM:
+            raise ValueError(
+                f"embed_dim {embed_dim} over num_heads {num_heads} makes head_dim {self.head_dim}; "
+                f"expected at most {check.MAX_HEAD_DIM}: use at least {-(-self.embed_dim // check.MAX_HEAD_DIM)} heads"
+            )
+        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("rotary", rotary), ("qk_norm", qk_norm)):
+            check.check_bool(name, flag)
+        self.rotary = rotary
+        if rotary and self.head_dim % 2:
+            raise ValueError(
+                f"rotary=True with head_dim {self.head_dim} (embed_dim {embed_dim} / num_heads {num_heads}); it needs an even head_dim"
+            )
+        self.rotary_base = _positive("rotary_base", rotary_base)
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")
+        self.gamma_init = _positive("gamma_init", gamma_init)
+        eps = _positive("layer_norm_eps", layer_norm_eps)
+        kv_dim = self.num_kv_heads * self.head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+        self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
+
+        The fan of k_proj and v_proj is that of their own, with grouped heads smaller, weight. Call it after ``to_empty``.
+        """
+        for linear, gain in ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, self.gamma_init), (self.out_proj, self.gamma_init)):
+            nn.init.xavier_normal_(linear.weight, gain=gain)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        for norm in (self.inner_attn_ln, self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (B, Nq, H, D), k and v (B, Nk, Hk, D), normalised with ``qk_norm``, not yet rotated."""
+        self._check_inputs(query, key, value)
+        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
+        out = out.flatten(2)
+        if self.inner_attn_ln is not None:
+            out = self.inner_attn_ln(out)
+        return self.out_proj(out)
+
+    def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor of shape (batch, sequence, embed_dim)")
+            if x.ndim != 3 or x.shape[2] != self.embed_dim:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; expected (batch, sequence, embed_dim) with embed_dim = {self.embed_dim}"
+                )
+            if not x.is_floating_point():
+                raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype, that of the module's parameters")
+        if query.shape[0] != key.shape[0] or key.shape[:2] != value.shape[:2]:
+            raise ValueError(
+                f"query, key, value have shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; "
+                "expected one batch size for all and one sequence length for key and value"
+            )
+
+    def extra_repr(self) -> str:
+        parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        if self.gamma_init != 1.0:
+            parts.append(f"gamma_init={self.gamma_init}")
+        if self.rotary:
+            parts.append(f"rotary_base={self.rotary_base}")
+        return ", ".join(parts)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > 0")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; expected a finite number > 0")
+    return float(value)

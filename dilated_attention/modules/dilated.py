@@ -1,0 +1,140 @@
+"""Dilated attention as a module: the settings of ``dilated_attention`` fixed at construction, no parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention import validation as check
+from dilated_attention.backends import registry
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import DilatedPattern, HeadOffsets
+from dilated_attention.pattern.checks import one_of
+
+
+class DilatedAttention(nn.Module):
+    """Dilated attention of LongNet (arXiv 2307.02486, Eq. 3-15) on projected queries, keys and values.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
+
+    m_h(i, j) counts the branches (segment length w, dilation rate r) in which head h pairs positions i and j; see
+    ``dilated_attention``, whose arguments these are and which says where it differs from the paper.
+
+    Args:
+        segment_lengths: w of each branch, in positions.
+        dilation_rates: r of each branch, 1 ≤ r ≤ w.
+        scale: factor of q·k; None for 1/sqrt(D).
+        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
+        head_offsets: ``"cyclic"`` (the paper) · ``"blocked"`` (TorchScale) · ``"zero"`` · one list of H integers per branch.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches.
+        tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part.
+        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).
+        deterministic: only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+
+    >>> layer = DilatedAttention([2048, 4096], [1, 2])
+    >>> out = layer(q, k, v, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        mixture_grad: str = "exact",
+        deterministic: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
+        # the head dimension, which only None would need, is not known yet
+        self.scale = None if scale is None else check.check_scale(scale, 1)
+        self.dropout = check.check_probability("dropout", dropout)
+        one_of("mixture_grad", mixture_grad, ("exact", "detached"))
+        self.mixture_grad = mixture_grad
+        self.deterministic = check.check_bool("deterministic", deterministic)
+        registry.check_name(backend)
+        self.backend = backend
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """What attends to what: counts its pairs and FLOPs, draws itself."""
+        return self._pattern
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
+            key, value: (B, Nk, Hk, D), Hk a divisor of H.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding.
+            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
+            return_lse: also return the log-sum-exp of the scores.
+
+        Returns:
+            out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit; the text says q, k, v for query, key, value.
+            BackendUnavailable: no backend, or not the named one, can do this.
+        """
+        pattern = self._pattern
+        return dilated_attention(
+            query,
+            key,
+            value,
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            is_causal=is_causal,
+            scale=self.scale,
+            head_offsets=pattern.head_offsets,  # type: ignore[arg-type]
+            branch_heads=pattern.branch_heads,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            tail=pattern.tail,
+            mixture_grad=self.mixture_grad,
+            dropout_p=self.dropout if self.training else 0.0,
+            query_offset=query_offset,
+            return_lse=return_lse,
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The branches, and every setting that is not its default."""
+        pattern = self._pattern
+        parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
+        settings = (
+            ("scale", self.scale, None),
+            ("dropout", self.dropout, 0.0),
+            ("head_offsets", pattern.head_offsets, "cyclic"),
+            ("branch_heads", pattern.branch_heads, "all"),
+            ("tail", pattern.tail, "mask"),
+            ("mixture_grad", self.mixture_grad, "exact"),
+            ("deterministic", self.deterministic, False),
+            ("backend", self.backend, "auto"),
+        )
+        return ", ".join(parts + [f"{name}={value!r}" for name, value, default in settings if value != default])

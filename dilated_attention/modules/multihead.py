@@ -1,0 +1,164 @@
+"""Multi-head dilated attention: LongNet's attention layer, called as nn.MultiheadAttention is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules.dilated import DilatedAttention
+from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
+from dilated_attention.pattern import HeadOffsets
+
+
+class MultiheadDilatedAttention(MultiheadProjections):
+    """Dilated attention (LongNet, arXiv 2307.02486) between MAGNETO's projections (arXiv 2210.06423), batch first.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    LN is MAGNETO's sub-LayerNorm (``inner_attn_ln``); its other LayerNorm, in front of the projections, is left to the block
+    around this layer. Weights start Xavier-normal, with gain ``gamma_init`` for v and out and 1 for q and k; biases start at 0.
+
+    Args:
+        embed_dim: E, of queries, keys, values and output; a multiple of num_heads.
+        num_heads: H query heads of dimension D = E/H ≤ 256.
+        segment_lengths: w of each branch, in positions; one entry a branch.
+        dilation_rates: r of each branch, 1 ≤ r ≤ w.
+        num_kv_heads: Hk key/value heads, a divisor of H; query head h reads h // (H/Hk). None for H.
+        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
+        bias: biases of the four projections.
+        layer_norm: the sub-LayerNorm in front of ``out_proj``. False leaves nn.MultiheadAttention's layer.
+        layer_norm_eps: of every norm of this layer.
+        gamma_init: gain of v_proj's and out_proj's weights: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
+        rotary: rotate queries and keys by absolute position, before dilation; with ``cu_seqlens``, position in the document.
+        rotary_base: θ of the rotation, > 1.
+        qk_norm: RMSNorm of each query and key head (``q_norm``, ``k_norm``), before the rotation.
+        head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend: as of ``DilatedAttention``.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+
+    Differs from LongNet in what ``dilated_attention`` differs in. From nn.MultiheadAttention: batch first, the sub-LayerNorm,
+    separate q, k and v projections, no attention weights, no additive masks.
+
+    >>> layer = MultiheadDilatedAttention(768, 12, [2048, 4096, 8192], [1, 2, 4])
+    >>> y, _ = layer(x, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        *,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        mixture_grad: str = "exact",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps,
+            gamma_init=gamma_init,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            qk_norm=qk_norm,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            scale=scale,
+            dropout=dropout,
+            head_offsets=head_offsets,
+            branch_heads=branch_heads,
+            tail=tail,
+            mixture_grad=mixture_grad,
+            deterministic=deterministic,
+            backend=backend,
+        )
+        # refuses lists of offsets that are not one per head
+        self.attention.pattern.offsets(self.num_heads)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        query_offset: int = 0,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend.
+
+        Args:
+            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
+            key: (B, Nk, E); None for query.
+            value: (B, Nk, E); None for key.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding.
+            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
+            need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
+
+        Returns:
+            (out (B, Nq, E) in the projections' dtype, None). The second is nn.MultiheadAttention's weights.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit.
+            BackendUnavailable: no backend, or not the named one, can do this.
+        """
+        if need_weights:
+            raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        q, k, v = self.project(query, key, value)
+        if self.rotary:
+            q, k = self._rotate(q, k, cu_seqlens, query_offset)
+        out = self.attention(
+            q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset
+        )
+        return self.combine(out), None
+
+    def _rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+        check.check_cu_seqlens(cu_seqlens, q, k)
+        num_keys = k.shape[1]
+        positions = torch.arange(num_keys, device=k.device) if cu_seqlens is None else document_positions(cu_seqlens.to(k.device), num_keys)
+        cos, sin = rotary_table(positions, self.head_dim, self.rotary_base, k.dtype)
+        # queries are positions of the key sequence, so their table is a slice of the keys'
+        queries = slice(query_offset, query_offset + q.shape[1])
+        return rotate(q, (cos[queries], sin[queries])), rotate(k, (cos, sin))

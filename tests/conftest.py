@@ -1,0 +1,63 @@
+"""What every test lives with: poisoned allocations, one thread under xdist, markers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# the same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile("explore", deadline=None, suppress_health_check=_SLOW_IS_FINE)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
+    config.addinivalue_line("markers", "no_poison: leaves torch.empty alone instead of filling it with NaN")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its like hand out NaN, so that reading what nobody wrote cannot pass by luck."""
+    if request.node.get_closest_marker("no_poison") is not None:
+        return
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        x = make(*args, **kwargs)
+        # fake and meta tensors have no values, and a traced graph is to stay what the user wrote
+        if type(x) is torch.Tensor and x.is_floating_point() and x.device.type != "meta" and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                x.fill_(torch.nan)
+        return x
+
+    return poisoned
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For tests of what depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

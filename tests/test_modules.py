@@ -1,0 +1,553 @@
+"""Both modules: against the float64 reference on their own projected tensors, and as citizens of torch.nn."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dilated_attention import BackendUnavailable, DilatedPattern
+from dilated_attention.engine.reference import reference_attention
+from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
+
+LENGTHS, RATES = [4, 8], [1, 2]
+DOCUMENTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
+PADDING = torch.arange(14)[None].repeat(2, 1) >= torch.tensor([[14], [9]])
+
+
+def make_layer(**settings: Any) -> MultiheadDilatedAttention:
+    torch.manual_seed(0)
+    settings = {"embed_dim": 16, "num_heads": 4, "segment_lengths": LENGTHS, "dilation_rates": RATES, "dtype": torch.float64} | settings
+    layer = MultiheadDilatedAttention(**settings)
+    with torch.no_grad():
+        # biases and norms off their initial values, where a missing one would not show
+        for parameter in layer.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) / 4)
+    return layer
+
+
+def make_x(batch: int = 2, length: int = 14, dim: int = 16, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def make_qkv(batch: int = 2, length: int = 14, heads: int = 4, kv_heads: int = 4, dim: int = 4) -> list[torch.Tensor]:
+    shapes = [(batch, length, heads, dim), (batch, length, kv_heads, dim), (batch, length, kv_heads, dim)]
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i, shape in enumerate(shapes)]
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary embedding as multiplication by e^{i·angle} of complex numbers: an independent form of the same thing."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous())
+    frequency = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    turned = pairs * torch.exp(1j * positions[:, None, None].double() * frequency)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def expected(layer: MultiheadDilatedAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The layer written down once more, with the reference in the middle."""
+
+    def heads(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return (x @ linear.weight.T + (0 if linear.bias is None else linear.bias)).reshape(*x.shape[:2], -1, layer.head_dim)
+
+    def rms(norm: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        assert norm.eps is not None
+        return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+    q, k, v = heads(layer.q_proj, query), heads(layer.k_proj, key), heads(layer.v_proj, value)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms(layer.q_norm, q), rms(layer.k_norm, k)
+    if layer.rotary:
+        documents = options.get("cu_seqlens")
+        offset = options.get("query_offset", 0)
+        q_positions, k_positions = torch.arange(offset, offset + q.shape[1]), torch.arange(k.shape[1])
+        if documents is not None:
+            q_positions = k_positions = torch.cat([torch.arange(int(n)) for n in documents.diff()])
+        q, k = rotated(q, q_positions, layer.rotary_base), rotated(k, k_positions, layer.rotary_base)
+    attention = layer.attention
+    out, _ = reference_attention(q, k, v, attention.pattern, scale=attention.scale, mixture_grad=attention.mixture_grad, **options)
+    out = out.reshape(*query.shape[:2], -1)
+    if layer.inner_attn_ln is not None:
+        norm = layer.inner_attn_ln
+        centred = out - out.mean(-1, keepdim=True)
+        out = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+    return out @ layer.out_proj.weight.T + (0 if layer.out_proj.bias is None else layer.out_proj.bias)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped_heads": {"num_kv_heads": 2},
+    "one_kv_head": {"num_kv_heads": 1, "rotary": True},
+    "bare": {"bias": False, "layer_norm": False},
+    "rotary": {"rotary": True, "rotary_base": 500.0},
+    "qk_norm": {"qk_norm": True, "rotary": True, "layer_norm_eps": 1e-2},
+    "blocked": {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": "detached"},
+    "lists": {"head_offsets": [[0, 0, 0, 0], [1, 0, 0, 1]], "scale": 0.9},
+    "split": {"branch_heads": "split", "deterministic": True, "backend": "math"},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "padding": {"key_padding_mask": PADDING},
+    "documents": {"cu_seqlens": DOCUMENTS, "is_causal": True},
+    "offset": {"query_offset": 9, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_multihead_output_and_gradients_equal_the_reference(setting: str, call: str) -> None:
+    layer, options = make_layer(**SETTINGS[setting]), CALLS[call]
+    memory = make_x(1 if call == "documents" else 2).requires_grad_()
+    value = make_x(memory.shape[0], seed=2).requires_grad_()
+    query = make_x(memory.shape[0], 3, seed=3).requires_grad_() if call == "offset" else memory
+    ours, weights = layer(query, memory, value, **options)
+    theirs = expected(layer, query, memory, value, **options)
+    assert weights is None
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    sources = [query, memory, value, *layer.parameters()] if call == "offset" else [memory, value, *layer.parameters()]
+    for mine, other in zip(*(torch.autograd.grad(out.sin().sum(), sources) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("call", ["full", "causal", "padding", "documents"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"head_offsets": "blocked", "tail": "zero_keys"}, {"branch_heads": "split", "scale": 2.0}], ids=str
+)
+def test_dilated_attention_module_equals_the_reference(settings: dict[str, Any], call: str) -> None:
+    module = DilatedAttention(LENGTHS, RATES, **settings)
+    q, k, v = make_qkv(1 if call == "documents" else 2, kv_heads=2)
+    out, lse = module(q, k, v, return_lse=True, **CALLS[call])
+    reference, reference_lse = reference_attention(q, k, v, module.pattern, scale=settings.get("scale"), **CALLS[call])
+    torch.testing.assert_close(out, reference, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(lse, reference_lse, rtol=1e-10, atol=1e-12)
+    assert torch.equal(module(q, k, v, **CALLS[call]), out)
+
+
+def test_key_and_value_default_to_query_and_key() -> None:
+    layer, x, y = make_layer(), make_x(), make_x(seed=2)
+    assert torch.equal(layer(x)[0], layer(x, x, x)[0])
+    assert torch.equal(layer(x, y)[0], layer(x, y, y)[0])
+    assert not torch.equal(layer(x)[0], layer(x, y)[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"rotary": True, "num_kv_heads": 2, "qk_norm": True}], ids=str)
+def test_packed_documents_equal_one_call_each(settings: dict[str, Any]) -> None:
+    layer, x = make_layer(**settings), make_x(1)
+    packed = layer(x, is_causal=True, cu_seqlens=DOCUMENTS)[0]
+    alone = [layer(x[:, a:b], is_causal=True)[0] for a, b in ((0, 5), (5, 14))]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rotary": True, "num_kv_heads": 1}], ids=str)
+def test_decoding_step_by_step_gives_the_rows_of_the_causal_forward(settings: dict[str, Any]) -> None:
+    layer, x = make_layer(**settings), make_x()
+    whole = layer(x, is_causal=True)[0]
+    for i in range(x.shape[1]):
+        step = layer(x[:, i : i + 1], x[:, : i + 1], is_causal=True, query_offset=i)[0]
+        torch.testing.assert_close(step[:, 0], whole[:, i], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_whole_segment_without_layer_norm_is_torchs_multihead_attention(bias: bool, is_causal: bool) -> None:
+    layer = make_layer(segment_lengths=[64], dilation_rates=[1], layer_norm=False, bias=bias)
+    theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dtype=torch.float64)
+    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
+    state = {"in_proj_weight": torch.cat([p.weight for p in projections]), "out_proj.weight": layer.out_proj.weight}
+    if bias:
+        state |= {"in_proj_bias": torch.cat([p.bias for p in projections]), "out_proj.bias": layer.out_proj.bias}
+    theirs.load_state_dict(state)
+    query, key, value = (make_x(seed=i) for i in range(3))
+    mask = torch.ones(14, 14, dtype=torch.bool).triu(1) if is_causal else None
+    reference, _ = theirs(query, key, value, key_padding_mask=PADDING, attn_mask=mask, need_weights=False)
+    ours, _ = layer(query, key, value, key_padding_mask=PADDING, is_causal=is_causal, need_weights=False)
+    torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+
+
+def turn(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
+    return rotate(x, rotary_table(positions, x.shape[-1], base, x.dtype))
+
+
+def test_scores_of_rotated_vectors_depend_on_the_distance_only() -> None:
+    q, k, _ = make_qkv(1, 1)
+    scores = [(turn(q, torch.tensor([i]), 100.0) * turn(k, torch.tensor([j]), 100.0)).sum() for i, j in ((3, 1), (1003, 1001), (3, 2))]
+    torch.testing.assert_close(scores[0], scores[1])
+    assert (scores[0] - scores[2]).abs() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, 1, 2**16 + 3, 2**20 + 7, 2**24 + 1, 10**9 + 1])
+    x = torch.randn(1, 6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    ours = turn(x, positions)
+    assert ours.dtype is dtype
+    torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
+
+
+def test_half_precision_is_rotated_in_float32() -> None:
+    x, positions = make_x(1, 8)[..., None, :].bfloat16(), torch.arange(1000, 1008)
+    assert turn(x, positions).dtype is torch.bfloat16
+    assert torch.equal(turn(x, positions), turn(x.float(), positions).bfloat16())
+
+
+def test_document_positions_restart_and_skip_empty_documents() -> None:
+    bounds = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)
+    assert document_positions(bounds, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["dilated", "multihead"])
+def test_dropout_acts_in_training_only_and_repeats_under_a_seed(kind: str) -> None:
+    module = DilatedAttention(LENGTHS, RATES, dropout=0.5) if kind == "dilated" else make_layer(dropout=0.5)
+    inputs = make_qkv() if kind == "dilated" else [make_x()]
+
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        result = module(*inputs)
+        return result if kind == "dilated" else result[0]
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    module.eval()
+    assert torch.equal(run(1), run(2))
+    without = DilatedAttention(LENGTHS, RATES)(*inputs) if kind == "dilated" else make_layer()(*inputs)[0]
+    assert torch.equal(run(1), without)
+
+
+def compare_with_eager(module: nn.Module, backend: str, inputs: list[torch.Tensor], **options: Any) -> int:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    graph = torch.compile(module, backend=counter, fullgraph=True)
+    results = []
+    for function in (module, graph):
+        torch.manual_seed(2)
+        out = function(*inputs, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        results.append((out, *torch.autograd.grad(out.sin().sum(), [*inputs, *module.parameters()])))
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-9, atol=1e-10)
+    return int(counter.frame_count)
+
+
+@pytest.mark.parametrize("call", ["causal", "padding", "documents"])
+def test_the_multihead_module_compiles_to_one_graph(call: str) -> None:
+    layer = make_layer(rotary=True, qk_norm=True, num_kv_heads=2, dropout=0.3)
+    x = make_x(1 if call == "documents" else 2).requires_grad_()
+    assert compare_with_eager(layer, "aot_eager", [x], **CALLS[call]) == 1
+
+
+def test_the_dilated_module_compiles_to_one_graph() -> None:
+    module = DilatedAttention(LENGTHS, RATES, head_offsets=[[0, 0, 0, 0], [1, 0, 1, 0]], mixture_grad="detached")
+    assert compare_with_eager(module, "aot_eager", [x.requires_grad_() for x in make_qkv()], is_causal=True) == 1
+
+
+def test_the_multihead_module_compiles_with_inductor() -> None:
+    compare_with_eager(make_layer(rotary=True), "inductor", [make_x().requires_grad_()], is_causal=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["automatic", "dynamic"])
+def test_four_lengths_need_no_graph_beyond_the_first_pair(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    layer, counter, frames = make_layer(rotary=True), CompileCounterWithBackend("aot_eager"), []
+    graph = torch.compile(layer, backend=counter, fullgraph=True, **options)
+    for length in (14, 17, 23, 40):
+        x = make_x(2, length).requires_grad_()
+        out = graph(x, is_causal=True)[0]
+        out.sum().backward()
+        frames.append(counter.frame_count)
+        torch.testing.assert_close(out, layer(x, is_causal=True)[0], rtol=1e-12, atol=1e-12)
+    assert frames[1] <= 2 and frames[1:] == [frames[1]] * 3
+
+
+def test_decoding_steps_of_a_layer_share_one_graph_after_the_first_pair() -> None:
+    torch._dynamo.reset()
+    layer, counter, memory = make_layer(rotary=True), CompileCounterWithBackend("aot_eager"), make_x()
+    graph = torch.compile(lambda x, step: layer(x, memory, is_causal=True, query_offset=step)[0], backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for i in range(5, 11):
+            x = memory[:, i : i + 1].clone()
+            torch.testing.assert_close(graph(x, i), layer(x, memory, is_causal=True, query_offset=i)[0], rtol=1e-12, atol=1e-12)
+    assert counter.frame_count <= 2
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_layer(rotary=True)
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, is_causal=True, cu_seqlens=cu_seqlens)[0]
+
+
+def test_an_exported_layer_runs_at_other_lengths() -> None:
+    layer = make_layer(rotary=True, num_kv_heads=2).eval()
+    program = torch.export.export(layer, (make_x(),), dynamic_shapes={"query": {1: torch.export.Dim("length", min=2, max=4096)}})
+    other = make_x(2, 33)
+    torch.testing.assert_close(program.module()(other)[0], layer(other)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_exported_layer_reads_document_bounds_when_it_runs() -> None:
+    packed, x = Packed(), make_x(1)
+    program = torch.export.export(packed, (x, DOCUMENTS))
+    other = torch.tensor([0, 2, 11, 14], dtype=torch.int32)
+    torch.testing.assert_close(program.module()(x, other), packed(x, other), rtol=1e-12, atol=1e-12)
+
+
+def test_the_dilated_module_exports() -> None:
+    module, inputs = DilatedAttention(LENGTHS, RATES), tuple(make_qkv())
+    assert torch.equal(torch.export.export(module, inputs).module()(*inputs), module(*inputs))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_compute_the_same_on_parameters_of_their_own(how: str) -> None:
+    layer, x = make_layer(rotary=True, qk_norm=True), make_x()
+    twin = COPIES[how](layer)
+    assert torch.equal(twin(x)[0], layer(x)[0])
+    assert repr(twin) == repr(layer)
+    with torch.no_grad():
+        twin.v_proj.weight.add_(1.0)
+    assert not torch.equal(twin(x)[0], layer(x)[0])
+    module = DilatedAttention(LENGTHS, RATES, head_offsets=[[0] * 4, [1, 0, 1, 0]])
+    assert COPIES[how](module).pattern == module.pattern
+
+
+NAMES = [f"{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")] + ["out_proj.weight", "out_proj.bias"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, [*NAMES, "inner_attn_ln.weight", "inner_attn_ln.bias"]),
+        ({"layer_norm": False}, NAMES),
+        ({"layer_norm": False, "bias": False}, ["q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"]),
+        ({"layer_norm": False, "qk_norm": True, "rotary": True}, [*NAMES, "q_norm.weight", "k_norm.weight"]),
+    ],
+    ids=["default", "bare", "no_bias", "qk_norm"],
+)
+def test_parameter_names_are_pinned_and_a_checkpoint_holds_nothing_else(settings: dict[str, Any], names: list[str]) -> None:
+    layer = make_layer(**settings)
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert list(layer.state_dict()) == names
+    assert list(DilatedAttention(LENGTHS, RATES).state_dict()) == []
+
+
+@pytest.mark.parametrize("through_file", [False, True], ids=["state_dict", "safetensors"])
+def test_saved_parameters_restore_the_layer(through_file: bool, tmp_path: Path) -> None:
+    layer, other, x = make_layer(qk_norm=True), make_layer(qk_norm=True, gamma_init=2.0), make_x()
+    assert not torch.equal(other(x)[0], layer(x)[0])
+    if through_file:
+        safetensors.torch.save_model(layer, str(tmp_path / "layer.safetensors"))
+        assert safetensors.torch.load_model(other, tmp_path / "layer.safetensors") == (set(), [])
+    else:
+        other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x)[0], layer(x)[0])
+
+
+def test_a_layer_on_meta_is_built_then_filled_as_if_built_at_once() -> None:
+    settings = {"qk_norm": True, "num_kv_heads": 2, "gamma_init": 1.5}
+    layer = MultiheadDilatedAttention(16, 4, LENGTHS, RATES, device="meta", **settings)
+    shape = layer(torch.empty(2, 14, 16, device="meta"))[0]
+    assert all(parameter.is_meta for parameter in layer.parameters()) and shape.is_meta and shape.shape == (2, 14, 16)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(4)
+    layer.reset_parameters()
+    built = MultiheadDilatedAttention(16, 4, LENGTHS, RATES, **settings)
+    torch.manual_seed(4)
+    built.reset_parameters()
+    for (name, ours), (_, theirs) in zip(layer.named_parameters(), built.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_device_and_dtype_reach_every_parameter() -> None:
+    layer = MultiheadDilatedAttention(16, 4, LENGTHS, RATES, qk_norm=True, rotary=True, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert layer(make_x(dtype=torch.bfloat16))[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("settings", [{}, {"qk_norm": True, "rotary": True}], ids=str)
+def test_autocast_runs_a_float32_layer_in_bfloat16(settings: dict[str, Any]) -> None:
+    layer, x = make_layer(dtype=torch.float32, **settings), make_x(dtype=torch.float32)
+    exact = layer(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)[0]
+        out.float().square().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+    error = (out.float() - exact).norm() / exact.norm()
+    assert 0 < error < 0.02
+
+
+def test_initial_values_are_magnetos() -> None:
+    torch.manual_seed(0)
+    gamma = math.sqrt(math.log(24))
+    layer = MultiheadDilatedAttention(512, 8, LENGTHS, RATES, num_kv_heads=2, gamma_init=gamma, qk_norm=True)
+    kv_dim = 128
+    for name, gain, rows in (("q_proj", 1, 512), ("k_proj", 1, kv_dim), ("v_proj", gamma, kv_dim), ("out_proj", gamma, 512)):
+        linear = getattr(layer, name)
+        assert tuple(linear.weight.shape) == (rows, 512)
+        std = gain * math.sqrt(2 / (512 + rows))
+        # 65,536 or more draws: the standard error of a standard deviation is below 0.3 %
+        assert linear.weight.std().item() == pytest.approx(std, rel=0.015), name
+        assert abs(linear.weight.mean().item()) < 0.015 * std * 2
+        # normal, not uniform: a uniform one has kurtosis 1.8
+        assert ((linear.weight / std) ** 4).mean().item() == pytest.approx(3, rel=0.1)
+        assert not linear.bias.any()
+    for norm in (layer.inner_attn_ln, layer.q_norm, layer.k_norm):
+        assert norm is not None and bool((norm.weight == 1).all())
+
+
+def test_repr_shows_the_branches_and_what_is_not_default() -> None:
+    assert repr(DilatedAttention([2048, 4096], (1, 2))) == "DilatedAttention(segment_lengths=[2048, 4096], dilation_rates=[1, 2])"
+    shown = repr(DilatedAttention([4], [2], scale=0.5, dropout=0.1, head_offsets="zero", tail="zero_keys", backend="math"))
+    assert shown == (
+        "DilatedAttention(segment_lengths=[4], dilation_rates=[2], scale=0.5, dropout=0.1, "
+        "head_offsets='zero', tail='zero_keys', backend='math')"
+    )
+    first_line, *rest = repr(make_layer(num_kv_heads=2, rotary=True)).splitlines()
+    assert first_line == "MultiheadDilatedAttention("
+    assert rest[0].strip() == "embed_dim=16, num_heads=4, num_kv_heads=2, rotary_base=10000.0"
+    assert any("(attention): DilatedAttention(segment_lengths=[4, 8]" in line for line in rest)
+
+
+def test_the_pattern_is_the_one_asked_for_and_cannot_be_replaced() -> None:
+    module = DilatedAttention([4, 8], [1, 2], head_offsets="blocked", tail="zero_keys")
+    assert module.pattern == DilatedPattern((4, 8), (1, 2), "blocked", "all", "zero_keys")
+    with pytest.raises(AttributeError):
+        module.pattern = DilatedPattern((4,), (1,))
+
+
+def test_calls_are_nn_multihead_attentions() -> None:
+    """Code that calls nn.MultiheadAttention by keyword finds every argument that can mean something here."""
+    ours = inspect.signature(MultiheadDilatedAttention.forward).parameters
+    theirs = inspect.signature(nn.MultiheadAttention.forward).parameters
+    assert set(theirs) - set(ours) == {"average_attn_weights"}
+    assert list(ours)[:4] == list(theirs)[:4]
+
+
+Bad = tuple[dict[str, Any], type[Exception], str]
+BAD_PROJECTIONS: list[Bad] = [
+    ({"embed_dim": 18}, ValueError, "embed_dim is 18 and num_heads is 4"),
+    ({"embed_dim": 16.0}, TypeError, "embed_dim is 16.0"),
+    ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
+    ({"embed_dim": 2048}, ValueError, "head_dim 512.*at most 256.*at least 8 heads"),
+    ({"num_heads": 0}, ValueError, "num_heads is 0"),
+    ({"num_kv_heads": 3}, ValueError, "num_kv_heads is 3.*divisor of num_heads = 4"),
+    ({"num_kv_heads": 8}, ValueError, "num_kv_heads is 8"),
+    ({"num_kv_heads": True}, TypeError, "num_kv_heads is True"),
+    ({"embed_dim": 12, "rotary": True}, ValueError, "rotary=True with head_dim 3"),
+    ({"rotary": 1}, TypeError, "rotary is 1"),
+    ({"rotary_base": 1.0}, ValueError, "rotary_base is 1.0"),
+    ({"rotary_base": "1e4"}, TypeError, "rotary_base is '1e4'"),
+    ({"gamma_init": 0.0}, ValueError, "gamma_init is 0.0"),
+    ({"gamma_init": math.nan}, ValueError, "gamma_init is nan"),
+    ({"gamma_init": None}, TypeError, "gamma_init is None"),
+    ({"layer_norm_eps": -1e-5}, ValueError, "layer_norm_eps is -1e-05"),
+    ({"layer_norm": None}, TypeError, "layer_norm is None"),
+    ({"bias": 0}, TypeError, "bias is 0"),
+    ({"qk_norm": "yes"}, TypeError, "qk_norm is 'yes'"),
+    ({"head_offsets": [[0, 0], [0, 1]]}, ValueError, "2 integers per branch for 4 heads"),
+]
+BAD_ATTENTION: list[Bad] = [
+    ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
+    ({"dropout": -0.1}, ValueError, "dropout is -0.1"),
+    ({"dropout": "0.1"}, TypeError, "dropout is '0.1'"),
+    ({"scale": 0.0}, ValueError, "scale is 0.0"),
+    ({"scale": math.inf}, ValueError, "scale is inf"),
+    ({"segment_lengths": [4]}, ValueError, "segment_lengths has 1 entries.*dilation_rates has 2"),
+    ({"segment_lengths": [4, 0]}, ValueError, r"segment_lengths\[1\] is 0"),
+    ({"segment_lengths": [4, 8.0]}, TypeError, r"segment_lengths\[1\] is 8.0"),
+    ({"segment_lengths": 4}, TypeError, "segment_lengths is 4"),
+    ({"dilation_rates": [1, 9]}, ValueError, r"dilation_rates\[1\] is 9"),
+    ({"head_offsets": "diagonal"}, ValueError, "head_offsets is 'diagonal'"),
+    ({"head_offsets": [[0] * 4, [0, 1, 2, 0]]}, ValueError, r"head_offsets\[1\]\[2\] is 2"),
+    ({"branch_heads": "some"}, ValueError, "branch_heads is 'some'"),
+    ({"tail": "pad"}, ValueError, "tail is 'pad'"),
+    ({"mixture_grad": "none"}, ValueError, "mixture_grad is 'none'"),
+    ({"deterministic": 1}, TypeError, "deterministic is 1"),
+    ({"backend": "fastest"}, ValueError, "backend is 'fastest'"),
+    ({"backend": None}, TypeError, "backend is None"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "text"), BAD_PROJECTIONS + BAD_ATTENTION, ids=str)
+def test_multihead_settings_that_cannot_work_are_refused_at_construction(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        make_layer(**settings)
+
+
+@pytest.mark.parametrize(("settings", "error", "text"), BAD_ATTENTION, ids=str)
+def test_settings_that_cannot_work_are_refused_at_construction(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DilatedAttention(**({"segment_lengths": LENGTHS, "dilation_rates": RATES} | settings))
+
+
+X = make_x()
+BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((X,), {"need_weights": True}, ValueError, "need_weights=True.*never materialised"),
+    ((X,), {"attn_mask": torch.zeros(14, 14)}, ValueError, "attn_mask is given.*is_causal=True or key_padding_mask"),
+    ((X[0],), {}, ValueError, r"query has shape \(14, 16\).*embed_dim = 16"),
+    ((X[..., :8],), {}, ValueError, r"query has shape \(2, 14, 8\)"),
+    ((X, X[..., :8]), {}, ValueError, "key has shape"),
+    ((X, X, X[:, None]), {}, ValueError, "value has shape"),
+    (([1.0],), {}, TypeError, "query is a list"),
+    ((X.long(),), {}, ValueError, "query has dtype torch.int64"),
+    ((X, X[:1]), {}, ValueError, "one batch size"),
+    ((X, X, X[:, :7]), {}, ValueError, "one sequence length"),
+    ((X, X[:, :7]), {}, ValueError, "query_offset is 0 and q has 14 rows.*of 7 keys"),
+    ((X,), {"query_offset": 1}, ValueError, "query_offset is 1"),
+    ((X[:, :2], X), {"query_offset": -1}, ValueError, "query_offset is -1"),
+    ((X[:, :2], X), {"query_offset": 1.0}, TypeError, "query_offset is 1.0"),
+    ((X,), {"is_causal": 1}, TypeError, "is_causal is 1"),
+    ((X,), {"key_padding_mask": torch.zeros(2, 14)}, TypeError, "key_padding_mask has dtype torch.float32"),
+    ((X,), {"key_padding_mask": PADDING[:, :3]}, ValueError, r"key_padding_mask has shape \(2, 3\)"),
+    ((X,), {"cu_seqlens": DOCUMENTS}, ValueError, "cu_seqlens with batch size 2"),
+    ((X[:1],), {"cu_seqlens": [0, 14]}, TypeError, "cu_seqlens is a list"),
+    ((X[:1],), {"cu_seqlens": DOCUMENTS.double()}, TypeError, "cu_seqlens has dtype torch.float64"),
+    ((X[:1],), {"cu_seqlens": DOCUMENTS + 1}, ValueError, r"cu_seqlens is \[1, 6, 6, 15\]"),
+    ((X[:1],), {"cu_seqlens": torch.tensor([0, 9, 5, 14], dtype=torch.int32)}, ValueError, "never decrease"),
+]
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize(("inputs", "options", "error", "text"), BAD_CALLS, ids=[case[3][:32] for case in BAD_CALLS])
+def test_calls_that_cannot_work_are_refused(
+    inputs: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str, rotary: bool
+) -> None:
+    with pytest.raises(error, match=text):
+        make_layer(rotary=rotary)(*inputs, **options)
+
+
+def test_a_named_backend_that_cannot_is_refused_with_who_could() -> None:
+    layer = make_layer(backend="sdpa_cpu", dropout=0.5)
+    layer.eval()(X)
+    with pytest.raises(BackendUnavailable, match=r"sdpa_cpu: .*dropout[\s\S]*could: math"):
+        layer.train()(X)
+
+
+def test_an_empty_sequence_gives_an_empty_result() -> None:
+    x = make_x(2, 0).requires_grad_()
+    out, _ = make_layer(rotary=True)(x, is_causal=True)
+    out.sum().backward()
+    assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape

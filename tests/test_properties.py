@@ -1,0 +1,566 @@
+"""What must hold without an oracle: nothing leaks, nothing depends on order or layout, empty rows are exactly 0, runs repeat."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern, attention, dilated_attention
+from dilated_attention.engine.merge import merge, merge_
+from dilated_attention.testing import LAYOUTS, RESULTS, Case, Inputs, Result, Space, call, inputs, make_tensor, max_error, random_case, results
+
+BACKENDS = ("math", "sdpa_cpu")
+CONTIGUOUS = Space(layouts=("contiguous",), max_length=48, dropout=False, window=False, head_dims=(3, 8, 16))
+
+
+def drawn(seed: int, **changes: object) -> Case:
+    return replace(random_case(seed, CONTIGUOUS), **changes)  # type: ignore[arg-type]
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, NaN being equal to itself."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def allowed_pairs(case: Case) -> torch.Tensor:
+    """bool (H, Nq, Nk) from the pattern's own definition."""
+    mask = case.pattern.dense_mask(case.num_queries, case.num_keys, case.heads, is_causal=case.is_causal, query_offset=case.query_offset)
+    return mask > 0
+
+
+# --- isolation: what a query does not attend to does not exist ------------------------------------------------------------------
+
+
+def change(x: Inputs, rows: slice | torch.Tensor, value: float | None, *, names: str = "qkv") -> Inputs:
+    """Inputs with other tokens at ``rows`` of q, k, v: other normal numbers, or a constant."""
+    generator = torch.Generator().manual_seed(77)
+    changed = {}
+    for name in names:
+        y = getattr(x, name).clone()
+        y[:, rows] = torch.randn(y[:, rows].shape, generator=generator, dtype=torch.float64).to(y.dtype) if value is None else value
+        changed[name] = y
+    return replace(x, **changed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(30))
+def test_later_tokens_change_nothing_before_them(backend: str, seed: int) -> None:
+    """Causal: outputs and gradients of the rows before a cut, bit for bit, whatever finite numbers follow."""
+    case = drawn(seed, is_causal=True, bounds=None, query_offset=0, padding="none", num_keys=37, num_queries=37, lse_grad=False)
+    x = inputs(case, torch.float32)
+    cut = 1 + seed % 36
+    # the loss reads the rows before the cut only
+    x.dout[:, cut:] = 0
+    before = results(call, case, x, backend=backend)
+    for value in (None, 1e4, torch.finfo(torch.float32).tiny):
+        after = results(call, case, change(x, slice(cut, None), value), backend=backend)
+        assert equal(after["out"][:, :cut], before["out"][:, :cut])
+        assert equal(after["lse"][..., :cut], before["lse"][..., :cut])
+        for name in ("dq", "dk", "dv"):
+            assert equal(after[name][:, :cut], before[name][:, :cut]), name
+            assert not after[name][:, cut:].any(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_later_keys_that_are_not_finite_change_nothing_before_them(backend: str, value: float) -> None:
+    for seed in range(12):
+        case = drawn(seed, is_causal=True, bounds=None, query_offset=0, padding="none", num_keys=29, num_queries=29)
+        x, cut = inputs(case, torch.float32), 1 + seed
+        before = call(case, x, x.q, x.k, x.v, backend=backend)
+        y = change(x, slice(cut, None), value, names="qk")
+        after = call(case, y, y.q, y.k, y.v, backend=backend)
+        assert equal(after[0][:, :cut], before[0][:, :cut]) and equal(after[1][..., :cut], before[1][..., :cut])
+
+
+@pytest.mark.xfail(strict=True, reason="a kernel multiplies the weight 0 of a later key by its value, and 0 · NaN is NaN, within a causal segment")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_later_values_that_are_not_finite_change_nothing_before_them(backend: str) -> None:
+    x = inputs(Case(pattern=DilatedPattern((8,), (1,)), num_queries=8, num_keys=8, is_causal=True), torch.float32)
+    y = change(x, slice(5, None), math.nan, names="v")
+    out = dilated_attention(y.q, y.k, y.v, [8], [1], is_causal=True, backend=backend)
+    assert bool(out[:, :5].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [None, 1e4, math.nan, math.inf, -math.inf])
+def test_another_segment_or_offset_changes_nothing(backend: str, value: float | None) -> None:
+    """Tokens that no row of the loss shares a branch with may be anything at all, NaN included."""
+    for seed in range(12):
+        case = drawn(seed, bounds=None, query_offset=0, num_keys=40, num_queries=40, padding="none", is_causal=bool(seed % 2))
+        rows = torch.arange(0, 9)
+        # key positions that the rows reach through any branch and head, causal or not: a kernel sees a segment as a whole
+        reached = allowed_pairs(replace(case, is_causal=False))[:, rows].any(0).any(0)
+        reached[rows] = True
+        others = (~reached).nonzero()[:, 0]
+        if not len(others):
+            continue
+        x = inputs(case, torch.float32)
+        before = call(case, x, x.q, x.k, x.v, backend=backend)
+        y = change(x, others, value)
+        after = call(case, y, y.q, y.k, y.v, backend=backend)
+        assert equal(after[0][:, rows], before[0][:, rows]) and equal(after[1][..., rows], before[1][..., rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [None, 1e4, math.nan, math.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_another_document_changes_nothing(backend: str, value: float | None, is_causal: bool) -> None:
+    """Outputs and gradients of one document, whatever its neighbours hold; the loss reads that document only."""
+    for seed in range(8):
+        case = drawn(seed, batch=1, bounds=(0, 13, 13, 30, 41), num_keys=41, num_queries=41, query_offset=0, padding="none", is_causal=is_causal)
+        x = inputs(case, torch.float32)
+        mine, others = slice(13, 30), torch.tensor([*range(13), *range(30, 41)])
+        x.dout[:, others] = 0
+        x.dlse[..., others] = 0
+        before = results(call, case, x, backend=backend)
+        after = results(call, case, change(x, others, value), backend=backend)
+        for name in RESULTS:
+            a, b = (r[name][..., mine] if name == "lse" else r[name][:, mine] for r in (after, before))
+            assert equal(a, b), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [None, 1e4, math.nan, math.inf, -math.inf])
+def test_padded_keys_change_nothing(backend: str, value: float | None) -> None:
+    """Keys and values under padding may be anything: every result is bit for bit the same, and their gradients are 0."""
+    for seed in range(16):
+        case = drawn(seed, padding=("some", "row", "all")[seed % 3])
+        x = inputs(case, torch.float32)
+        assert x.key_padding_mask is not None
+        before = results(call, case, x, backend=backend)
+        padded = x.key_padding_mask[:, :, None, None]
+        generator = torch.Generator().manual_seed(5)
+        other = torch.randn(x.k.shape, generator=generator) if value is None else torch.full(x.k.shape, value)
+        y = replace(x, k=torch.where(padded, other, x.k), v=torch.where(padded, other, x.v))
+        after = results(call, case, y, backend=backend)
+        for name in RESULTS:
+            assert equal(after[name], before[name]), (name, case)
+        for name in ("dk", "dv"):
+            assert not after[name].masked_select(padded).any(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_one_query_stays_in_its_row(backend: str) -> None:
+    for seed in range(12):
+        case = drawn(seed, bounds=None, query_offset=0, num_keys=20, num_queries=20)
+        x = inputs(case, torch.float32)
+        before = call(case, x, x.q, x.k, x.v, backend=backend)
+        y = change(x, slice(7, 8), math.nan, names="q")
+        after = call(case, y, y.q, y.k, y.v, backend=backend)
+        rest = torch.arange(20) != 7
+        assert equal(after[0][:, rest], before[0][:, rest]) and equal(after[1][..., rest], before[1][..., rest])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_one_sequence_stays_in_it(backend: str) -> None:
+    case = Case(pattern=DilatedPattern((6, 20), (1, 3)), batch=3, num_queries=20, num_keys=20, heads=4, kv_heads=2, lse_grad=True)
+    x = inputs(case, torch.float32)
+    before = results(call, case, x, backend=backend)
+    y = replace(x, **{name: getattr(x, name).clone() for name in "qkv"})
+    for name in "qkv":
+        getattr(y, name)[1] = math.nan
+    after = results(call, case, y, backend=backend)
+    for name in RESULTS:
+        assert equal(after[name][[0, 2]], before[name][[0, 2]]), name
+        assert bool(after[name][1].isnan().all()), name
+
+
+# --- reach: gradients are non-zero exactly on allowed keys ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(100))
+def test_reach(backend: str, seed: int) -> None:
+    """d out_h(i) / d v_j ≠ 0 exactly where m_h(i, j) > 0; and the same for k where a row has more than one key."""
+    choose = random.Random(seed)
+    case = drawn(seed, batch=1, padding="none", bounds=None, heads=2, kv_heads=2, head_dim=8, mixture_grad="exact", lse_grad=False)
+    if not isinstance(case.pattern.head_offsets, str):
+        case = replace(case, pattern=replace(case.pattern, head_offsets=tuple((0, rate - 1) for rate in case.pattern.dilation_rates)))
+    if not case.num_queries:
+        case = replace(case, num_queries=5, num_keys=5)
+    mask = allowed_pairs(case)
+    x = inputs(case, torch.float64)
+    k, v = x.k.clone().requires_grad_(), x.v.clone().requires_grad_()
+    out, lse = call(case, x, x.q, k, v, backend=backend)
+    for _ in range(6):
+        head, row = choose.randrange(2), choose.randrange(case.num_queries)
+        loss = out[0, row, head].sum()
+        dk, dv = torch.autograd.grad(loss, (k, v), retain_graph=True)
+        assert torch.equal((dv[0, :, head] != 0).all(-1), mask[head, row]) and not dv[0, :, 1 - head].any()
+        assert not dk[0, ~mask[head, row], head].any() and not dk[0, :, 1 - head].any()
+        # with zero keys beside it, even a single key has a weight below 1
+        if int(mask[head, row].sum()) > 1:
+            assert bool((dk[0, mask[head, row], head] != 0).any(-1).all())
+        dk_of_lse = torch.autograd.grad(lse[0, head, row], k, retain_graph=True)[0]
+        assert torch.equal((dk_of_lse[0, :, head] != 0).all(-1), mask[head, row])
+
+
+# --- invariances ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(25))
+def test_batch_permutation_and_split(backend: str, seed: int) -> None:
+    """Sequences do not know each other: permuted, and one at a time, bit for bit (rule 2 where a matrix product's size changes)."""
+    case = drawn(seed, batch=3, bounds=None)
+    x = inputs(case, torch.float64)
+    whole = results(call, case, x, backend=backend)
+    order = [2, 0, 1]
+    permuted = results(call, case, _select(x, order), backend=backend)
+    for name in RESULTS:
+        assert max_error(permuted[name], whole[name][order]) <= 1e-13 * max(1, case.num_keys), name
+        for b in range(3):
+            alone = results(call, replace(case, batch=1), _select(x, [b]), backend=backend)
+            assert max_error(alone[name][0], whole[name][b]) <= 1e-13 * max(1, case.num_keys), name
+
+
+def _select(x: Inputs, order: list[int]) -> Inputs:
+    mask = None if x.key_padding_mask is None else x.key_padding_mask[order]
+    return Inputs(x.q[order], x.k[order], x.v[order], x.dout[order], x.dlse[order], mask, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(25))
+def test_head_permutation(backend: str, seed: int) -> None:
+    """Heads permuted together with their offsets give permuted results."""
+    choose = random.Random(seed)
+    case = drawn(seed, heads=5, kv_heads=5)
+    order = choose.sample(range(5), 5)
+    offsets = tuple(tuple(choose.randrange(rate) for _ in range(5)) for rate in case.pattern.dilation_rates)
+    case = replace(case, pattern=replace(case.pattern, head_offsets=offsets, branch_heads="all"))
+    moved = replace(case, pattern=replace(case.pattern, head_offsets=tuple(tuple(row[h] for h in order) for row in offsets)))
+    x = inputs(case, torch.float64)
+    y = replace(x, **{name: getattr(x, name)[:, :, order] for name in ("q", "k", "v", "dout")}, dlse=x.dlse[:, order])
+    before, after = results(call, case, x, backend=backend), results(call, moved, y, backend=backend)
+    for name in RESULTS:
+        truth = before[name][:, order] if name == "lse" else before[name][:, :, order]
+        assert max_error(after[name], truth) <= 1e-13 * max(1, case.num_keys), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(25))
+def test_grouped_heads_are_repeated_heads(backend: str, seed: int) -> None:
+    """Hk < H equals k and v repeated to H heads, whose gradients add up within a group."""
+    case = drawn(seed, heads=6, kv_heads=2)
+    if not isinstance(case.pattern.head_offsets, str):
+        case = replace(case, pattern=replace(case.pattern, head_offsets=tuple(tuple(h % rate for h in range(6)) for rate in case.pattern.dilation_rates)))
+    x = inputs(case, torch.float64)
+    found = results(call, case, x, backend=backend)
+    repeated = replace(x, k=x.k.repeat_interleave(3, 2), v=x.v.repeat_interleave(3, 2))
+    truth = results(call, replace(case, kv_heads=6), repeated, backend=backend)
+    for name in RESULTS:
+        expected = truth[name].unflatten(2, (2, 3)).sum(3) if name in ("dk", "dv") else truth[name]
+        assert max_error(found[name], expected) <= 1e-13 * max(1, case.num_keys), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(25))
+def test_causal_prefix(backend: str, seed: int) -> None:
+    """A causal output is that of the sequence cut off after it, and decoding row by row is the whole: any query_offset."""
+    case = drawn(seed, is_causal=True, bounds=None, query_offset=0, padding="none", num_keys=33, num_queries=33)
+    x = inputs(case, torch.float64)
+    out, lse = call(case, x, x.q, x.k, x.v, backend=backend)
+    for length in (1, 2, 16, 32):
+        prefix = replace(case, num_keys=length, num_queries=length)
+        part, part_lse = call(prefix, x, x.q[:, :length], x.k[:, :length], x.v[:, :length], backend=backend)
+        assert max_error(part, out[:, :length]) <= 1e-13 and max_error(part_lse, lse[..., :length]) <= 1e-13
+    for row in range(33):
+        step = replace(case, num_queries=1, query_offset=row)
+        part, _ = call(step, x, x.q[:, row : row + 1], x.k, x.v, backend=backend)
+        assert max_error(part, out[:, row : row + 1]) <= 1e-13
+        # keys after the row do not exist for it
+        part, _ = call(replace(step, num_keys=row + 1), x, x.q[:, row : row + 1], x.k[:, : row + 1], x.v[:, : row + 1], backend=backend)
+        assert max_error(part, out[:, row : row + 1]) <= 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("branches", [((4,), (2,)), ((4, 6), (1, 2)), ((2, 3, 6), (1, 3, 5))], ids=str)
+def test_translation_by_a_multiple_of_the_lcm(backend: str, is_causal: bool, branches: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Moved by whole segments of every branch, and kept apart from what is put before, a sequence attends to itself as before."""
+    step = math.lcm(*branches[0])
+    case = Case(pattern=DilatedPattern(*branches), batch=2, num_queries=3 * step, num_keys=3 * step, heads=4, kv_heads=2, is_causal=is_causal)
+    x = inputs(case, torch.float64)
+    truth = call(case, x, x.q, x.k, x.v, backend=backend)
+    for shift in (step, 4 * step):
+        before = [make_tensor((2, shift, y.shape[2], y.shape[3]), "contiguous", y.dtype, "cpu", torch.Generator().manual_seed(1)) for y in (x.q, x.k, x.v)]
+        moved = [torch.cat([a, b], dim=1) for a, b in zip(before, (x.q, x.k, x.v), strict=True)]
+        longer = replace(case, num_queries=3 * step + shift, num_keys=3 * step + shift)
+        out, lse = call(longer, x, *moved, backend=backend)
+        assert max_error(out[:, shift:], truth[0]) <= 1e-13 and max_error(lse[..., shift:], truth[1]) <= 1e-13
+
+
+def test_order_of_branches_does_not_matter() -> None:
+    for seed in range(20):
+        case = drawn(seed)
+        if case.pattern.branch_heads == "split":
+            continue
+        pattern = case.pattern
+        offsets = pattern.head_offsets if isinstance(pattern.head_offsets, str) else pattern.head_offsets[::-1]
+        reverse = DilatedPattern(pattern.segment_lengths[::-1], pattern.dilation_rates[::-1], offsets, "all", pattern.tail)
+        x = inputs(case, torch.float64)
+        found, truth = results(call, replace(case, pattern=reverse), x), results(call, case, x)
+        for name in RESULTS:
+            assert max_error(found[name], truth[name]) <= 1e-13 * max(1, case.num_keys), name
+
+
+# --- the merge law ----------------------------------------------------------------------------------------------------------------
+
+
+def softmax_part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (D,), lse ()) of one row over some keys, each part rounded to float32 from float64 like a kernel's result."""
+    if not len(scores):
+        return torch.zeros(values.shape[1]), torch.tensor(-math.inf)
+    lse = scores.logsumexp(0)
+    return ((scores - lse).exp() @ values).float(), lse.float()
+
+
+def combine(parts: list[tuple[torch.Tensor, torch.Tensor]], choose: Callable[[int], int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two parts at a time, whichever two ``choose`` names, until one is left: every order, every bracketing."""
+    parts = list(parts)
+    while len(parts) > 1:
+        a = parts.pop(choose(len(parts)))
+        b = parts.pop(choose(len(parts)))
+        parts.append(merge(*a, *b))
+    return parts[0]
+
+
+@given(data=st.data())
+@settings(max_examples=500)
+def test_merge_law(data: st.DataObject) -> None:
+    """Any split of the keys, merged in any order and bracketing, is the whole softmax, within 4 ulp of float32 per merge's path."""
+    count = data.draw(st.integers(1, 24), "keys")
+    spread = data.draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]), "spread")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
+    scores = torch.randn(count, generator=generator, dtype=torch.float64) * spread
+    # float32 holds the lse of a part to half an ulp of the lse: at 1e4 that is 5e-4 of a weight, so the grid is what float32 holds
+    scores = scores.round() if spread > 1 else scores
+    values = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6), "cuts"))
+    bounds = [0, *cuts, count]
+    parts = [softmax_part(scores[a:b], values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    out, lse = combine(parts, lambda n: data.draw(st.integers(0, n - 1)))
+    truth = scores.logsumexp(0)
+    true_out = (scores - truth).exp() @ values
+    ulp = torch.finfo(torch.float32).eps
+    # each merge rounds lse once; an error of lse is a relative error of the weights that follow from it
+    merges = max(1, len(parts) - 1)
+    lse_error = 4 * ulp * merges * max(1.0, abs(float(truth)), float(scores.abs().max()))
+    assert abs(float(lse) - float(truth)) <= lse_error
+    assert max_error(out, true_out) <= (4 * ulp * merges + 2 * lse_error) * float(values.abs().max())
+
+
+@given(data=st.data())
+@settings(max_examples=100)
+def test_merge_within_4_ulp(data: st.DataObject) -> None:
+    """Two parts of ordinary scores: 4 ulp of float32, and exactly commutative."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    lse = torch.randn(2, 64, generator=generator) * data.draw(st.sampled_from([0.1, 1.0, 5.0]))
+    out = torch.randn(2, 64, 8, generator=generator)
+    found, found_lse = merge(out[0], lse[0], out[1], lse[1])
+    truth_lse = torch.logaddexp(lse[0].double(), lse[1].double())
+    weights = (lse.double() - truth_lse).exp()
+    truth = (weights[..., None] * out.double()).sum(0)
+    ulp = torch.finfo(torch.float32).eps
+    assert max_error(found_lse, truth_lse) <= 4 * ulp * max(1.0, float(lse.abs().max()))
+    assert max_error(found, truth) <= 4 * ulp * max(1.0, float(lse.abs().max())) * float(out.abs().max())
+    other, other_lse = merge(out[1], lse[1], out[0], lse[0])
+    assert torch.equal(found_lse, other_lse) and max_error(other, found) <= 2 * ulp * float(out.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_merge_with_empty_parts(dtype: torch.dtype) -> None:
+    out, lse = torch.randn(3, 5, 4, dtype=dtype), torch.randn(3, 5, dtype=dtype) * 50
+    nothing, never = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+    for merged in (merge(out, lse, nothing, never), merge(nothing, never, out, lse)):
+        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    both = merge(nothing, never, nothing, never)
+    assert torch.equal(both[0], nothing) and torch.equal(both[1], never)
+
+
+def test_merge_of_huge_and_tiny() -> None:
+    out_1, out_2 = torch.full((1, 2), 3.0), torch.full((1, 2), 5.0)
+    for low, high in ((-1e4, 1e4), (-3e38, 3e38), (-1e38, 0.0)):
+        out, lse = merge(out_1, torch.tensor([low]), out_2, torch.tensor([high]))
+        assert torch.equal(out, out_2) and float(lse) == torch.tensor(high).item()
+    out, lse = merge(out_1, torch.tensor([1e4]), out_2, torch.tensor([1e4]))
+    assert torch.equal(out, torch.full((1, 2), 4.0)) and float(lse) == pytest.approx(1e4 + math.log(2))
+
+
+def test_merge_in_place_writes_through_strided_views() -> None:
+    out, lse = torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2)
+    part, part_lse = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2)
+    before = out.clone(), lse.clone()
+    rows = out.as_strided((2, 3, 2, 8), (64, 128, 8, 1)), lse.as_strided((2, 3, 2), (8, 16, 2)[:1] + (16, 1))
+    merge_(*rows, part, part_lse)
+    # rows (i, j) of the view are row 2j + i of out, heads of its first position pair
+    expected = merge(before[0].as_strided((2, 3, 2, 8), (64, 128, 8, 1)), before[1].as_strided((2, 3, 2), (8, 16, 1)), part, part_lse)
+    assert torch.equal(rows[0], expected[0]) and torch.equal(rows[1], expected[1])
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched.as_strided((2, 3, 2, 8), (64, 128, 8, 1)).fill_(True)
+    assert torch.equal(out[~touched], before[0][~touched])
+
+
+# --- extremes -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_huge_logits(backend: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """Scores of ±1e4: finite everywhere, and the winning key's value comes out alone."""
+    n, heads = 24, 2
+    q = torch.full((1, n, heads, 4), 50.0, dtype=dtype)
+    sign = torch.full((1, n, 1, 1), -1.0, dtype=dtype)
+    sign[:, ::6] = 1.0
+    k = (sign * 50).expand(1, n, heads, 4).contiguous()
+    v = torch.randn(1, n, heads, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    case = Case(pattern=DilatedPattern((6, 12), (1, 1)), num_queries=n, num_keys=n, heads=heads, kv_heads=heads, head_dim=4, scale=1.0, is_causal=is_causal)
+    x = Inputs(q, k, v, torch.ones_like(q), torch.zeros(1, heads, n), None, None)
+    found = results(call, case, x, backend=backend)
+    for name in RESULTS:
+        assert bool(found[name].isfinite().all()), name
+    rows = torch.arange(n)
+    first, second = rows // 6 * 6, rows // 12 * 12
+    # branch of 6: the one positive key of the segment; branch of 12: both, or the first alone where the second lies ahead
+    weights = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        weights[i, first[i]] += 1
+        for j in (int(second[i]), int(second[i]) + 6):
+            weights[i, j] += not is_causal or j <= i
+    truth = torch.einsum("ij,bjhd->bihd", weights / weights.sum(-1, keepdim=True), v.double())
+    # the lse of 1e4 is held to half an ulp, and each merge's weights are exponentials of differences of such numbers
+    ulp = 1e4 * torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    assert max_error(found["out"], truth) <= (4 * ulp + torch.finfo(dtype).eps) * float(v.abs().max())
+    assert max_error(found["lse"], 1e4 + weights.sum(-1).log().expand(1, heads, n)) <= 2 * ulp
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_without_keys_are_exactly_zero(backend: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """Rows that no branch takes, or whose keys are all padding: out 0, lse −inf, no gradient from or to them."""
+    for seed in range(20):
+        case = drawn(seed, is_causal=is_causal, padding=("none", "some", "row", "all")[seed % 4], mixture_grad=("exact", "detached")[seed // 4 % 2])
+        case = replace(case, pattern=replace(case.pattern, tail="mask"), lse_grad=case.mixture_grad == "exact")
+        x = inputs(case, dtype)
+        found = results(call, case, x, backend=backend)
+        assert all(bool(found[name].isfinite().all()) for name in ("out", "dq", "dk", "dv"))
+        mask = _document_mask(case)[None].expand(case.batch, -1, -1, -1)
+        if x.key_padding_mask is not None:
+            mask = mask & ~x.key_padding_mask[:, None, None, :]
+        empty = ~mask.any(-1)
+        assert torch.equal(found["lse"] == -math.inf, empty)
+        rows = empty.transpose(1, 2)
+        assert not found["out"][rows].any() and not found["dq"][rows].any()
+        unseen = ~mask.any(2).unflatten(1, (case.kv_heads, -1)).any(2).transpose(1, 2)
+        assert not found["dk"][unseen].any() and not found["dv"][unseen].any()
+
+
+def _document_mask(case: Case) -> torch.Tensor:
+    if case.bounds is None:
+        return allowed_pairs(case)
+    mask = torch.zeros(case.heads, case.num_queries, case.num_keys, dtype=torch.bool)
+    for a, b in zip(case.bounds, case.bounds[1:], strict=False):
+        mask[:, a:b, a:b] = case.pattern.dense_mask(b - a, b - a, case.heads, is_causal=case.is_causal) > 0
+    return mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_scores_are_the_mean(backend: str) -> None:
+    case = Case(pattern=DilatedPattern((5, 20), (1, 2)), num_queries=20, num_keys=20, heads=2, kv_heads=2)
+    x = inputs(case, torch.float64)
+    out, lse = call(case, x, torch.zeros_like(x.q), x.k, x.v, backend=backend)
+    m = case.pattern.dense_mask(20, 20, 2).double()
+    assert max_error(out, torch.einsum("hij,bjhd->bihd", m / m.sum(-1, keepdim=True), x.v)) <= 1e-14
+    assert max_error(lse, m.sum(-1).log()[None]) <= 1e-14
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 7, 7), (2, 0, 0), (2, 0, 7), (0, 0, 0), (1, 1, 1), (1, 1, 7)])
+def test_empty_and_tiny_shapes(backend: str, batch: int, queries: int, keys: int) -> None:
+    for is_causal, mixture_grad, dropout_p in ((False, "exact", 0.0), (True, "detached", 0.0), (True, "exact", 0.5 if backend == "auto" else 0.0)):
+        q = torch.randn(batch, queries, 4, 8, requires_grad=True)
+        k, v = (torch.randn(batch, keys, 2, 8, requires_grad=True) for _ in range(2))
+        out, lse = dilated_attention(
+            q, k, v, [4, 8], [1, 2], is_causal=is_causal, mixture_grad=mixture_grad, dropout_p=dropout_p, return_lse=True, backend=backend
+        )
+        assert out.shape == q.shape and lse.shape == (batch, 4, queries) and out.dtype is q.dtype and lse.dtype is torch.float32
+        out.sum().backward()
+        for x in (q, k, v):
+            assert x.grad is not None and x.grad.shape == x.shape and bool(x.grad.isfinite().all())
+        assert batch * queries > 0 or not any(x.grad.any() for x in (k, v) if x.grad is not None)
+
+
+def test_empty_documents_only() -> None:
+    q = torch.randn(1, 0, 2, 4)
+    out = dilated_attention(q, q, q, [4], [1], cu_seqlens=torch.tensor([0, 0, 0], dtype=torch.int32))
+    assert out.shape == q.shape
+
+
+# --- determinism and layouts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fifty_repeats_are_equal(backend: str, dtype: torch.dtype, two_threads: None) -> None:
+    pattern = DilatedPattern((16, 50, 200), (1, 3, 7))
+    case = Case(pattern=pattern, batch=2, num_queries=150, num_keys=150, heads=6, kv_heads=3, head_dim=16, is_causal=True, padding="some", lse_grad=True)
+    x = inputs(case, dtype)
+    first = results(call, case, x, backend=backend, deterministic=True)
+    for _ in range(50):
+        again = results(call, case, x, backend=backend, deterministic=True)
+        assert all(torch.equal(again[name], first[name]) for name in RESULTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_layouts_equal_contiguous(backend: str, layout: str, dtype: torch.dtype) -> None:
+    """Every layout of q, k, v and dout gives the results of contiguous copies, and none is written to."""
+    for seed in (1, 2, 3, 4):
+        case = drawn(seed, layouts=(layout,) * 4, batch=2, bounds=None, head_dim=8)
+        x = inputs(case, dtype)
+        copies = {name: getattr(x, name).contiguous().clone() for name in ("q", "k", "v", "dout")}
+        found, truth = results(call, case, x, backend=backend), results(call, case, replace(x, **copies), backend=backend)
+        eps = torch.finfo(dtype).eps
+        for name in RESULTS:
+            # folding of batch and segments follows strides, and a matrix product of another size may round in another order
+            scale = max(1.0, float(truth[name][truth[name].isfinite()].abs().max(initial=0.0)) if False else _largest(truth, name))
+            assert max_error(found[name], truth[name]) <= 8 * eps * scale, (name, case)
+        for name, copy in copies.items():
+            assert torch.equal(getattr(x, name), copy), name
+
+
+def _largest(truth: Result, name: str) -> float:
+    finite = truth[name][truth[name].isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_expanded_leaves_add_up(backend: str) -> None:
+    """autograd sums over what was expanded, from a dense gradient of the view."""
+    base = torch.randn(1, 12, 1, 8, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(2, 12, 4, 8, dtype=torch.float64)
+    out = attention(q, base.expand(2, 12, 4, 8), base.expand(2, 12, 4, 8), backend=backend)
+    out.sum().backward()
+    copy = base.detach().repeat(2, 1, 4, 1).requires_grad_()
+    attention(q, copy, copy, backend=backend).sum().backward()
+    assert base.grad is not None and copy.grad is not None
+    assert max_error(base.grad, copy.grad.sum((0, 2), keepdim=True)) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_result_does_not_alias_inputs_and_is_contiguous(backend: str) -> None:
+    q = torch.randn(2, 4, 12, 8).transpose(1, 2)
+    out, lse = dilated_attention(q, q, q, [4, 12], [2, 3], return_lse=True, backend=backend)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
