@@ -1,14 +1,22 @@
 """Exact long-sequence attention on PyTorch: dilated (LongNet), dense, and what is built from them."""
 
 from dilated_attention.backends import BackendUnavailable
+from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
 from dilated_attention.functional import attention, dilated_attention
+from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention.pattern import DilatedPattern
 
 __all__ = [
     "BackendUnavailable",
+    "DilatedAttention",
     "DilatedPattern",
+    "MultiheadDilatedAttention",
     "attention",
+    "create_attention",
+    "create_model",
     "dilated_attention",
+    "explain_backend",
+    "list_backends",
 ]
 
 __version__ = "0.1.0"

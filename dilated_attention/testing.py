@@ -29,7 +29,17 @@ T = TypeVar("T")
 Result = dict[str, torch.Tensor]
 
 HEAD_DIMS = (1, 3, 8, 16, 24, 48, 59, 64)
-LAYOUTS = ("contiguous", "heads_first", "packed", "offset", "strided_dim", "transposed_dim", "expanded_batch", "expanded_heads", "expanded_rows")
+LAYOUTS = (
+    "contiguous",
+    "heads_first",
+    "packed",
+    "offset",
+    "strided_dim",
+    "transposed_dim",
+    "expanded_batch",
+    "expanded_heads",
+    "expanded_rows",
+)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 FLOAT64_TOLERANCE = 1e-10
@@ -203,7 +213,9 @@ def _random_pattern(draw: Chooser, heads: int, num_keys: int, max_segment: int |
     return DilatedPattern(tuple(lengths), tuple(rates), offsets, "split" if kind == "split" else "all", tail)
 
 
-def make_tensor(shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+def make_tensor(
+    shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator
+) -> torch.Tensor:
     """Normal numbers of shape (B, N, H, D), the same on every device, lying in memory as ``layout`` says."""
     B, N, H, D = shape
 
@@ -249,7 +261,9 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens)
 
 
-def multiplicities(case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def multiplicities(
+    case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) in float32, vectorised: what ``engine.reference`` says row by row."""
     keys = torch.arange(case.num_keys, device=device)
     rows = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
@@ -407,7 +421,9 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options | overrides)  # type: ignore[no-any-return]
 
 
-def results(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> Result:
+def results(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
+) -> Result:
     """out, lse and the three gradients of ``function(case, inputs, q, k, v)``, with q, k, v in ``dtype`` (None: as they are)."""
     leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in (x.q, x.k, x.v)]
     out, lse = function(case, x, *leaves, **options)
@@ -444,9 +460,9 @@ def low_precision_bound(plain: torch.Tensor, truth: torch.Tensor, dtype: torch.d
     return 2 * max_error(plain, truth) + torch.finfo(dtype).eps * largest(truth) + relative_bound(truth, FLOAT32_TOLERANCE)
 
 
-def relative_bound(truth: torch.Tensor, tolerance: float) -> float:
-    """Of results whose inputs are of order 1: relative above 1, absolute below, where sums cancel."""
-    return tolerance * max(1.0, largest(truth))
+def relative_bound(truth: torch.Tensor, tolerance: float, dropout_p: float = 0.0) -> float:
+    """Of results whose inputs are of order 1: relative above 1, absolute below, where sums cancel; dropout scales what it keeps."""
+    return tolerance * max(1 / (1 - dropout_p), largest(truth))
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
@@ -457,10 +473,10 @@ def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device |
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
     truth = results(plain_attention, case, x, torch.float64)
-    if dtype is torch.float64:
-        return [Measured(n, max_error(mine[n], truth[n]), relative_bound(truth[n], FLOAT64_TOLERANCE)) for n in RESULTS]
-    if dtype is torch.float32 and torch.device(device).type == "cpu":
-        return [Measured(n, max_error(mine[n], truth[n]), relative_bound(truth[n], FLOAT32_TOLERANCE)) for n in RESULTS]
+    on_cpu = torch.device(device).type == "cpu"
+    if dtype is torch.float64 or (dtype is torch.float32 and on_cpu):
+        tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
+        return [Measured(n, max_error(mine[n], truth[n]), relative_bound(truth[n], tolerance, case.dropout_p)) for n in RESULTS]
     plain = results(plain_attention, case, x)
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
     if dtype is not torch.float32:
@@ -509,7 +525,9 @@ def check_backend(
             continue
         for result in measured:
             if not result.passes:
-                raise AssertionError(f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, {name!r}, {dtype})")
+                raise AssertionError(
+                    f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, {name!r}, {dtype})"
+                )
             ratio = result.error / result.bound if result.bound else 0.0
             report.worst[result.name] = max(report.worst.get(result.name, 0.0), ratio)
         report.cases += 1

@@ -41,7 +41,7 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
     # kernels hold it in the dtype they compute in
-    highest = torch.finfo(torch.promote_types(dtype, torch.float32)).max
+    highest = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
     if not 0 < scale <= highest:
         raise ValueError(f"scale is {scale}; expected a number > 0 and ≤ {highest:.2g} (others make kernels produce NaN), or None for 1/sqrt(head_dim)")
     return float(scale)

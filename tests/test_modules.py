@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dilated_attention import BackendUnavailable, DilatedPattern
+from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
@@ -149,6 +150,16 @@ def test_packed_documents_equal_one_call_each(settings: dict[str, Any]) -> None:
     packed = layer(x, is_causal=True, cu_seqlens=DOCUMENTS)[0]
     alone = [layer(x[:, a:b], is_causal=True)[0] for a, b in ((0, 5), (5, 14))]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-10, atol=1e-12)
+
+
+def test_rotary_positions_restart_in_each_packed_document() -> None:
+    """Scores would be equal without it, but half precision rounds a vector as if its document stood alone only with it."""
+    layer, x, seen = make_layer(rotary=True), make_x(1), []
+    layer.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[:2]))
+    layer(x, cu_seqlens=DOCUMENTS)
+    layer(x[:, 5:])
+    for packed, alone in zip(*seen, strict=True):
+        torch.testing.assert_close(packed[:, 5:], alone, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", [{}, {"rotary": True, "num_kv_heads": 1}], ids=str)
@@ -395,6 +406,19 @@ def test_autocast_runs_a_float32_layer_in_bfloat16(settings: dict[str, Any]) -> 
     assert all(p.grad is not None and p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
     error = (out.float() - exact).norm() / exact.norm()
     assert 0 < error < 0.02
+
+
+def test_layer_norm_eps_reaches_every_norm() -> None:
+    norms = [m for m in make_layer(qk_norm=True, layer_norm_eps=0.25).modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
+    assert [norm.eps for norm in norms] == [0.25] * 3
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backend_is_asked_for_determinism_where_the_layer_asks(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, select = [], registry.select
+    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request.deterministic) or select(request, name))
+    make_layer(deterministic=deterministic)(make_x())
+    assert set(asked) == {deterministic}
 
 
 def test_initial_values_are_magnetos() -> None:

@@ -146,7 +146,7 @@ def test_the_backend_is_asked_for_a_backward_only_where_autograd_records(enabled
     monkeypatch.setattr(op_module.registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
     with torch.set_grad_enabled(enabled):
         dilated_attention(*make_qkv(1, 4, 4, 1, 1, 2), [4], [1])
-    assert asked == [enabled]
+    assert asked and any(asked) is enabled
 
 
 def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.engine.merge import merge, merge_
-from dilated_attention.testing import LAYOUTS, RESULTS, Case, Inputs, Result, Space, call, inputs, make_tensor, max_error, random_case, results
+from dilated_attention.testing import (
+    LAYOUTS,
+    RESULTS,
+    Case,
+    Inputs,
+    Space,
+    call,
+    inputs,
+    largest,
+    make_tensor,
+    max_error,
+    random_case,
+    results,
+)
 
 BACKENDS = ("math", "sdpa_cpu")
 CONTIGUOUS = Space(layouts=("contiguous",), max_length=48, dropout=False, window=False, head_dims=(3, 8, 16))
@@ -70,23 +80,43 @@ def test_later_tokens_change_nothing_before_them(backend: str, seed: int) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_later_keys_that_are_not_finite_change_nothing_before_them(backend: str, value: float) -> None:
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+def test_later_tokens_that_are_not_finite_change_nothing_before_them(backend: str, value: float, names: str) -> None:
+    """Causal outputs before a NaN are those without it, bit for bit, although a kernel multiplies weight 0 by it."""
     for seed in range(12):
-        case = drawn(seed, is_causal=True, bounds=None, query_offset=0, padding="none", num_keys=29, num_queries=29)
+        case = drawn(seed, is_causal=True, bounds=None, query_offset=0, padding=("none", "some")[seed % 2], num_keys=29, num_queries=29)
         x, cut = inputs(case, torch.float32), 1 + seed
         before = call(case, x, x.q, x.k, x.v, backend=backend)
-        y = change(x, slice(cut, None), value, names="qk")
+        y = change(x, slice(cut, None), value, names=names)
         after = call(case, y, y.q, y.k, y.v, backend=backend)
         assert equal(after[0][:, :cut], before[0][:, :cut]) and equal(after[1][..., :cut], before[1][..., :cut])
 
 
-@pytest.mark.xfail(strict=True, reason="a kernel multiplies the weight 0 of a later key by its value, and 0 · NaN is NaN, within a causal segment")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_later_values_that_are_not_finite_change_nothing_before_them(backend: str) -> None:
-    x = inputs(Case(pattern=DilatedPattern((8,), (1,)), num_queries=8, num_keys=8, is_causal=True), torch.float32)
-    y = change(x, slice(5, None), math.nan, names="v")
-    out = dilated_attention(y.q, y.k, y.v, [8], [1], is_causal=True, backend=backend)
-    assert bool(out[:, :5].isfinite().all())
+@pytest.mark.parametrize("window", [(3, 0), (2, 2), (None, 0), (0, None)], ids=str)
+def test_nan_outside_a_window_changes_nothing(backend: str, window: tuple[int | None, int | None]) -> None:
+    x = inputs(Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=30, num_keys=30), torch.float32)
+    # torch's CPU op adds −inf to a masked score, which leaves a NaN key's NaN
+    y = change(x, slice(15, 16), math.nan, names="kv" if backend == "math" else "v")
+    before, after = (attention(z.q, z.k, z.v, window=window, backend=backend) for z in (x, y))
+    rows = torch.arange(30)
+    left, right = (99 if side is None else side for side in window)
+    reached = (rows - left <= 15) & (rows + right >= 15)
+    assert equal(after[:, ~reached], before[:, ~reached]) and bool(after[:, reached].isnan().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_reach_who_attends_to_them(backend: str, value: float) -> None:
+    """Containing them does not hide them: exactly the rows with a weight above 0, in exactly their channel."""
+    case = Case(pattern=DilatedPattern((6, 24), (1, 3)), num_queries=24, num_keys=24, heads=3, kv_heads=3, is_causal=True)
+    x = inputs(case, torch.float32)
+    v = x.v.clone()
+    v[0, 9, :, 2] = value
+    before, after = (call(case, x, x.q, x.k, z, backend=backend) for z in (x.v, v))
+    reached = allowed_pairs(case)[:, :, 9].t()[None, :, :, None] & (torch.arange(8) == 2)
+    assert torch.equal(~after[0].isfinite(), reached)
+    assert max_error(after[0][~reached], before[0][~reached]) == 0 and equal(after[1], before[1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,7 +145,9 @@ def test_another_segment_or_offset_changes_nothing(backend: str, value: float | 
 def test_another_document_changes_nothing(backend: str, value: float | None, is_causal: bool) -> None:
     """Outputs and gradients of one document, whatever its neighbours hold; the loss reads that document only."""
     for seed in range(8):
-        case = drawn(seed, batch=1, bounds=(0, 13, 13, 30, 41), num_keys=41, num_queries=41, query_offset=0, padding="none", is_causal=is_causal)
+        case = drawn(
+            seed, batch=1, bounds=(0, 13, 13, 30, 41), num_keys=41, num_queries=41, query_offset=0, padding="none", is_causal=is_causal
+        )
         x = inputs(case, torch.float32)
         mine, others = slice(13, 30), torch.tensor([*range(13), *range(30, 41)])
         x.dout[:, others] = 0
@@ -170,7 +202,8 @@ def test_nan_in_one_sequence_stays_in_it(backend: str) -> None:
     after = results(call, case, y, backend=backend)
     for name in RESULTS:
         assert equal(after[name][[0, 2]], before[name][[0, 2]]), name
-        assert bool(after[name][1].isnan().all()), name
+        # torch's CPU op calls the lse of a NaN row 0
+        assert name == "lse" or bool(after[name][1].isnan().all()), name
 
 
 # --- reach: gradients are non-zero exactly on allowed keys ----------------------------------------------------------------------
@@ -251,7 +284,10 @@ def test_grouped_heads_are_repeated_heads(backend: str, seed: int) -> None:
     """Hk < H equals k and v repeated to H heads, whose gradients add up within a group."""
     case = drawn(seed, heads=6, kv_heads=2)
     if not isinstance(case.pattern.head_offsets, str):
-        case = replace(case, pattern=replace(case.pattern, head_offsets=tuple(tuple(h % rate for h in range(6)) for rate in case.pattern.dilation_rates)))
+        case = replace(
+            case,
+            pattern=replace(case.pattern, head_offsets=tuple(tuple(h % rate for h in range(6)) for rate in case.pattern.dilation_rates)),
+        )
     x = inputs(case, torch.float64)
     found = results(call, case, x, backend=backend)
     repeated = replace(x, k=x.k.repeat_interleave(3, 2), v=x.v.repeat_interleave(3, 2))
@@ -287,11 +323,16 @@ def test_causal_prefix(backend: str, seed: int) -> None:
 def test_translation_by_a_multiple_of_the_lcm(backend: str, is_causal: bool, branches: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Moved by whole segments of every branch, and kept apart from what is put before, a sequence attends to itself as before."""
     step = math.lcm(*branches[0])
-    case = Case(pattern=DilatedPattern(*branches), batch=2, num_queries=3 * step, num_keys=3 * step, heads=4, kv_heads=2, is_causal=is_causal)
+    case = Case(
+        pattern=DilatedPattern(*branches), batch=2, num_queries=3 * step, num_keys=3 * step, heads=4, kv_heads=2, is_causal=is_causal
+    )
     x = inputs(case, torch.float64)
     truth = call(case, x, x.q, x.k, x.v, backend=backend)
     for shift in (step, 4 * step):
-        before = [make_tensor((2, shift, y.shape[2], y.shape[3]), "contiguous", y.dtype, "cpu", torch.Generator().manual_seed(1)) for y in (x.q, x.k, x.v)]
+        before = [
+            make_tensor((2, shift, y.shape[2], y.shape[3]), "contiguous", y.dtype, "cpu", torch.Generator().manual_seed(1))
+            for y in (x.q, x.k, x.v)
+        ]
         moved = [torch.cat([a, b], dim=1) for a, b in zip(before, (x.q, x.k, x.v), strict=True)]
         longer = replace(case, num_queries=3 * step + shift, num_keys=3 * step + shift)
         out, lse = call(longer, x, *moved, backend=backend)
@@ -312,103 +353,6 @@ def test_order_of_branches_does_not_matter() -> None:
             assert max_error(found[name], truth[name]) <= 1e-13 * max(1, case.num_keys), name
 
 
-# --- the merge law ----------------------------------------------------------------------------------------------------------------
-
-
-def softmax_part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (D,), lse ()) of one row over some keys, each part rounded to float32 from float64 like a kernel's result."""
-    if not len(scores):
-        return torch.zeros(values.shape[1]), torch.tensor(-math.inf)
-    lse = scores.logsumexp(0)
-    return ((scores - lse).exp() @ values).float(), lse.float()
-
-
-def combine(parts: list[tuple[torch.Tensor, torch.Tensor]], choose: Callable[[int], int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two parts at a time, whichever two ``choose`` names, until one is left: every order, every bracketing."""
-    parts = list(parts)
-    while len(parts) > 1:
-        a = parts.pop(choose(len(parts)))
-        b = parts.pop(choose(len(parts)))
-        parts.append(merge(*a, *b))
-    return parts[0]
-
-
-@given(data=st.data())
-@settings(max_examples=500)
-def test_merge_law(data: st.DataObject) -> None:
-    """Any split of the keys, merged in any order and bracketing, is the whole softmax, within 4 ulp of float32 per merge's path."""
-    count = data.draw(st.integers(1, 24), "keys")
-    spread = data.draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]), "spread")
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
-    scores = torch.randn(count, generator=generator, dtype=torch.float64) * spread
-    # float32 holds the lse of a part to half an ulp of the lse: at 1e4 that is 5e-4 of a weight, so the grid is what float32 holds
-    scores = scores.round() if spread > 1 else scores
-    values = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6), "cuts"))
-    bounds = [0, *cuts, count]
-    parts = [softmax_part(scores[a:b], values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    out, lse = combine(parts, lambda n: data.draw(st.integers(0, n - 1)))
-    truth = scores.logsumexp(0)
-    true_out = (scores - truth).exp() @ values
-    ulp = torch.finfo(torch.float32).eps
-    # each merge rounds lse once; an error of lse is a relative error of the weights that follow from it
-    merges = max(1, len(parts) - 1)
-    lse_error = 4 * ulp * merges * max(1.0, abs(float(truth)), float(scores.abs().max()))
-    assert abs(float(lse) - float(truth)) <= lse_error
-    assert max_error(out, true_out) <= (4 * ulp * merges + 2 * lse_error) * float(values.abs().max())
-
-
-@given(data=st.data())
-@settings(max_examples=100)
-def test_merge_within_4_ulp(data: st.DataObject) -> None:
-    """Two parts of ordinary scores: 4 ulp of float32, and exactly commutative."""
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    lse = torch.randn(2, 64, generator=generator) * data.draw(st.sampled_from([0.1, 1.0, 5.0]))
-    out = torch.randn(2, 64, 8, generator=generator)
-    found, found_lse = merge(out[0], lse[0], out[1], lse[1])
-    truth_lse = torch.logaddexp(lse[0].double(), lse[1].double())
-    weights = (lse.double() - truth_lse).exp()
-    truth = (weights[..., None] * out.double()).sum(0)
-    ulp = torch.finfo(torch.float32).eps
-    assert max_error(found_lse, truth_lse) <= 4 * ulp * max(1.0, float(lse.abs().max()))
-    assert max_error(found, truth) <= 4 * ulp * max(1.0, float(lse.abs().max())) * float(out.abs().max())
-    other, other_lse = merge(out[1], lse[1], out[0], lse[0])
-    assert torch.equal(found_lse, other_lse) and max_error(other, found) <= 2 * ulp * float(out.abs().max())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_merge_with_empty_parts(dtype: torch.dtype) -> None:
-    out, lse = torch.randn(3, 5, 4, dtype=dtype), torch.randn(3, 5, dtype=dtype) * 50
-    nothing, never = torch.zeros_like(out), torch.full_like(lse, -math.inf)
-    for merged in (merge(out, lse, nothing, never), merge(nothing, never, out, lse)):
-        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
-    both = merge(nothing, never, nothing, never)
-    assert torch.equal(both[0], nothing) and torch.equal(both[1], never)
-
-
-def test_merge_of_huge_and_tiny() -> None:
-    out_1, out_2 = torch.full((1, 2), 3.0), torch.full((1, 2), 5.0)
-    for low, high in ((-1e4, 1e4), (-3e38, 3e38), (-1e38, 0.0)):
-        out, lse = merge(out_1, torch.tensor([low]), out_2, torch.tensor([high]))
-        assert torch.equal(out, out_2) and float(lse) == torch.tensor(high).item()
-    out, lse = merge(out_1, torch.tensor([1e4]), out_2, torch.tensor([1e4]))
-    assert torch.equal(out, torch.full((1, 2), 4.0)) and float(lse) == pytest.approx(1e4 + math.log(2))
-
-
-def test_merge_in_place_writes_through_strided_views() -> None:
-    out, lse = torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2)
-    part, part_lse = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2)
-    before = out.clone(), lse.clone()
-    rows = out.as_strided((2, 3, 2, 8), (64, 128, 8, 1)), lse.as_strided((2, 3, 2), (8, 16, 2)[:1] + (16, 1))
-    merge_(*rows, part, part_lse)
-    # rows (i, j) of the view are row 2j + i of out, heads of its first position pair
-    expected = merge(before[0].as_strided((2, 3, 2, 8), (64, 128, 8, 1)), before[1].as_strided((2, 3, 2), (8, 16, 1)), part, part_lse)
-    assert torch.equal(rows[0], expected[0]) and torch.equal(rows[1], expected[1])
-    touched = torch.zeros_like(out, dtype=torch.bool)
-    touched.as_strided((2, 3, 2, 8), (64, 128, 8, 1)).fill_(True)
-    assert torch.equal(out[~touched], before[0][~touched])
-
-
 # --- extremes -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -423,7 +367,16 @@ def test_huge_logits(backend: str, dtype: torch.dtype, is_causal: bool) -> None:
     sign[:, ::6] = 1.0
     k = (sign * 50).expand(1, n, heads, 4).contiguous()
     v = torch.randn(1, n, heads, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    case = Case(pattern=DilatedPattern((6, 12), (1, 1)), num_queries=n, num_keys=n, heads=heads, kv_heads=heads, head_dim=4, scale=1.0, is_causal=is_causal)
+    case = Case(
+        pattern=DilatedPattern((6, 12), (1, 1)),
+        num_queries=n,
+        num_keys=n,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=4,
+        scale=1.0,
+        is_causal=is_causal,
+    )
     x = Inputs(q, k, v, torch.ones_like(q), torch.zeros(1, heads, n), None, None)
     found = results(call, case, x, backend=backend)
     for name in RESULTS:
@@ -449,7 +402,9 @@ def test_huge_logits(backend: str, dtype: torch.dtype, is_causal: bool) -> None:
 def test_rows_without_keys_are_exactly_zero(backend: str, dtype: torch.dtype, is_causal: bool) -> None:
     """Rows that no branch takes, or whose keys are all padding: out 0, lse −inf, no gradient from or to them."""
     for seed in range(20):
-        case = drawn(seed, is_causal=is_causal, padding=("none", "some", "row", "all")[seed % 4], mixture_grad=("exact", "detached")[seed // 4 % 2])
+        case = drawn(
+            seed, is_causal=is_causal, padding=("none", "some", "row", "all")[seed % 4], mixture_grad=("exact", "detached")[seed // 4 % 2]
+        )
         case = replace(case, pattern=replace(case.pattern, tail="mask"), lse_grad=case.mixture_grad == "exact")
         x = inputs(case, dtype)
         found = results(call, case, x, backend=backend)
@@ -469,7 +424,7 @@ def _document_mask(case: Case) -> torch.Tensor:
     if case.bounds is None:
         return allowed_pairs(case)
     mask = torch.zeros(case.heads, case.num_queries, case.num_keys, dtype=torch.bool)
-    for a, b in zip(case.bounds, case.bounds[1:], strict=False):
+    for a, b in itertools.pairwise(case.bounds):
         mask[:, a:b, a:b] = case.pattern.dense_mask(b - a, b - a, case.heads, is_causal=case.is_causal) > 0
     return mask
 
@@ -487,7 +442,11 @@ def test_equal_scores_are_the_mean(backend: str) -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 7, 7), (2, 0, 0), (2, 0, 7), (0, 0, 0), (1, 1, 1), (1, 1, 7)])
 def test_empty_and_tiny_shapes(backend: str, batch: int, queries: int, keys: int) -> None:
-    for is_causal, mixture_grad, dropout_p in ((False, "exact", 0.0), (True, "detached", 0.0), (True, "exact", 0.5 if backend == "auto" else 0.0)):
+    for is_causal, mixture_grad, dropout_p in (
+        (False, "exact", 0.0),
+        (True, "detached", 0.0),
+        (True, "exact", 0.5 if backend == "auto" else 0.0),
+    ):
         q = torch.randn(batch, queries, 4, 8, requires_grad=True)
         k, v = (torch.randn(batch, keys, 2, 8, requires_grad=True) for _ in range(2))
         out, lse = dilated_attention(
@@ -512,8 +471,8 @@ def test_empty_documents_only() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fifty_repeats_are_equal(backend: str, dtype: torch.dtype, two_threads: None) -> None:
-    pattern = DilatedPattern((16, 50, 200), (1, 3, 7))
-    case = Case(pattern=pattern, batch=2, num_queries=150, num_keys=150, heads=6, kv_heads=3, head_dim=16, is_causal=True, padding="some", lse_grad=True)
+    pattern = DilatedPattern((16, 50), (1, 3))
+    case = Case(pattern=pattern, batch=2, num_queries=64, num_keys=64, heads=4, kv_heads=2, is_causal=True, padding="some", lse_grad=True)
     x = inputs(case, dtype)
     first = results(call, case, x, backend=backend, deterministic=True)
     for _ in range(50):
@@ -534,15 +493,9 @@ def test_layouts_equal_contiguous(backend: str, layout: str, dtype: torch.dtype)
         eps = torch.finfo(dtype).eps
         for name in RESULTS:
             # folding of batch and segments follows strides, and a matrix product of another size may round in another order
-            scale = max(1.0, float(truth[name][truth[name].isfinite()].abs().max(initial=0.0)) if False else _largest(truth, name))
-            assert max_error(found[name], truth[name]) <= 8 * eps * scale, (name, case)
+            assert max_error(found[name], truth[name]) <= 32 * eps * max(1.0, largest(truth[name])), (name, case)
         for name, copy in copies.items():
             assert torch.equal(getattr(x, name), copy), name
-
-
-def _largest(truth: Result, name: str) -> float:
-    finite = truth[name][truth[name].isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -564,3 +517,70 @@ def test_result_does_not_alias_inputs_and_is_contiguous(backend: str) -> None:
     out, lse = dilated_attention(q, q, q, [4, 12], [2, 3], return_lse=True, backend=backend)
     assert out.is_contiguous() and lse.is_contiguous()
     assert out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_of_any_layout(backend: str) -> None:
+    """A mask transposed, expanded over the batch, or cut out of a larger one is read as what it says."""
+    case = Case(pattern=DilatedPattern((6, 20), (1, 3)), batch=3, num_queries=20, num_keys=20, heads=4, kv_heads=2)
+    x = inputs(case, torch.float32)
+    flags = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
+    wide = torch.ones(3, 60, dtype=torch.bool)
+    wide[:, 5:45:2] = flags
+    for mask in (flags.t().contiguous().t(), wide[:, 5:45:2], flags[:1].expand(3, 20), flags[:, :1].expand(3, 20)):
+        found, truth = (results(call, case, replace(x, key_padding_mask=m), backend=backend) for m in (mask, mask.contiguous().clone()))
+        assert all(torch.equal(found[name], truth[name]) for name in RESULTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_as_q_k_and_v(backend: str) -> None:
+    x = torch.randn(2, 18, 4, 8, dtype=torch.float64, requires_grad=True)
+    dilated_attention(x, x, x, [6, 18], [1, 4], is_causal=True, backend=backend).square().sum().backward()
+    parts = [x.detach().clone().requires_grad_() for _ in range(3)]
+    dilated_attention(*parts, [6, 18], [1, 4], is_causal=True, backend=backend).square().sum().backward()
+    assert x.grad is not None and max_error(x.grad, sum(part.grad for part in parts)) <= 1e-12  # type: ignore[arg-type,misc]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_of_lse_alone(backend: str) -> None:
+    """dq and dk of Σ lse by the softmax's own derivative; v has none."""
+    q, k, v = (torch.randn(1, 15, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    _, lse = dilated_attention(q, k, v, [5, 15], [1, 2], return_lse=True, backend=backend)
+    lse.sum().backward()
+    m = DilatedPattern((5, 15), (1, 2)).dense_mask(15, 15, 2).double()
+    p = m * (torch.einsum("bihd,bjhd->bhij", q, k) / 2 - lse[..., None]).exp()
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    assert max_error(q.grad, torch.einsum("bhij,bjhd->bihd", p, k) / 2) <= 1e-13
+    assert max_error(k.grad, torch.einsum("bhij,bihd->bjhd", p, q) / 2) <= 1e-13
+    assert not v.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_deterministic_algorithms(backend: str) -> None:
+    """torch's own switch is honoured, and its filling of fresh memory changes nothing."""
+    case = Case(
+        pattern=DilatedPattern((6, 20), (2, 3)), batch=2, num_queries=20, num_keys=20, heads=4, kv_heads=2, padding="some", lse_grad=True
+    )
+    x = inputs(case, torch.float32)
+    truth = results(call, case, x, backend=backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results(call, case, x, backend=backend)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[name], truth[name]) for name in RESULTS)
+
+
+# --- the poison that every test lives with -------------------------------------------------------------------------------------------
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    for x in (torch.empty(3), torch.empty_like(torch.zeros(3)), torch.zeros(1).new_empty(3), torch.empty(3, dtype=torch.bfloat16)):
+        assert bool(x.isnan().all())
+    assert torch.empty(3, dtype=torch.int64).dtype is torch.int64 and torch.empty(2, device="meta").device.type == "meta"
+    assert torch.empty(2, requires_grad=True).requires_grad
+
+
+@pytest.mark.no_poison
+def test_poison_can_be_left_out() -> None:
+    assert not hasattr(torch.empty, "__wrapped__")

@@ -5,7 +5,7 @@ from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash4 import Flash4Backend
 from dilated_attention.backends.flex import FlexBackend
-from dilated_attention.backends.hardware import Hardware, detect, refresh
+from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
@@ -35,6 +35,7 @@ registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
 __all__ = [
+    "PACKAGES",
     "Backend",
     "BackendUnavailable",
     "Dropout",

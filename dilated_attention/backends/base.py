@@ -21,6 +21,7 @@ logger = logging.getLogger("dilated_attention")
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})
+_MOST_ANSWERS = 4096
 
 
 class BackendUnavailable(RuntimeError):
@@ -234,17 +235,21 @@ class Registry:
         self._families: dict[str, tuple[str, ...]] = {}
         self._orders: dict[str, tuple[str, ...]] = {}
         self._told: set[str] = set()
+        # a training step asks the same few questions over and over, and an answer depends on nothing but the request
+        self._answers: dict[tuple[Request, str], Backend] = {}
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
             raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
         self._backends[backend.name] = backend
+        self._answers.clear()
         if family is not None:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
     def set_order(self, architecture: str, names: tuple[str, ...]) -> None:
         self._orders[architecture] = names
+        self._answers.clear()
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._backends)
@@ -280,12 +285,18 @@ class Registry:
         Raises:
             BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
         """
+        known = self._answers.get((request, name))
+        if known is not None:
+            return known
         self.check_name(name)
         table = self.table(request)
         wanted = set(self.names()) if name == "auto" else set(self._families.get(name, (name,)))
         for candidate, reasons in table:
             if candidate in wanted and not reasons:
                 self._tell_once(candidate, name, request)
+                if len(self._answers) >= _MOST_ANSWERS:
+                    self._answers.clear()
+                self._answers[request, name] = self._backends[candidate]
                 return self._backends[candidate]
         refused = "\n".join(f"  {n}: {'; '.join(reasons)}" for n, reasons in table if n in wanted)
         able = [n for n, reasons in table if not reasons]

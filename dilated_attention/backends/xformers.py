@@ -6,10 +6,7 @@ import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
 
-_REASON = (
-    "xformers 0.0.35 has no kernel that torch does not have: its flash op calls torch's own, its cutlass op is sdpa_efficient, "
-    "FlashAttention-3 is no longer bundled, and its partial attention has no backward; use sdpa_flash, sdpa_efficient or flash3"
-)
+_REASON = "adds nothing to torch (0.0.35: its flash and cutlass ops are torch's own, its partial attention has no backward)"
 
 
 class XformersBackend(Backend):
@@ -19,8 +16,6 @@ class XformersBackend(Backend):
     facts = Facts(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        package="xformers",
-        install='pip install "dilated-attention[xformers]"',
         source="sources of xformers 0.0.34 and 0.0.35",
     )
 

@@ -13,9 +13,14 @@ import torch
 
 def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(lse, weight of part 1, weight of part 2), all of lse's shape and dtype."""
-    lse = torch.logaddexp(lse_1, lse_2)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    return lse, (lse_1 - finite).exp_(), (lse_2 - finite).exp_()
+    high = torch.maximum(lse_1, lse_2)
+    high.masked_fill_(high == -torch.inf, 0.0)
+    weight_1, weight_2 = (lse_1 - high).exp_(), (lse_2 - high).exp_()
+    total = weight_1 + weight_2
+    lse = high + total.log()
+    # divided by their sum rather than taken relative to lse: float32 holds an lse of 1e4 to 5e-4, and weights would miss 1 by that
+    total.masked_fill_(total == 0, 1.0)
+    return lse, weight_1.div_(total), weight_2.div_(total)
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -246,6 +246,10 @@ def _cut(
         yield from _cut_window(run, shape, problem)
     elif not shape.is_causal:
         yield problem((q0, q1), (k0, k1), False, True)
+    elif q1 - q0 == 1:
+        # one query, as in decoding, sees a plain range of keys: one launch, nothing to merge
+        if k0 < min(k1, q1):
+            yield problem((q0, q1), (k0, min(k1, q1)), False, True)
     else:
         # queries [q0, q1) see keys up to themselves: those before q0 as a rectangle, then the square on the diagonal, and
         # the square's keys again as a rectangle for queries beyond the last key

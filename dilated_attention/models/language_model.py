@@ -168,5 +168,5 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError('saving and loading models needs safetensors: pip install "dilated-attention[models]"') from error
+        raise ImportError('saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
     return safetensors.torch

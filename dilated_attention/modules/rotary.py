@@ -36,7 +36,7 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     dimensions. q·k of two rotated vectors depends on the difference of their positions only.
     """
     cos, sin = table
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

@@ -21,7 +21,7 @@ def as_int(name: str, value: Any, *, minimum: int | None = None) -> int:
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         # numpy and torch vectors are no Sequence, but what users compute lengths with
-        if not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
+        if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
             raise TypeError(f"{name} is {values!r} ({type(values).__name__}); expected a list of integers")
         values = values.tolist()
     return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))

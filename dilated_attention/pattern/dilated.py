@@ -96,7 +96,7 @@ class DilatedPattern(Pattern):
             values = as_int_tuple(f"head_offsets[{branch}]", row)
             for head, value in enumerate(values):
                 if not 0 <= value < rate:
-                    raise ValueError(f"head_offsets[{branch}][{head}] is {value}; with dilation rate {rate} an offset is at least 0 and below {rate}")
+                    raise ValueError(f"head_offsets[{branch}][{head}] is {value}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets")
             rows.append(values)
         if len({len(row) for row in rows}) > 1:
             raise ValueError(f"head_offsets has lists of lengths {[len(row) for row in rows]}; each needs one integer per head")

@@ -1,0 +1,147 @@
+"""Which backends there are, which one a call would take, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable, Hardware, Request, detect, registry
+
+
+def list_backends() -> tuple[str, ...]:
+    """Names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of torch's own, and ``"auto"``."""
+    return registry.names()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend of an ``Explanation``: usable for a pass if it has no reasons against it."""
+
+    name: str
+    forward_reasons: tuple[str, ...]
+    backward_reasons: tuple[str, ...]
+    source: str
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every reason once: those against the forward, then those against the backward alone."""
+        return (*self.forward_reasons, *(reason for reason in self.backward_reasons if reason not in self.forward_reasons))
+
+    @property
+    def usable(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice for one kind of call; ``str()`` prints the whole table.
+
+    Args:
+        request: what was asked, for the last pass of the call.
+        rows: every backend in order of preference.
+        forward, backward: the backend taken for each pass; None if none can, ``backward`` also if no gradient is asked for.
+    """
+
+    request: Request
+    rows: tuple[Row, ...]
+    forward: str | None
+    backward: str | None
+
+    @property
+    def chosen(self) -> str | None:
+        """The backend of the forward."""
+        return self.forward
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hardware": self.request.hardware.label,
+            "request": self.request.describe(),
+            "forward": self.forward,
+            "backward": self.backward,
+            "backends": [
+                {"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        needs_grad = self.request.needs_grad
+        lines = [f"{replace(self.request, needs_grad=False).describe().replace(', forward', '')}{', with gradients' if needs_grad else ''}"]
+        lines.append(f"forward: {self.forward or 'no backend can'}" + (f" · backward: {self.backward or 'no backend can'}" if needs_grad else ""))
+        width = max(len(row.name) for row in self.rows)
+        for row in self.rows:
+            passes = [name for name, taken in (("forward", self.forward), ("backward", self.backward)) if taken == row.name]
+            mark = "→" if passes else ("·" if row.usable else "✗")
+            text = "; ".join(row.reasons) if row.reasons else (row.source or "usable")
+            if passes and row.reasons:
+                text = f"{' and '.join(passes)} only: {text}"
+            lines.append(f"  {mark} {row.name:<{width}}  {text}")
+        lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In order of preference.")
+        return "\n".join(lines)
+
+
+def explain_backend(
+    *,
+    device: torch.device | str | None = None,
+    hardware: Hardware | None = None,
+    dtype: torch.dtype | None = None,
+    head_dim: int = 64,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    is_causal: bool = False,
+    needs_grad: bool = True,
+    key_padding_mask: bool = False,
+    window: bool = False,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
+
+    Args:
+        device: the machine's device to ask about; by default the GPU if there is one.
+        hardware: another machine, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` of your own; instead of device.
+        dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older ones, else float32.
+        backend: ``"auto"``, or a name whose refusal is to be explained.
+
+    The other arguments are those of ``dilated_attention``.
+    """
+    if device is not None and hardware is not None:
+        raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
+    machine = hardware or detect(device)
+    if dtype is None:
+        dtype = torch.float32
+        if machine.device_type == "cuda":
+            dtype = torch.bfloat16 if (machine.capability or (0, 0)) >= (8, 0) else torch.float16
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    request = Request(
+        hardware=machine,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        causal=is_causal,
+        key_mask=key_padding_mask,
+        window=window,
+        dropout=dropout_p > 0,
+        deterministic=deterministic,
+        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    registry.check_name(backend)
+    forward_table = registry.table(request)
+    backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
+    rows = tuple(
+        Row(name, tuple(reasons), tuple(backward_table.get(name, ())), registry.get(name).facts.source) for name, reasons in forward_table
+    )
+    request = replace(request, needs_grad=needs_grad)
+    forward = _taken(replace(request, needs_grad=False), backend)
+    backward = _taken(request, backend) if needs_grad else None
+    return Explanation(request, rows, forward, backward)
+
+
+def _taken(request: Request, backend: str) -> str | None:
+    try:
+        return registry.select(request, backend).name
+    except BackendUnavailable:
+        return None
