@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dilated_attention", description="Exact long-sequence attention on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="hardware, backends, and why the rest is not usable")
-    info.add_argument("--for", dest="machine", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed")
+    info.add_argument(
+        "--for", dest="machine", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed"
+    )
     info.add_argument("--dtype", choices=list(_DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
     info.add_argument("--head-dim", type=int, default=64)
     info.add_argument("--num-heads", type=int, default=8)

@@ -24,15 +24,23 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}; they must be equal")
     for index, what in ((0, "batch size"), (3, "head_dim")):
         if q.shape[index] != k.shape[index]:
-            raise ValueError(f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be equal")
+            raise ValueError(
+                f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be equal"
+            )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal: convert with .to(), or run under autocast")
+        raise ValueError(
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal: convert with .to(), or run under autocast"
+        )
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device with .to()")
     if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {q.shape[3]} (q has shape {tuple(q.shape)}); expected 1 to {MAX_HEAD_DIM}: use more heads of a smaller dimension")
+        raise ValueError(
+            f"head_dim is {q.shape[3]} (q has shape {tuple(q.shape)}); expected 1 to {MAX_HEAD_DIM}: use more heads of a smaller dimension"
+        )
     if q.shape[2] < 1 or k.shape[2] < 1 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a positive multiple of the key/value heads")
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a positive multiple of the key/value heads"
+        )
 
 
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
@@ -43,7 +51,9 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     # kernels hold it in the dtype they compute in
     highest = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
     if not 0 < scale <= highest:
-        raise ValueError(f"scale is {scale}; expected a number > 0 and ≤ {highest:.2g} (others make kernels produce NaN), or None for 1/sqrt(head_dim)")
+        raise ValueError(
+            f"scale is {scale}; expected a number > 0 and ≤ {highest:.2g} (others make kernels produce NaN), or None for 1/sqrt(head_dim)"
+        )
     return float(scale)
 
 

@@ -81,7 +81,9 @@ def main() -> int:
     while predicted(length * 2, args, device, dtype) <= budget:
         length *= 2
     expected = predicted(length, args, device, dtype)
-    print(f"budget {budget / GIB:.2f} GiB on {device}, {args.heads} × {args.head_dim} in {dtype}: N = 2^{length.bit_length() - 1} = {length:,}")
+    print(
+        f"budget {budget / GIB:.2f} GiB on {device}, {args.heads} × {args.head_dim} in {dtype}: N = 2^{length.bit_length() - 1} = {length:,}"
+    )
 
     # kernels, thread pools and plans of the same kind, so that what they hold is not counted as the tensors'
     attend(4096, args, device, dtype)

@@ -16,7 +16,10 @@ from dilated_attention.backends.masks import window_sizes
 from dilated_attention.backends.math import band_mask
 
 PACKAGE = Path(dilated_attention.__file__).parent
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")])]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]),
+]
 HOPPER = Hardware(
     device_type="cuda",
     capability=(9, 0),
@@ -211,7 +214,9 @@ def test_flex_block_lists_say_what_the_band_says(band: tuple[int | None, int | N
     assert not (any_pair & ~(partial | full)).any()
 
 
-@pytest.mark.parametrize(("L", "S", "left", "right", "shift"), [(10, 10, 3, 2, 0), (10, 15, 3, 2, 3), (7, 12, 5, 0, 5), (10, 10, 20, 20, 0)])
+@pytest.mark.parametrize(
+    ("L", "S", "left", "right", "shift"), [(10, 10, 3, 2, 0), (10, 15, 3, 2, 3), (7, 12, 5, 0, 5), (10, 10, 20, 20, 0)]
+)
 def test_window_sizes_count_from_the_bottom_right_diagonal(L: int, S: int, left: int, right: int, shift: int) -> None:
     """flash-attn's kernels align the diagonal with the last query and key; the plan's band counts from the first ones."""
     q, k = torch.empty(1, L, 1, 1), torch.empty(1, S, 1, 1)

@@ -201,7 +201,13 @@ def _request_reasons(facts: Facts, request: Request) -> list[str]:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in facts.dtypes))
         reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")
     capability = request.hardware.capability
-    if request.dtype is torch.bfloat16 and capability is not None and capability < (8, 0) and "cuda" in facts.devices and facts.capabilities is not None:
+    if (
+        request.dtype is torch.bfloat16
+        and capability is not None
+        and capability < (8, 0)
+        and "cuda" in facts.devices
+        and facts.capabilities is not None
+    ):
         reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
     if facts.head_dims is not None and request.head_dim not in facts.head_dims:
         reasons.append(f"head_dim is one of {sorted(facts.head_dims)}, not {request.head_dim}")

@@ -43,9 +43,7 @@ class Flash3Backend(Backend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = _sides(options, q, k)
-        out, lse, *_ = _ops().fwd(
-            q, k, v, *(None,) * 20, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0
-        )
+        out, lse, *_ = _ops().fwd(q, k, v, *(None,) * 20, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0)
         return out, lse
 
     def backward(
@@ -64,7 +62,23 @@ class Flash3Backend(Backend):
         # the bundled build returns nothing of use when handed no buffers: dq, dk, dv are always given
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _ops().bwd(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *(None,) * 6, options.scale, options.causal, left, right, 0.0, options.deterministic, 0
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            dq,
+            dk,
+            dv,
+            *(None,) * 6,
+            options.scale,
+            options.causal,
+            left,
+            right,
+            0.0,
+            options.deterministic,
+            0,
         )
         return dq, dk, dv
 

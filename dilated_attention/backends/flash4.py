@@ -41,7 +41,9 @@ class Flash4Backend(Backend):
         major = capability[0]
         tile = -(-request.head_dim // 16) * 16
         if request.needs_grad and major == 9 and tile < 128 and tile % 32:
-            reasons.append(f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)")
+            reasons.append(
+                f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)"
+            )
         if request.needs_grad and major == 8:
             reasons.append("has no backward on compute capability 8.x")
         if request.needs_grad and major == 12 and (request.deterministic or request.window):

@@ -8,7 +8,9 @@ from dilated_attention.backends.base import Options
 from dilated_attention.backends.math import band_mask
 
 
-def additive_bias(q: torch.Tensor, k: torch.Tensor, options: Options, *, pad_keys_to: int = 1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def additive_bias(
+    q: torch.Tensor, k: torch.Tensor, options: Options, *, pad_keys_to: int = 1
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, rows left without keys (P, L)); (None, None) without a mask.
 
     Args:

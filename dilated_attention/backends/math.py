@@ -95,7 +95,9 @@ class MathBackend(Backend):
         return s_PGLS
 
 
-def band_mask(band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
+def band_mask(
+    band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)
+) -> torch.Tensor:
     """bool (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
     difference = torch.arange(num_keys, device=device)[None, :] - torch.arange(num_rows, device=device)[rows, None]
     lowest, highest = band

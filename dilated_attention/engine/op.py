@@ -24,7 +24,12 @@ _WINDOW_BLOCK = 512
 
 @functools.lru_cache(maxsize=256)
 def pattern_of(
-    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str, offset_list: tuple[int, ...], branch_heads: str, tail: str
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    offset_list: tuple[int, ...],
+    branch_heads: str,
+    tail: str,
 ) -> DilatedPattern:
     """The pattern of the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, H integers per branch in a row."""
     if head_offsets != "list":
@@ -102,7 +107,11 @@ def dilated_attention_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, in the inputs' dtype."""
     if not q.numel():
-        return _new_like(q), torch.zeros_like(k, memory_format=torch.contiguous_format), torch.zeros_like(v, memory_format=torch.contiguous_format)
+        return (
+            _new_like(q),
+            torch.zeros_like(k, memory_format=torch.contiguous_format),
+            torch.zeros_like(v, memory_format=torch.contiguous_format),
+        )
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
@@ -226,7 +235,9 @@ def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dilated_attention_backward_op.register_fake
-def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
     return _new_like(q), _new_like(k), _new_like(v)
 
 
@@ -267,14 +278,28 @@ def _flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[
 
 
 @register_flop_formula(torch.ops.dilated_attention.dilated_attention)
-def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
+def _forward_flops(
+    q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
+) -> int:
     """4·D per pair. Packed documents count as one sequence: their bounds are data, which a formula does not see."""
     return _flops(q_shape, k_shape, arguments, 4)
 
 
 @register_flop_formula(torch.ops.dilated_attention.dilated_attention_backward)
 def _backward_flops(
-    dout: Any, dlse: Any, q_shape: Any, k_shape: Any, v_shape: Any, out: Any, lse: Any, mask: Any, cu: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
+    dout: Any,
+    dlse: Any,
+    q_shape: Any,
+    k_shape: Any,
+    v_shape: Any,
+    out: Any,
+    lse: Any,
+    mask: Any,
+    cu: Any,
+    seed: Any,
+    *arguments: Any,
+    out_shape: Any = None,
+    **_: Any,
 ) -> int:
     """10·D per pair: five matrix products, of which one repeats the forward's scores."""
     return _flops(q_shape, k_shape, arguments, 10)

@@ -141,9 +141,7 @@ def _head_groups(offsets: tuple[int, ...], group_size: int, seen: set[int]) -> l
     for head, offset in enumerate(offsets):
         if offset != NOT_IN_BRANCH:
             by_offset.setdefault((offset, head not in seen), []).append(head)
-    return [
-        (offset, new, group) for (offset, new), heads in sorted(by_offset.items()) for group in _regular_groups(heads, group_size)
-    ]
+    return [(offset, new, group) for (offset, new), heads in sorted(by_offset.items()) for group in _regular_groups(heads, group_size)]
 
 
 def _regular_groups(heads: list[int], group_size: int) -> list[HeadGroup]:
@@ -215,9 +213,7 @@ def _indices(first: int, step: int, count: int, positions: Range) -> Range:
     return low, max(low, high)
 
 
-def _cut(
-    run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_keys: int, first: bool, shape: Shape
-) -> Iterator[Problem]:
+def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_keys: int, first: bool, shape: Shape) -> Iterator[Problem]:
     """One run as problems that kernels agree on."""
 
     def problem(queries: Range, keys: Range, causal: bool, opens: bool, band: tuple[int | None, int | None] | None = None) -> Problem:

@@ -37,13 +37,22 @@ class Rows:
 
 def query_rows(problem: Problem, origin: int) -> Rows:
     heads = problem.heads
-    return Rows(problem.q_start - origin, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count)
+    return Rows(
+        problem.q_start - origin, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count
+    )
 
 
 def key_rows(problem: Problem, origin: int) -> Rows:
     heads = problem.heads
     return Rows(
-        problem.k_start - origin, problem.segments, problem.stride, problem.k_len, problem.step, heads.kv_start, heads.kv_step, heads.kv_count
+        problem.k_start - origin,
+        problem.segments,
+        problem.stride,
+        problem.k_len,
+        problem.step,
+        heads.kv_start,
+        heads.kv_step,
+        heads.kv_count,
     )
 
 
@@ -52,7 +61,9 @@ def extent(view: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) if view.numel() else 0
 
 
-def launches(views: Sequence[torch.Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None) -> Iterator[list[torch.Tensor]]:
+def launches(
+    views: Sequence[torch.Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None
+) -> Iterator[list[torch.Tensor]]:
     """Fold (B, S, L, …) views into (P, L, …), cut so that each launch keeps to a kernel's limits.
 
     Batch and segments fold into one dimension where the strides of *all* views allow it; otherwise each batch element, or

@@ -60,15 +60,15 @@ class Explanation:
             "request": self.request.describe(),
             "forward": self.forward,
             "backward": self.backward,
-            "backends": [
-                {"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows
-            ],
+            "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
     def __str__(self) -> str:
         needs_grad = self.request.needs_grad
         lines = [f"{replace(self.request, needs_grad=False).describe().replace(', forward', '')}{', with gradients' if needs_grad else ''}"]
-        lines.append(f"forward: {self.forward or 'no backend can'}" + (f" · backward: {self.backward or 'no backend can'}" if needs_grad else ""))
+        lines.append(
+            f"forward: {self.forward or 'no backend can'}" + (f" · backward: {self.backward or 'no backend can'}" if needs_grad else "")
+        )
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
             passes = [name for name, taken in (("forward", self.forward), ("backward", self.backward)) if taken == row.name]

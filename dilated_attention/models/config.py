@@ -66,7 +66,9 @@ class LongNetConfig:
                 f"use a multiple of {2 * self.num_heads}"
             )
         if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more heads")
+            raise ValueError(
+                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more heads"
+            )
         if self.num_heads % (self.num_kv_heads or 1):
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads = {self.num_heads}")
         for name, above in (("rotary_base", 1.0), ("layer_norm_eps", 0.0)):

@@ -64,7 +64,9 @@ class LongNetLM(nn.Module):
             return F.linear(hidden, self.embedding.weight)
         _check_tokens("targets", targets)
         if targets.shape != tokens.shape:
-            raise ValueError(f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token")
+            raise ValueError(
+                f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
+            )
         return chunked_cross_entropy(hidden, self.embedding.weight, targets)
 
     def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
@@ -128,15 +130,15 @@ class LongNetLM(nn.Module):
         safetensors.save_model(self, str(folder / WEIGHTS_FILE))
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None
-    ) -> LongNetLM:
+    def from_pretrained(cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> LongNetLM:
         """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another."""
         safetensors = _safetensors()
         folder = Path(path)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name} does not exist; expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}")
+                raise FileNotFoundError(
+                    f"{folder / name} does not exist; expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
+                )
         weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(torch.device(device or "cpu")))
         # on meta nothing is allocated or drawn for values that are replaced at once
         model = cls(LongNetConfig.load(folder / CONFIG_FILE), backend=backend, device="meta")

@@ -61,7 +61,9 @@ class DilatedPattern(Pattern):
             if length < 1:
                 raise ValueError(f"segment_lengths[{branch}] is {length}; a segment holds at least 1 position: use a length ≥ 1")
             if length > MAX_LENGTH:
-                raise ValueError(f"segment_lengths[{branch}] is {length}; expected at most 2**62: any length from N on is the whole sequence")
+                raise ValueError(
+                    f"segment_lengths[{branch}] is {length}; expected at most 2**62: any length from N on is the whole sequence"
+                )
             if rate < 1:
                 raise ValueError(f"dilation_rates[{branch}] is {rate}; rate 1 takes every position: use a rate ≥ 1")
             if rate > length:
@@ -90,13 +92,17 @@ class DilatedPattern(Pattern):
         if self.branch_heads == "split":
             raise ValueError("head_offsets given as lists has no effect with branch_heads='split'; leave head_offsets at its default")
         if len(offsets) != len(self.segment_lengths):
-            raise ValueError(f"head_offsets has {len(offsets)} lists for {len(self.segment_lengths)} branches; give one list of H integers per branch")
+            raise ValueError(
+                f"head_offsets has {len(offsets)} lists for {len(self.segment_lengths)} branches; give one list of H integers per branch"
+            )
         rows = []
         for branch, (row, rate) in enumerate(zip(offsets, self.dilation_rates, strict=True)):
             values = as_int_tuple(f"head_offsets[{branch}]", row)
             for head, value in enumerate(values):
                 if not 0 <= value < rate:
-                    raise ValueError(f"head_offsets[{branch}][{head}] is {value}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets")
+                    raise ValueError(
+                        f"head_offsets[{branch}][{head}] is {value}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets"
+                    )
             rows.append(values)
         if len({len(row) for row in rows}) > 1:
             raise ValueError(f"head_offsets has lists of lengths {[len(row) for row in rows]}; each needs one integer per head")
@@ -117,9 +123,7 @@ class DilatedPattern(Pattern):
         if self.branch_heads == "split":
             small, larger = divmod(num_heads, self.num_branches)
             owner = [b for b in range(self.num_branches) for _ in range(small + (b < larger))]
-            return tuple(
-                tuple(b % rate if owner[h] == b else NOT_IN_BRANCH for h in heads) for b, rate in enumerate(self.dilation_rates)
-            )
+            return tuple(tuple(b % rate if owner[h] == b else NOT_IN_BRANCH for h in heads) for b, rate in enumerate(self.dilation_rates))
         if self.head_offsets == "cyclic":
             return tuple(tuple(h % rate for h in heads) for rate in self.dilation_rates)
         if self.head_offsets == "blocked":
@@ -191,7 +195,9 @@ class DilatedPattern(Pattern):
         rows = num_positions * num_heads
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
 
-    def bytes_moved(self, num_positions: int, num_heads: int, head_dim: int, itemsize: int, num_kv_heads: int | None = None) -> tuple[int, int]:
+    def bytes_moved(
+        self, num_positions: int, num_heads: int, head_dim: int, itemsize: int, num_kv_heads: int | None = None
+    ) -> tuple[int, int]:
         """Fewest bytes through device memory for one sequence, (forward, backward), each branch reading its own rows.
 
         Forward a branch reads q, k, v and its row of the output and writes it; backward it reads q, k, v, out, dout and

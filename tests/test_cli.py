@@ -1,0 +1,44 @@
+"""``python -m dilated_attention info``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dilated_attention.cli import main
+from dilated_attention.factory import EXAMPLES
+
+
+def test_info_tells_what_is_taken_here_and_why_the_rest_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    assert "torch" in text
+    assert "not installed" in text
+    assert "forward: " in text
+    assert "runs on" in text
+
+
+@pytest.mark.parametrize("machine", sorted(EXAMPLES))
+def test_info_answers_for_other_machines(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--for", machine, "--json", "--head-dim", "48", "--causal"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["forward"]
+    assert {row["name"] for row in answer["backends"]} >= {"math", "flash4"}
+    assert all(row["usable"] == (not row["reasons"]) for row in answer["backends"])
+
+
+def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--for", "hopper", "--head-dim", "300"]) == 1
+    captured = capsys.readouterr()
+    assert "no backend can compute" in captured.err
+    assert "head_dim is at most 256, not 300" in captured.out
+
+
+def test_wrong_usage_exits_with_2() -> None:
+    result = subprocess.run([sys.executable, "-m", "dilated_attention", "inform"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "invalid choice" in result.stderr
+    assert result.stdout == ""

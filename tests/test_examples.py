@@ -1,0 +1,84 @@
+"""The examples as a user runs them, in small: their last line and exit code are what their docstrings promise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern
+from dilated_attention.engine.memory import attention_memory
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
+
+
+def run(*command: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that is easy for attention and hard for a bigram: a long sentence over and over."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 400)
+    return path
+
+
+def test_training_ends_below_the_baselines_and_writes_what_it_says(text: Path, tmp_path: Path) -> None:
+    result = run(str(EXAMPLES / "train_longnet.py"), "--data", str(text), "--steps", "60", "--out", str(tmp_path), *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert "forward: sdpa_cpu · backward: sdpa_cpu" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("done: validation ")
+    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint", "loss.png", "pattern.png"}
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_training_that_is_not_below_the_baselines_says_so(text: Path, tmp_path: Path) -> None:
+    result = run(str(EXAMPLES / "train_longnet.py"), "--data", str(text), "--steps", "1", "--out", str(tmp_path), *SMALL)
+    assert result.returncode == 1
+    assert "not below both" in result.stderr
+
+
+def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [*launch, str(EXAMPLES / "train_longnet.py"), "--data", str(text), "--steps", "30", "--out", str(tmp_path), *SMALL]
+    result = run(*command)
+    assert result.returncode == 0, result.stderr
+    # only the first rank reports
+    assert result.stdout.count("done: validation") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_predicted_peak_memory_is_measured(tmp_path: Path) -> None:
+    """At 2^18 tokens, where the tensors outweigh what a process takes up besides."""
+    result = run(str(EXAMPLES / "extreme_length.py"), "--budget-gib", "0.7")
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("N = 262,144: predicted")
+
+
+def test_memory_estimate_counts_what_shapes_say() -> None:
+    """One dense full-length branch in float32: every term by hand."""
+    n, heads, dim = 4096, 2, 32
+    estimate = attention_memory(DilatedPattern([n], [1]), n, heads, dim)
+    tensor, rows = n * heads * dim * 4, n * heads * 4
+    assert estimate.inputs == 3 * tensor
+    # q, k, v, out, lse, the launch's results
+    assert estimate.forward_peak == 3 * tensor + tensor + rows + (tensor + rows)
+    # q, k, v, out, dout, three layouts of lse, dq, dk, dv, the launch's own dq, dk, dv
+    assert estimate.backward_peak == 3 * tensor + 2 * tensor + 3 * rows + 3 * tensor + 3 * tensor
+    assert estimate.peak == max(estimate.forward_peak, estimate.backward_peak)
+    assert "dq, dk, dv" in str(estimate)
+    assert attention_memory(DilatedPattern([n], [1]), n, heads, dim, needs_grad=False).backward_peak == 0
+    half = attention_memory(DilatedPattern([n], [1]), n, heads, dim, dtype=torch.bfloat16)
+    assert half.inputs * 2 == estimate.inputs

@@ -1,0 +1,98 @@
+"""create_attention, create_model and the presets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from dilated_attention import DilatedAttention, MultiheadDilatedAttention, create_attention, create_model, list_backends
+from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
+from dilated_attention.models import LongNetLM
+
+SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+
+
+def test_kinds_make_their_modules() -> None:
+    assert isinstance(create_attention("dilated", **SMALL), DilatedAttention)
+    layer = create_attention("multihead_dilated", embed_dim=32, num_heads=4, num_kv_heads=2, rotary=True, **SMALL)
+    assert isinstance(layer, MultiheadDilatedAttention)
+    out, weights = layer(torch.randn(2, 20, 32))
+    assert out.shape == (2, 20, 32)
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: create_attention("ringed", **SMALL), ValueError, "kind is 'ringed'; expected one of 'dilated', 'multihead_dilated'"),
+        (lambda: create_attention(3, **SMALL), TypeError, "kind is 3"),
+        (
+            lambda: create_attention("dilated", segment_length=[8], dilation_rates=[1]),
+            TypeError,
+            "got segment_length, which it does not know",
+        ),
+        (lambda: create_attention("dilated", segment_lengths=[8]), TypeError, "lacks dilation_rates"),
+        (lambda: create_attention("dilated", segment_lengths=[8], dilation_rates=[9]), ValueError, "larger than segment_lengths"),
+        (lambda: create_model("longnet-huge"), ValueError, "preset is 'longnet-huge'; expected one of 'longnet-tiny'"),
+        (lambda: create_model(None), TypeError, "preset is None"),
+        (lambda: create_model("longnet-tiny", layers=2), TypeError, "got layers, which it does not know; it accepts vocab_size"),
+        (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_with_a_way_out(call: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()  # type: ignore[operator]
+
+
+def test_model_presets_build_and_take_overrides() -> None:
+    for name in MODEL_PRESETS:
+        assert isinstance(create_model(name, device="meta"), LongNetLM)
+    model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
+    assert isinstance(model, LongNetLM)
+    assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
+    assert next(model.parameters()).dtype is torch.float64
+
+
+def test_attention_presets_are_the_published_settings() -> None:
+    gigapath = ATTENTION_PRESETS["gigapath"]
+    # TorchScale's 2 ** linspace(log2 1024, int(log2((262144 / 256)²)), 5)
+    assert gigapath.pattern.segment_lengths == tuple(int(2 ** (10 + 2.5 * i)) for i in range(5))
+    assert (gigapath.pattern.head_offsets, gigapath.pattern.tail, gigapath.mixture_grad) == ("blocked", "zero_keys", "detached")
+    assert gigapath.embed_dim // gigapath.num_heads == 48
+    assert ATTENTION_PRESETS["longvit"].embed_dim // ATTENTION_PRESETS["longvit"].num_heads == 24
+    assert ATTENTION_PRESETS["longnet"].pattern.dilation_rates == (1, 2, 4, 6, 12)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gigapath.embed_dim = 3  # type: ignore[misc]
+
+
+def test_presets_run() -> None:
+    for preset in ATTENTION_PRESETS.values():
+        pattern = preset.pattern
+        x = torch.randn(1, 300, preset.num_heads, 8)
+        layer = create_attention(
+            "dilated",
+            segment_lengths=pattern.segment_lengths,
+            dilation_rates=pattern.dilation_rates,
+            head_offsets=pattern.head_offsets,
+            tail=pattern.tail,
+            mixture_grad=preset.mixture_grad,
+        )
+        assert torch.isfinite(layer(x, x, x)).all()
+
+
+def test_list_backends_names_all() -> None:
+    assert set(list_backends()) == {
+        "flash4",
+        "flash3",
+        "flash2",
+        "sdpa_cudnn",
+        "sdpa_flash",
+        "sdpa_efficient",
+        "sdpa_cpu",
+        "flex",
+        "xformers",
+        "math",
+    }
+    assert set(KINDS) == {"dilated", "multihead_dilated"}

@@ -1,0 +1,92 @@
+"""The public names are listed once, and importing the package needs nothing but torch and einops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import dilated_attention
+
+PUBLIC = {
+    "BackendUnavailable",
+    "DilatedAttention",
+    "DilatedPattern",
+    "MultiheadDilatedAttention",
+    "attention",
+    "create_attention",
+    "create_model",
+    "dilated_attention",
+    "explain_backend",
+    "list_backends",
+}
+
+
+def test_public_names_are_these() -> None:
+    assert set(dilated_attention.__all__) == PUBLIC
+    assert all(hasattr(dilated_attention, name) for name in PUBLIC)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in PUBLIC:
+        text = getattr(dilated_attention, name).__doc__
+        assert text, name
+        assert len(text) > 60, name
+
+
+def test_import_works_with_every_extra_blocked() -> None:
+    code = """
+import sys
+class Block:
+    blocked = {'matplotlib', 'safetensors', 'flash_attn', 'flash_attn_interface', 'xformers', 'transformers'}
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in self.blocked or name in self.blocked:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+import torch, dilated_attention
+q = torch.randn(1, 20, 2, 8, requires_grad=True)
+dilated_attention.dilated_attention(q, q, q, [5, 20], [1, 2]).sum().backward()
+print(dilated_attention.explain_backend().forward)
+try:
+    dilated_attention.DilatedPattern([4], [1]).show()
+except ImportError as error:
+    print(error)
+try:
+    dilated_attention.create_model('longnet-tiny').save_pretrained('nowhere')
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "sdpa_cpu",
+        'drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"',
+        'saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"',
+    ]
+
+
+def test_imports_point_one_way() -> None:
+    """pattern ← engine ← functional ← modules ← models; nobody imports the factory but the package's front and the command line."""
+    import ast
+    from pathlib import Path
+
+    root = Path(dilated_attention.__file__).parent
+    below = {
+        "pattern": {"pattern"},
+        "backends": {"backends"},
+        "engine": {"pattern", "backends", "engine"},
+        "functional": {"pattern", "backends", "engine", "validation"},
+        "validation": {"pattern"},
+        "modules": {"pattern", "engine", "functional", "modules", "validation", "backends"},
+        "models": {"pattern", "functional", "modules", "models", "validation"},
+        "factory": {"pattern", "backends", "modules", "models", "factory"},
+    }
+    for file in root.rglob("*.py"):
+        room = file.relative_to(root).parts[0].removesuffix(".py")
+        if room not in below:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                if module.startswith("dilated_attention."):
+                    assert module.split(".")[1] in below[room], f"{file.relative_to(root)} imports {module}"

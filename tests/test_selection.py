@@ -1,0 +1,163 @@
+"""Backend selection for machines that are not here: pure Python on static facts, so any GPU can be asked about on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from dilated_attention import BackendUnavailable, dilated_attention, explain_backend
+from dilated_attention.backends import Hardware, Registry, Request, detect, registry
+from dilated_attention.factory import EXAMPLES
+
+BARE = {name: Hardware(device_type=h.device_type, capability=h.capability, is_rocm=h.is_rocm, torch_version=h.torch_version,
+                       cudnn_version=h.cudnn_version, name=name) for name, h in EXAMPLES.items()}  # fmt: skip
+HALF, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def chosen(hardware: Hardware, dtype: torch.dtype, head_dim: int = 64, **wanted: bool) -> str:
+    return registry.select(Request(hardware=hardware, dtype=dtype, head_dim=head_dim, **wanted)).name
+
+
+# (machine, with kernel packages, dtype, head dim, flags, forward, backward)
+EXPECTED = [
+    ("cpu", True, F32, 64, {}, "sdpa_cpu", "sdpa_cpu"),
+    ("cpu", True, F64, 3, {}, "sdpa_cpu", "sdpa_cpu"),
+    ("cpu", True, F32, 64, {"dropout": True}, "math", "math"),
+    ("cpu", True, BF16, 24, {"key_mask": True}, "sdpa_cpu", "sdpa_cpu"),
+    ("pascal", True, HALF, 64, {}, "math", "math"),
+    ("pascal", True, F32, 64, {}, "math", "math"),
+    ("pascal", True, BF16, 64, {}, "math", "math"),
+    ("volta", True, HALF, 64, {}, "sdpa_efficient", "sdpa_efficient"),
+    ("volta", True, F32, 64, {"deterministic": True}, "sdpa_efficient", "flex"),
+    ("turing", False, HALF, 64, {}, "sdpa_efficient", "sdpa_efficient"),
+    ("turing", False, HALF, 59, {}, "math", "math"),
+    ("turing", False, BF16, 64, {}, "math", "math"),
+    ("ampere", True, BF16, 64, {}, "flash2", "flash2"),
+    ("ampere", False, BF16, 64, {}, "sdpa_flash", "sdpa_flash"),
+    ("ampere", False, BF16, 64, {"key_mask": True}, "sdpa_efficient", "sdpa_efficient"),
+    ("ada", False, HALF, 128, {"window": True}, "sdpa_flash", "sdpa_flash"),
+    ("hopper", True, BF16, 64, {}, "flash4", "flash4"),
+    ("hopper", True, BF16, 48, {}, "flash4", "flash3"),
+    ("hopper", False, BF16, 48, {}, "sdpa_cudnn", "sdpa_cudnn"),
+    ("hopper", False, BF16, 256, {}, "sdpa_flash", "sdpa_flash"),
+    ("hopper", True, BF16, 64, {"deterministic": True}, "flash4", "flash4"),
+    ("hopper", True, BF16, 64, {"dropout": True}, "math", "math"),
+    ("hopper", False, F32, 64, {}, "sdpa_efficient", "sdpa_efficient"),
+    ("hopper", False, F64, 64, {}, "math", "math"),
+    ("blackwell", True, BF16, 128, {}, "flash4", "flash4"),
+    ("blackwell", True, BF16, 192, {}, "sdpa_flash", "sdpa_flash"),
+    ("blackwell-consumer", True, BF16, 64, {"window": True}, "flash4", "flash2"),
+    ("rocm", True, BF16, 64, {}, "math", "math"),
+    ("mps", True, F32, 64, {}, "math", "math"),
+]
+
+
+@pytest.mark.parametrize(("machine", "packages", "dtype", "head_dim", "flags", "forward", "backward"), EXPECTED)
+def test_each_machine_takes_its_fastest_that_can(
+    machine: str, packages: bool, dtype: torch.dtype, head_dim: int, flags: dict[str, bool], forward: str, backward: str
+) -> None:
+    hardware = (EXAMPLES if packages else BARE)[machine]
+    assert chosen(hardware, dtype, head_dim, **flags) == forward
+    assert chosen(hardware, dtype, head_dim, needs_grad=True, **flags) == backward
+
+
+GRID = list(itertools.product(sorted(EXAMPLES), (HALF, BF16, F32, F64), (8, 24, 59, 64, 256)))
+
+
+@pytest.mark.parametrize(("machine", "dtype", "head_dim"), GRID)
+def test_a_choice_has_no_reason_against_it_and_nothing_before_it_can(machine: str, dtype: torch.dtype, head_dim: int) -> None:
+    for flags in ({}, {"key_mask": True}, {"window": True}, {"dropout": True}, {"deterministic": True}):
+        for needs_grad in (False, True):
+            request = Request(hardware=EXAMPLES[machine], dtype=dtype, head_dim=head_dim, needs_grad=needs_grad, **flags)
+            table = registry.table(request)
+            assert sorted(name for name, _ in table) == sorted(registry.names())
+            able = [name for name, reasons in table if not reasons]
+            assert registry.select(request).name == able[0]
+            assert "math" in able
+            assert "xformers" not in able
+            if dtype is BF16 and (request.hardware.capability or (9, 0)) < (8, 0):
+                assert able == ["math"]
+            if flags.get("dropout"):
+                assert able == ["math"]
+
+
+def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could() -> None:
+    request = Request(hardware=BARE["turing"], dtype=BF16, head_dim=59, key_mask=True, needs_grad=True, dropout=True)
+    with pytest.raises(BackendUnavailable) as caught:
+        registry.select(request, "flash4")
+    text = str(caught.value)
+    for reason in ("flash-attn-4 is not installed: pip install", "compute capability 8.0 to 12.1, the GPU has 7.5", "multiple of 8, not 59",
+                   "takes no key_padding_mask", "no dropout by position", "could: math (backend='math' or 'auto')"):  # fmt: skip
+        assert reason in text, reason
+
+
+def test_sdpa_means_the_best_of_torchs_own() -> None:
+    assert registry.select(Request(hardware=BARE["hopper"], dtype=BF16, head_dim=64), "sdpa").name == "sdpa_cudnn"
+    assert registry.select(Request(hardware=BARE["hopper"], dtype=BF16, head_dim=256), "sdpa").name == "sdpa_flash"
+    assert registry.select(Request(hardware=BARE["cpu"], dtype=F32, head_dim=64), "sdpa").name == "sdpa_cpu"
+    with pytest.raises(BackendUnavailable, match="sdpa_efficient: takes"):
+        registry.select(Request(hardware=BARE["hopper"], dtype=F64, head_dim=64), "sdpa")
+
+
+def test_backend_that_lacks_only_the_backward_is_refused_before_the_forward_runs() -> None:
+    with pytest.raises(BackendUnavailable, match="wrong gradients"):
+        registry.select(Request(hardware=EXAMPLES["hopper"], dtype=BF16, head_dim=48, needs_grad=True), "flash4")
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    with pytest.raises(BackendUnavailable, match="runs on cuda, not on cpu"):
+        dilated_attention(q, q, q, [4], [1], backend="flash4")
+
+
+def test_names_are_checked() -> None:
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="backend is 'flash9'; expected one of auto, sdpa, flash4"):
+        dilated_attention(q, q, q, [4], [1], backend="flash9")
+    with pytest.raises(TypeError, match="backend is 3"):
+        dilated_attention(q, q, q, [4], [1], backend=3)  # type: ignore[arg-type]
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fresh = Registry()
+    for name in ("sdpa_cpu", "math"):
+        fresh.register(registry.get(name))
+    request = Request(hardware=detect("cpu"), dtype=F32, head_dim=64)
+    with caplog.at_level("INFO", logger="dilated_attention"):
+        for _ in range(3):
+            fresh.select(request)
+    assert [record.message for record in caplog.records] == [f"backend sdpa_cpu (chosen) for {request.describe()}"]
+    with pytest.raises(ValueError, match="'math' is registered already"):
+        fresh.register(registry.get("math"))
+
+
+def test_a_new_backend_or_order_changes_the_answer_at_once() -> None:
+    fresh = Registry()
+    fresh.register(registry.get("math"))
+    request = Request(hardware=detect("cpu"), dtype=F32, head_dim=64)
+    assert fresh.select(request).name == "math"
+    fresh.register(registry.get("sdpa_cpu"))
+    fresh.set_order("cpu", ("sdpa_cpu", "math"))
+    assert fresh.select(request).name == "sdpa_cpu"
+
+
+def test_explanation_prints_the_whole_table_and_both_passes() -> None:
+    explanation = explain_backend(hardware=EXAMPLES["hopper"], head_dim=48)
+    text = str(explanation)
+    assert explanation.forward == "flash4"
+    assert explanation.backward == "flash3"
+    assert "forward: flash4 · backward: flash3" in text
+    assert "→ flash4" in text
+    assert "forward only: its backward" in text
+    assert all(name in text for name in registry.names())
+    rows = {row.name: row for row in explanation.rows}
+    assert rows["sdpa_cpu"].reasons == ("runs on cpu, not on cuda",)
+    assert not rows["flash4"].usable
+    assert rows["math"].usable
+
+
+def test_explanation_of_what_nothing_can_do() -> None:
+    explanation = explain_backend(hardware=BARE["cpu"], head_dim=512)
+    assert explanation.forward is None
+    assert "no backend can" in str(explanation)
+    with pytest.raises(ValueError, match="ask about one of them"):
+        explain_backend(device="cpu", hardware=BARE["cpu"])
