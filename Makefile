@@ -17,7 +17,7 @@ demo: $(STAMP)
 
 # one torch thread a worker: two workers with a thread pool each would fight over the cores
 test: $(STAMP) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -96,14 +97,14 @@ def _multiplicity(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     pattern, n = case.pattern, case.length
     bounds = case.bounds or (0, n)
     single = [
-        DilatedPattern([w], [r], tuple((tuple(o),)) if min(o) >= 0 else "zero", "all", pattern.tail)
+        DilatedPattern([w], [r], (tuple(o),) if min(o) >= 0 else "zero", "all", pattern.tail)
         for (w, r), o in zip(pattern.branches, pattern.offsets(case.heads), strict=True)
     ]
     m = torch.zeros(pattern.num_branches, case.heads, n, n, dtype=torch.float64)
     z = torch.zeros(pattern.num_branches, case.heads, n, dtype=torch.float64)
-    for b, (branch, offsets) in enumerate(zip(single, pattern.offsets(case.heads), strict=True)):
+    for b, (_branch, offsets) in enumerate(zip(single, pattern.offsets(case.heads), strict=True)):
         w, r = pattern.branches[b]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             size = end - start
             if not size:
                 continue
