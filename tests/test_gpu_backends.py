@@ -122,6 +122,7 @@ def test_random_cases_match_float64(backend: str) -> None:
         done += 1
         if bad:
             failures.append(f"#{index} {dataclasses.asdict(case)}: {bad}")
+            print(failures[-1], flush=True)
     shown = {what: round(ratio, 2) for what, ratio in worst.items()}
     print(f"{backend}: {done} cases, {len(failures)} failures; largest error / bound {shown}")
     if os.environ.get("GPU_RESULTS"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
 from dilated_attention.backends.masks import clear_empty_rows
 
-# kernels a process may compile for one function; torch's own limit of 8 is less than the dtypes × head dims × masks of one model
-_RECOMPILE_LIMIT = 128
+# recompiles of one kind of call: batch, heads and lengths of 1 and new stride orders each take one; torch's own limit is 8
+_RECOMPILE_LIMIT = 64
 _BLOCK = 128
 
 
@@ -82,8 +83,9 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -
     mask = None if band is None else _band_block_mask(band, q.shape[1], k.shape[1], str(q.device))
     padding = options.mask.padding
     score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
+    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], mask is None, score_mod is None, q.requires_grad)
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        out, aux = _compiled()(
+        out, aux = _compiled(kind)(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -107,12 +109,19 @@ def _autograd_inside_an_op() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _compiled() -> Any:
+def _call_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: past the recompile limit this raises, where plain compile would quietly materialise every score
-    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    return flex_attention(q, k, v, **settings)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(kind: tuple[Any, ...]) -> Any:
+    """One compiled function for each kind of call. Dynamo counts recompiles by code object, so each gets a code object of its own:
+    a process that meets many shapes would otherwise use up one function's limit."""
+    function = types.FunctionType(_call_flex.__code__.replace(co_name=f"flex_{hash(kind) & 0xFFFFFF:x}"), _call_flex.__globals__)
+    # fullgraph: past the limit this raises, where plain compile would quietly materialise every score
+    return torch.compile(function, fullgraph=True, dynamic=True)
 
 
 @functools.cache
