@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from dilated_attention import create_model, explain_backend
+from dilated_attention import DilatedPattern, create_model, explain_backend
 from dilated_attention.models import LongNetLM
 
 
@@ -179,13 +179,16 @@ def report(
     sample = _text.windows(valid_text, min(args.context, 512), 2).to(device)
     check_checkpoint(model, args.out / "checkpoint", sample)
     plot(history, {"validation": bits, **entropy}, args.out / "loss.png")
-    model.config.pattern.show(min(args.context, 512), min(model.config.num_heads, 4), is_causal=True, path=str(args.out / "pattern.png"))
+    # drawn with segments a 16th as long: at full length one segment would fill a legible picture
+    segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
+    drawn = DilatedPattern(segments, model.config.dilation_rates)
+    drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(args.out / "pattern.png"))
     prompt = b"def read_lines(path, encoding='utf-8'):\n    "
     tokens = torch.tensor(list(prompt), device=device)[None]
     generator = torch.Generator(device).manual_seed(args.seed)
     written = model.generate(tokens, 160, temperature=0.7, top_k=40, generator=generator)[0].tolist()
     print(f"\nsample:\n{bytes(written).decode('utf-8', 'replace')}\n")
-    print(f"checkpoint (loaded back, equal logits), loss.png and pattern.png in {args.out}")
+    print(f"checkpoint (loaded back, equal logits), loss.png and pattern.png (segments at a 16th) in {args.out}")
     code = 0
     if not args.skip_memory_test:
         # a process of its own: the highest memory use of this one is the training's
