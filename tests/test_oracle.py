@@ -300,6 +300,37 @@ def test_head_dims(backend: str, head_dim: int) -> None:
     check_against_reference(case, backend, torch.float64, FLOAT64_TOLERANCE)
 
 
+@pytest.mark.parametrize("seed", range(3000, 3040))
+def test_gradient_of_lse_by_a_backend_that_knows_none(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A second backward stands in for it: also beside dropout, in one dimension, with rows without keys."""
+    monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").facts, lse_grad=False))
+    case = replace(random_case(seed), lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
+    check_against_reference(case, "math", torch.float64, FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradient_of_lse_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
+    """A dlse midway between two numbers of the inputs' dtype: no bias in dq, whose own rounding is to both sides."""
+    case = Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=64, num_keys=64, heads=2, kv_heads=2, head_dim=16, lse_grad=True)
+    x = inputs(case, dtype)
+    step = torch.finfo(dtype).eps / 2
+    x = replace(x, dout=torch.zeros_like(x.dout), dlse=torch.full_like(x.dlse, 1 + step))
+    found, truth = results(call, case, x, backend="sdpa_cpu")["dq"].double(), results(reference, case, x)["dq"].double()
+    assert abs(float((found * truth).sum() / truth.square().sum()) - 1) <= step / 4
+
+
+def test_parts_merge_in_float32() -> None:
+    """bfloat16 branches: each is rounded once by its kernel and their merge once at the end, however many there are."""
+    lengths = tuple(range(3, 40, 3))
+    case = Case(pattern=DilatedPattern(lengths, (1,) * len(lengths)), batch=2, num_queries=120, num_keys=120, heads=2, kv_heads=2)
+    x = inputs(case, torch.bfloat16)
+    # values of one binade: half a rounding of any of them, and of any mean of them, is eps / 2
+    x = replace(x, v=x.v.float().sigmoid().add(0.999).to(torch.bfloat16))
+    assert float(x.v.min()) >= 1 and float(x.v.max()) <= 2
+    error = max_error(call(case, x, x.q, x.k, x.v, backend="math")[0], reference(case, x, x.q, x.k, x.v)[0])
+    assert error <= torch.finfo(torch.bfloat16).eps * 1.001
+
+
 def test_documents_are_calls_of_their_own() -> None:
     """cu_seqlens equals one call per document, empty ones included, for every result."""
     for seed in range(60):
