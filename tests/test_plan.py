@@ -16,7 +16,8 @@ from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import Backend, Options, Request, math, registry
 from dilated_attention.engine import op, run
 from dilated_attention.engine.merge import merge
-from dilated_attention.engine.plan import HeadGroup, Plan, Problem, Shape, make_plan
+from dilated_attention.engine.heads import HeadGroup
+from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import Call, run_backward, run_forward
 from dilated_attention.engine.views import Rows, extent, key_rows, launches, query_rows
 from dilated_attention.pattern import NOT_IN_BRANCH
@@ -68,10 +69,11 @@ def pairs_of(plan: Plan, shape: Shape, pattern: DilatedPattern, n: int) -> torch
     """What the problems compute, pair by pair."""
     m = torch.zeros(pattern.num_branches, shape.num_heads, n, n, dtype=torch.int64)
     for problem in plan.problems:
-        for head, kv_head in heads_of(problem.heads):
+        for place, (head, kv_head) in enumerate(heads_of(problem.heads)):
             assert kv_head == head // (shape.num_heads // shape.num_kv_heads)
+            shift = problem.heads.shift * place
             for segment in range(problem.segments):
-                first = segment * problem.stride
+                first = segment * problem.stride + shift
                 rows = problem.q_start + first + problem.step * torch.arange(problem.q_len)
                 keys = problem.k_start + first + problem.step * torch.arange(problem.k_len)
                 index = torch.arange(problem.k_len)[None, :] - torch.arange(problem.q_len)[:, None]
@@ -156,9 +158,14 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
     for keys in itertools.pairwise(cuts):
         for problem in make_plan(pattern, replace(whole, keys=keys)).problems:
             assert problem.zero_keys >= 0
-            for head, _ in heads_of(problem.heads):
+            for place, (head, _) in enumerate(heads_of(problem.heads)):
                 for segment in range(problem.segments):
-                    rows = problem.q_start + segment * problem.stride + problem.step * torch.arange(problem.q_len)
+                    rows = (
+                        problem.q_start
+                        + place * problem.heads.shift
+                        + segment * problem.stride
+                        + problem.step * torch.arange(problem.q_len)
+                    )
                     brought[problem.branch, head, rows] += problem.zero_keys
     expected = torch.zeros_like(brought)
     m = truth_of(pattern, replace(whole, is_causal=False), n)
@@ -175,7 +182,8 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
 
 def partial(case: Case, x: Any, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Plan, Call]:
     documents = tuple((a, b) for a, b in itertools.pairwise(case.bounds or (0, case.num_keys)) if a < b)
-    plan = make_plan(case.pattern, Shape(case.heads, case.kv_heads, queries, keys, documents, case.is_causal))
+    shape = Shape(case.heads, case.kv_heads, queries, keys, documents, case.is_causal, shifted_heads=case.padding == "none")
+    plan = make_plan(case.pattern, shape)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     return plan, Call(registry.get("math"), Options(scale), queries[0], x.key_padding_mask)
 
@@ -229,9 +237,9 @@ def test_head_groups_are_regular_and_complete(data: st.DataObject) -> None:
     for problem in plan.problems:
         group = problem.heads
         assert group.count % group.kv_count == 0
-        for head, kv_head in heads_of(group):
+        for place, (head, kv_head) in enumerate(heads_of(group)):
             assert kv_head == head // ratio
-            assert offsets[head] == problem.q_start
+            assert offsets[head] == problem.q_start + place * group.shift
             seen.append(head)
     assert sorted(seen) == list(range(heads))
 
@@ -240,18 +248,44 @@ def test_head_groups_are_regular_and_complete(data: st.DataObject) -> None:
     ("convention", "heads", "kv_heads"), [("cyclic", 16, 16), ("cyclic", 16, 4), ("blocked", 16, 16), ("blocked", 16, 8), ("zero", 12, 3)]
 )
 def test_conventions_need_one_group_per_offset(convention: str, heads: int, kv_heads: int) -> None:
-    """No launch more than there are offsets, also with grouped key/value heads, for rates that divide the heads."""
-    for rate in (1, 2, 4):
-        plan = make_plan(DilatedPattern((16,), (rate,), convention), Shape(heads, kv_heads, (0, 64), (0, 64), ((0, 64),), False))
-        assert len(plan.problems) == (1 if convention == "zero" else rate)
-        assert all(problem.segments == 4 for problem in plan.problems)
+    """No launch more than there are offsets, also with grouped key/value heads, for rates that divide the heads; and no more than
+    H/r where every head has its own keys, since the head stride then carries the offset."""
+    for rate in (1, 2, 4, 8, 16):
+        shape = Shape(heads, kv_heads, (0, 64), (0, 64), ((0, 64),), False)
+        if rate <= heads:
+            plan = make_plan(DilatedPattern((16,), (rate,), convention), shape)
+            most = 1 if convention == "zero" else rate
+            assert len(plan.problems) <= (min(most, heads // rate) if heads == kv_heads else most)
+            assert all(problem.segments == 4 for problem in plan.problems)
+            apart = make_plan(DilatedPattern((16,), (rate,), convention), replace(shape, shifted_heads=False))
+            assert all(problem.heads.shift == 0 for problem in apart.problems)
+
+
+def test_rates_that_do_not_divide_the_segment_take_two_groups_a_pass() -> None:
+    """16384/6 of the paper: offsets below 16384 mod 6 take one position more, so they are problems of their own."""
+    plan = make_plan(DilatedPattern((16384,), (6,)), Shape(12, 12, (0, 2**15), (0, 2**15), ((0, 2**15),), False))
+    assert sorted((p.q_len, p.heads.count, p.heads.shift) for p in plan.problems) == [(2730, 2, 1)] * 2 + [(2731, 4, 1)] * 2
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_heads_of_a_chunk_are_those_of_the_whole(seed: int) -> None:
+    """A plan of some heads is that of the whole, cut: so heads may be computed a few at a time."""
+    case = random_case(seed, Space(max_length=48))
+    shape = random_shape(seed, case)
+    ratio = case.heads // case.kv_heads
+    first = random.Random(seed).randint(0, case.kv_heads - 1)
+    last = random.Random(seed + 1).randint(first + 1, case.kv_heads)
+    part = make_plan(case.pattern, replace(shape, heads=(first * ratio, last * ratio)))
+    found = pairs_of(part, shape, case.pattern, case.num_keys)[:, : (last - first) * ratio]
+    assert torch.equal(found, truth_of(case.pattern, shape, case.num_keys)[:, first * ratio : last * ratio])
 
 
 def test_equal_segments_are_one_problem() -> None:
     """A million positions are a handful of launches, however many segments; a range adds its two ends."""
     pattern, n = DilatedPattern((1024, 65536), (1, 4)), 2**20
     shape = Shape(8, 8, (0, n), (0, n), ((0, n),), True)
-    assert len(make_plan(pattern, shape).problems) == 1 + 4
+    assert len(make_plan(pattern, shape).problems) == 1 + 2
     assert len(make_plan(pattern, replace(shape, queries=(5, n - 5))).problems) <= 3 * 5 + 2 * 5
 
 
@@ -282,14 +316,16 @@ def test_views_hold_the_rows_they_name_and_never_copy(seed: int) -> None:
             assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
             assert view.storage_offset() + extent(view) <= y.untyped_storage().nbytes() // y.element_size()
             positions = rows.start + rows.stride * torch.arange(rows.segments)[:, None] + rows.step * torch.arange(rows.length)[None, :]
+            positions = positions[..., None] + rows.shift * torch.arange(rows.heads)
             heads = rows.head_start + rows.head_step * torch.arange(rows.heads)
             assert int(positions.max()) < case.num_keys
-            assert torch.equal(view, y[:, positions][:, :, :, heads])
+            assert torch.equal(view, y[:, positions, heads.expand_as(positions)])
 
 
 def test_views_of_tensors_without_a_head_dim_entry() -> None:
     """lse (B, N, H) has no last dimension, and a query origin moves the first row."""
-    problem = make_plan(DilatedPattern((4,), (2,)), Shape(2, 2, (4, 12), (0, 12), ((0, 12),), False)).problems[0]
+    shape = Shape(2, 2, (4, 12), (0, 12), ((0, 12),), False, shifted_heads=False)
+    problem = make_plan(DilatedPattern((4,), (2,)), shape).problems[0]
     lse = torch.arange(2 * 8 * 2).view(2, 8, 2)
     view = query_rows(problem, 4).of(lse)
     assert view.shape == (2, 2, 2, 1) and torch.equal(view[0, :, :, 0], torch.tensor([[0, 4], [8, 12]]))

@@ -182,6 +182,7 @@ def _prepare(
         is_causal=is_causal,
         window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
         window_block=None if chosen.facts.native_window else _WINDOW_BLOCK,
+        shifted_heads=key_padding_mask is None and dropout_p == 0,
     )
     call = Call(
         backend=chosen,

@@ -9,25 +9,13 @@ Positions are those of the whole sequence; ``views.py`` turns them into strides.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dilated_attention.engine.heads import HeadGroup, Member, head_groups
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern, taken
 
 Range = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadGroup:
-    """Query heads start, start + step, … and the key/value heads they read, evenly many query heads to each."""
-
-    start: int
-    step: int
-    count: int
-    kv_start: int
-    kv_step: int
-    kv_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +93,10 @@ class Shape:
     window: tuple[int | None, int | None] | None = None
     # queries a problem may hold under a window: a kernel without windows of its own masks its whole problem
     window_block: int | None = None
+    # plan these heads alone, counted from the first of them; whole groups of those that share a key/value head
+    heads: Range | None = None
+    # heads of several offsets in one problem; masks by position need one offset a problem
+    shifted_heads: bool = True
 
 
 @functools.lru_cache(maxsize=128)
@@ -113,68 +105,31 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
     problems: list[Problem] = []
     seen_heads: set[int] = set()
     rows_written = 0
+    first_head, last_head = shape.heads or (0, shape.num_heads)
     branch_offsets = pattern.offsets(shape.num_heads)
     for branch, (length, rate) in enumerate(pattern.branches):
-        offsets = branch_offsets[branch]
-        groups = _head_groups(offsets, shape.num_heads // shape.num_kv_heads, seen_heads)
-        seen_heads.update(h for h, o in enumerate(offsets) if o != NOT_IN_BRANCH)
-        for offset, first, heads in groups:
-            for start, end in shape.documents:
-                runs = _segment_runs(length, rate, offset, start, end, shape)
-                for run in runs:
-                    zero = 0
-                    # the part with the segment's first key brings the zero keys, so that a cut does not repeat them
-                    if not shape.is_causal and run.keys[0] == 0:
-                        zero = pattern.zero_keys(branch, end - start, run.num_keys)
-                    for problem in _cut(run, branch, rate, min(length, end - start), heads, zero, first, shape):
-                        problems.append(problem)
-                        if problem.first:
-                            rows_written += problem.segments * problem.q_len * heads.count
-    covered = rows_written == shape.num_heads * (shape.queries[1] - shape.queries[0])
+        offsets = branch_offsets[branch][first_head:last_head]
+        runs = {o: tuple(_all_runs(length, rate, o, shape)) for o in set(offsets) if o != NOT_IN_BRANCH}
+        members = [
+            Member(head, o, (tuple(_relative(run, o) for _, run in runs[o]), head not in seen_heads))
+            for head, o in enumerate(offsets)
+            if o != NOT_IN_BRANCH
+        ]
+        for heads, leader in head_groups(members, shape.num_heads // shape.num_kv_heads, shape.shifted_heads):
+            first = leader.head not in seen_heads
+            for (start, end), run in runs[leader.offset]:
+                zero = 0
+                # the part with the segment's first key brings the zero keys, so that a cut does not repeat them
+                if not shape.is_causal and run.keys[0] == 0:
+                    zero = pattern.zero_keys(branch, end - start, run.num_keys)
+                for problem in _cut(run, branch, rate, min(length, end - start), heads, zero, first, shape):
+                    problems.append(problem)
+                    if problem.first:
+                        rows_written += problem.segments * problem.q_len * heads.count
+        seen_heads.update(member.head for member in members)
+    covered = rows_written == (last_head - first_head) * (shape.queries[1] - shape.queries[0])
     single = all(problem.first for problem in problems)
     return Plan(tuple(problems), covered, single)
-
-
-def _head_groups(offsets: tuple[int, ...], group_size: int, seen: set[int]) -> list[tuple[int, bool, HeadGroup]]:
-    """Heads of equal offset as strided groups: (offset, all of them new to the plan, heads)."""
-    by_offset: dict[tuple[int, bool], list[int]] = {}
-    for head, offset in enumerate(offsets):
-        if offset != NOT_IN_BRANCH:
-            by_offset.setdefault((offset, head not in seen), []).append(head)
-    return [(offset, new, group) for (offset, new), heads in sorted(by_offset.items()) for group in _regular_groups(heads, group_size)]
-
-
-def _regular_groups(heads: list[int], group_size: int) -> list[HeadGroup]:
-    """Split heads where their indices, or those of their key/value heads, stop being evenly spaced."""
-    whole = _as_group(heads, group_size)
-    if whole is not None:
-        return [whole]
-    by_kv: dict[int, list[int]] = {}
-    for head in heads:
-        by_kv.setdefault(head // group_size, []).append(head)
-    groups = []
-    for members in by_kv.values():
-        while members:
-            size = next(n for n in range(len(members), 0, -1) if _as_group(members[:n], group_size))
-            group = _as_group(members[:size], group_size)
-            assert group is not None
-            groups.append(group)
-            members = members[size:]
-    return groups
-
-
-def _as_group(heads: list[int], group_size: int) -> HeadGroup | None:
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    if any(b - a != step for a, b in itertools.pairwise(heads)):
-        return None
-    kv_of = [head // group_size for head in heads]
-    kv_heads = sorted(set(kv_of))
-    kv_step = kv_heads[1] - kv_heads[0] if len(kv_heads) > 1 else 1
-    per_kv, rest = divmod(len(heads), len(kv_heads))
-    expected = [kv_heads[0] + kv_step * (i // per_kv) for i in range(len(heads))]
-    if rest or kv_of != expected:
-        return None
-    return HeadGroup(heads[0], step, len(heads), kv_heads[0], kv_step, len(kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +141,18 @@ class _Run:
     num_keys: int
     queries: Range
     keys: Range
+
+
+def _all_runs(length: int, rate: int, offset: int, shape: Shape) -> Iterator[tuple[Range, _Run]]:
+    """(document, run) of one offset, in all documents."""
+    for document in shape.documents:
+        for run in _segment_runs(length, rate, offset, *document, shape):
+            yield document, run
+
+
+def _relative(run: _Run, offset: int) -> _Run:
+    """The run as heads of another offset would have it, if theirs differs in nothing else."""
+    return replace(run, first=run.first - offset)
 
 
 def _segment_runs(length: int, rate: int, offset: int, start: int, end: int, shape: Shape) -> Iterator[_Run]:

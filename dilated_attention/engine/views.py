@@ -15,7 +15,7 @@ from dilated_attention.engine.plan import Problem
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a (B, N, H, …) tensor a problem takes; ``origin`` is the position that row 0 of the tensor holds."""
+    """Which rows of a (B, N, H, …) tensor a problem takes: those of each head ``shift`` positions after those of the head before."""
 
     start: int
     segments: int
@@ -25,34 +25,27 @@ class Rows:
     head_start: int
     head_step: int
     heads: int
+    shift: int = 0
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """View (B, S, L, G, …) of x (B, N, H, …)."""
         B, _, _, *rest = x.shape
         s_B, s_N, s_H, *s_rest = x.stride()
         size = (B, self.segments, self.length, self.heads, *rest)
-        stride = (s_B, self.stride * s_N, self.step * s_N, self.head_step * s_H, *s_rest)
+        stride = (s_B, self.stride * s_N, self.step * s_N, self.head_step * s_H + self.shift * s_N, *s_rest)
         return x.as_strided(size, stride, x.storage_offset() + self.start * s_N + self.head_start * s_H)
 
 
 def query_rows(problem: Problem, origin: int) -> Rows:
-    heads = problem.heads
-    return Rows(
-        problem.q_start - origin, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count
-    )
+    """Rows of queries; ``origin`` is the position that row 0 of the tensor holds."""
+    heads, start = problem.heads, problem.q_start - origin
+    return Rows(start, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count, heads.shift)
 
 
 def key_rows(problem: Problem, origin: int) -> Rows:
-    heads = problem.heads
+    heads, start = problem.heads, problem.k_start - origin
     return Rows(
-        problem.k_start - origin,
-        problem.segments,
-        problem.stride,
-        problem.k_len,
-        problem.step,
-        heads.kv_start,
-        heads.kv_step,
-        heads.kv_count,
+        start, problem.segments, problem.stride, problem.k_len, problem.step, heads.kv_start, heads.kv_step, heads.kv_count, heads.shift
     )
 
 

@@ -1,0 +1,98 @@
+"""Heads that one launch can take together: evenly spaced indices whose rows are evenly shifted against each other.
+
+A kernel reads heads through one stride. If head h takes the positions o_h, o_h + r, … then heads of equal offset are one view
+with stride s_H, and heads whose offsets grow evenly – the paper's o_h = h mod r, read r heads at a time – are one view too, with
+stride s_H + shift · s_N: the head stride carries the offset. So a branch is min(r, H/r) launches rather than r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Query heads start, start + step, … and the key/value heads they read, evenly many query heads to each.
+
+    Args:
+        shift: positions by which each head's rows lie further on than those of the head before it. If it is not 0, no two
+            query heads share their keys, and kv_count is count (kv_step may be 0).
+    """
+
+    start: int
+    step: int
+    count: int
+    kv_start: int
+    kv_step: int
+    kv_count: int
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One head of a branch: heads of equal ``kind`` have problems of the same shape."""
+
+    head: int
+    offset: int
+    kind: object
+
+
+def head_groups(members: Sequence[Member], group_size: int, shifted: bool = True) -> list[tuple[HeadGroup, Member]]:
+    """Members as few groups, each with its first member. ``group_size`` query heads read one key/value head.
+
+    Args:
+        shifted: also groups whose heads have different offsets.
+    """
+    best: list[tuple[HeadGroup, Member]] | None = None
+    indices = [member.head for member in members]
+    steps = sorted({b - a for a in indices for b in indices if b > a}) or [1]
+    for same_offset in (True, False) if shifted else (True,):
+        for step in steps:
+            groups = list(_deal(members, step, group_size, same_offset))
+            if best is None or len(groups) < len(best):
+                best = groups
+    return best or []
+
+
+def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool) -> list[tuple[HeadGroup, Member]]:
+    """Groups of heads ``step`` apart, each as long as one launch can read it."""
+    waiting = {member.head: member for member in members}
+    groups = []
+    while waiting:
+        run = [waiting.pop(min(waiting))]
+        while (after := waiting.get(run[-1].head + step)) is not None and _joins(run, after, same_offset):
+            del waiting[after.head]
+            run.append(after)
+        while (group := _as_group(run, group_size)) is None:
+            last = run.pop()
+            waiting[last.head] = last
+        groups.append((group, run[0]))
+    return groups
+
+
+def _joins(run: list[Member], after: Member, same_offset: bool) -> bool:
+    shift = after.offset - run[-1].offset
+    # torch has no negative strides, and a head stride of shift · s_N may outweigh s_H
+    if after.kind != run[0].kind or shift < 0 or (shift == 0) != same_offset:
+        return False
+    return len(run) == 1 or shift == run[1].offset - run[0].offset
+
+
+def _as_group(run: list[Member], group_size: int) -> HeadGroup | None:
+    """The run as one group, or None where the key/value heads it reads are not evenly spaced."""
+    heads = [member.head for member in run]
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    shift = run[1].offset - run[0].offset if len(run) > 1 else 0
+    kv_of = [head // group_size for head in heads]
+    if shift:
+        kv_step = kv_of[1] - kv_of[0]
+        if any(kv != kv_of[0] + kv_step * i for i, kv in enumerate(kv_of)):
+            return None
+        return HeadGroup(heads[0], step, len(heads), kv_of[0], kv_step, len(heads), shift)
+    kv_heads = sorted(set(kv_of))
+    kv_step = kv_heads[1] - kv_heads[0] if len(kv_heads) > 1 else 1
+    per_kv, rest = divmod(len(heads), len(kv_heads))
+    if rest or kv_of != [kv_heads[0] + kv_step * (i // per_kv) for i in range(len(heads))]:
+        return None
+    return HeadGroup(heads[0], step, len(heads), kv_heads[0], kv_step, len(kv_heads))
