@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention import BackendUnavailable, DilatedPattern, attention, dilated_attention
-from dilated_attention.engine import op, run
+from dilated_attention.engine import run, schedule
 
 LENGTHS, RATES = [4, 8], [1, 2]
 # every text says what would be right, by one of these
@@ -298,7 +298,7 @@ def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like"):
         monkeypatch.setattr(torch, name, fail)
-    monkeypatch.setattr(op, "run_forward", fail)
+    monkeypatch.setattr(schedule, "forward", fail)
     monkeypatch.setattr(run, "run_forward", fail)
 
 

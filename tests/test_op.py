@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine import op as op_module
+from dilated_attention.engine import schedule
 from dilated_attention.engine.reference import reference_attention
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
@@ -289,13 +290,13 @@ def test_an_exported_program_runs_at_other_lengths() -> None:
 
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls = [0]
-    run_forward = op_module.run_forward
+    run_forward = schedule.run_forward
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return run_forward(*arguments)
 
-    monkeypatch.setattr(op_module, "run_forward", counted)
+    monkeypatch.setattr(schedule, "run_forward", counted)
     return calls
 
 

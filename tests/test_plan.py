@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import Backend, Options, Request, math, registry
 from dilated_attention.engine import op, run
-from dilated_attention.engine.merge import merge
 from dilated_attention.engine.heads import HeadGroup
+from dilated_attention.engine.merge import merge
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import Call, run_backward, run_forward
 from dilated_attention.engine.views import Rows, extent, key_rows, launches, query_rows

@@ -87,6 +87,8 @@ class Facts:
     # limits that the engine honours by cutting launches
     max_batch: int | None = None
     max_extent: int | None = None
+    # writes its results where it is told; others return them, to be copied there
+    writes_views: bool = False
     # where these facts were read or measured
     source: str = ""
     rocm: bool = False
@@ -175,6 +177,30 @@ class Backend(ABC):
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Shares (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``facts.lse_grad``."""
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """``forward`` with its results written into out (P, L, G, D) and lse (P, G, L), views of any strides (out's last one 1)."""
+        part_out, part_lse = self.forward(q, k, v, options)
+        out.copy_(part_out)
+        lse.copy_(part_lse)
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        """``backward`` with its shares written into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
+        for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
+            grad.copy_(share)
 
 
 def hardware_reasons(facts: Facts, hardware: Hardware) -> list[str]:

@@ -33,6 +33,7 @@ class Flash3Backend(Backend):
         window=True,
         native_window=True,
         max_batch=65_535,
+        writes_views=True,
         source="H200, library of xformers 0.0.34: 514/518 TFLOP/s forward/backward at D = 64, 668/598 at 128",
     )
 
@@ -42,9 +43,12 @@ class Flash3Backend(Backend):
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = _sides(options, q, k)
-        out, lse, *_ = _ops().fwd(q, k, v, *(None,) * 20, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0)
-        return out, lse
+        return _forward(q, k, v, options, None)
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        lse.copy_(_forward(q, k, v, options, out)[1])
 
     def backward(
         self,
@@ -57,10 +61,25 @@ class Flash3Backend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert dlse is None
-        left, right = _sides(options, q, k)
         # the bundled build returns nothing of use when handed no buffers: dq, dk, dv are always given
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
+        return dq, dk, dv
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        assert dlse is None
+        left, right = _sides(options, q, k)
         _ops().bwd(
             dout,
             q,
@@ -68,9 +87,7 @@ class Flash3Backend(Backend):
             v,
             out,
             lse.contiguous(),
-            dq,
-            dk,
-            dv,
+            *grads,
             *(None,) * 6,
             options.scale,
             options.causal,
@@ -80,7 +97,17 @@ class Flash3Backend(Backend):
             options.deterministic,
             0,
         )
-        return dq, dk, dv
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = _sides(options, q, k)
+    none = (None,) * 3
+    out, lse, *_ = _ops().fwd(
+        q, k, v, *none, out, *(None,) * 16, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0
+    )
+    return out, lse
 
 
 def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> None:

@@ -30,6 +30,7 @@ class Flash4Backend(Backend):
         native_window=True,
         lse_grad=True,
         max_batch=65_535,
+        writes_views=True,
         source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
     )
 
@@ -55,18 +56,15 @@ class Flash4Backend(Backend):
         return reasons
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
-        out, lse, *_ = _interface()._flash_attn_fwd(
-            q,
-            k,
-            v,
-            softmax_scale=options.scale,
-            causal=options.causal,
-            window_size_left=left,
-            window_size_right=right,
-            return_lse=True,
-        )
-        return out, lse
+        return _forward(q, k, v, options, None, None)
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        # it writes rows of lse that lie one after the other, and no others
+        _, part_lse = _forward(q, k, v, options, out, lse if lse.stride(-1) == 1 else None)
+        if lse.stride(-1) != 1:
+            lse.copy_(part_lse)
 
     def backward(
         self,
@@ -79,22 +77,75 @@ class Flash4Backend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
-        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse.contiguous(),
-            softmax_scale=options.scale,
-            causal=options.causal,
-            window_size_left=left,
-            window_size_right=right,
-            deterministic=options.deterministic,
-            dlse=None if dlse is None else dlse.contiguous(),
-        )
-        return dq, dk, dv
+        return _backward(dout, q, k, v, out, lse, options, None, dlse)
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        _backward(dout, q, k, v, out, lse, options, grads, dlse)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        softmax_scale=options.scale,
+        causal=options.causal,
+        window_size_left=left,
+        window_size_right=right,
+        return_lse=True,
+        out=out,
+        lse=lse,
+    )
+    assert out is not None and lse is not None
+    return out, lse
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    # left to itself it makes gradients like q, k and v, with whatever strides those views have
+    dq, dk, dv = grads or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _interface()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse.contiguous(),
+        softmax_scale=options.scale,
+        causal=options.causal,
+        window_size_left=left,
+        window_size_right=right,
+        deterministic=options.deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dlse=None if dlse is None else dlse.contiguous(),
+    )
+    return dq, dk, dv
 
 
 def _interface() -> Any:

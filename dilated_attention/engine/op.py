@@ -14,8 +14,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends import Options, Request, detect, registry
-from dilated_attention.engine.plan import Plan, Shape, make_plan
-from dilated_attention.engine.run import Call, accumulation_dtype, run_backward, run_forward
+from dilated_attention.engine import schedule
+from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.run import Call, accumulation_dtype
 from dilated_attention.pattern import DilatedPattern
 
 # queries a windowed problem holds on a backend that masks instead of skipping
@@ -71,10 +72,9 @@ def dilated_attention_op(
             document_ranges(cu_seqlens, k.shape[1])
         return torch.empty_like(q, memory_format=torch.contiguous_format), _new_lse(q, -torch.inf)
     q, k, v = (kernel_ready(x) for x in (q, k, v))
-    plan, call = _prepare(False, (q, k, v), key_padding_mask, cu_seqlens, seed, pattern, *settings)
+    shape, call = _prepare(False, (q, k, v), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     with _without_autocast(q):
-        out, lse = run_forward(plan, q, k, v, call)
-    return out, lse.transpose(1, 2).contiguous()
+        return schedule.forward(pattern, shape, q, k, v, call)
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention_backward", mutates_args=())
@@ -115,11 +115,10 @@ def dilated_attention_backward_op(
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
-    plan, call = _prepare(True, (q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
-    lse_BNH = lse.transpose(1, 2).contiguous()
-    dlse_BNH = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    shape, call = _prepare(True, (q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     with _without_autocast(q):
-        return run_backward(plan, dout, q, k, v, out, lse_BNH, call, dlse_BNH)
+        dq, dk, dv = schedule.backward(pattern, shape, (dout, q, k, v, out, lse), call, dlse)
+    return dq, dk, dv
 
 
 def _without_autocast(x: torch.Tensor) -> torch.autocast:
@@ -143,7 +142,7 @@ def _prepare(
     deterministic: bool,
     needs_grad: bool,
     backend: str,
-) -> tuple[Plan, Call]:
+) -> tuple[Shape, Call]:
     """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
 
     The forward of a call that needs gradients asks for both passes, so BackendUnavailable comes before anything is allocated.
@@ -193,7 +192,7 @@ def _prepare(
         seed=int(seed.item()) if seed is not None else 0,
         detached=detached,
     )
-    return make_plan(pattern, shape), call
+    return shape, call
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:

@@ -65,11 +65,11 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     else:
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
-    k, v = _without_padding(k, v, call.padding)
+    k, v = without_padding(k, v, call.padding)
     for problem in plan.problems:
         queries, keys = query_rows(problem, call.query_offset), key_rows(problem, 0)
         views = [queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
-        for (q_, k_, v_, out_, lse_), options in _launches(problem, views, call, k.shape[:2]):
+        for (q_, k_, v_, out_, lse_), options in launches_of(problem, views, call, k.shape[:2]):
             part_out, part_lse = call.backend.forward(q_, k_, v_, options)
             part_lse = part_lse.transpose(1, 2)
             if problem.zero_keys:
@@ -99,7 +99,7 @@ def run_backward(
     dq = make(q.shape, dtype=acc, device=q.device)
     dk = torch.zeros(k.shape, dtype=acc, device=k.device)
     dv = torch.zeros(v.shape, dtype=acc, device=v.device)
-    k_, v_ = _without_padding(k, v, call.padding)
+    k_, v_ = without_padding(k, v, call.padding)
     # a row without keys must weigh its (masked) scores with 0, and exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if call.detached and not plan.single:
@@ -129,7 +129,7 @@ def _add_shares(
         views += [queries.of(dq), keys.of(dk), keys.of(dv)]
         if dlse is not None:
             views.append(queries.of(dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, views, call, k.shape[:2]):
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
             lse_ = lse_.transpose(1, 2)
             dlse_ = rest[0].transpose(1, 2) if rest else None
             native = dlse_ if call.backend.facts.lse_grad else None
@@ -167,10 +167,14 @@ def _lse_share(
     return dq, dk
 
 
-def _launches(
-    problem: Problem, views: list[torch.Tensor], call: Call, batch_and_keys: torch.Size
+def launches_of(
+    problem: Problem, views: list[torch.Tensor], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
 ) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """The problem's launches with the options of each: its causality, its slice of the masks and of the positions."""
+    """The problem's launches with the options of each: its causality, its slice of the masks and of the positions.
+
+    Args:
+        whole: a launch makes nothing beside its results, so it may be as long as the kernel takes it.
+    """
     num_views = len(views)
     views = list(views)
     if call.padding is not None:
@@ -185,7 +189,7 @@ def _launches(
         views.append(_of_positions(key_rows(problem, 0), batch))
     facts = call.backend.facts
     row_bytes = 4 * views[0].shape[-1] * problem.heads.count
-    max_rows = PART_BYTES.get(views[0].device.type, PART_BYTES["cuda"]) // row_bytes
+    max_rows = None if whole else PART_BYTES.get(views[0].device.type, PART_BYTES["cuda"]) // row_bytes
     base = replace(call.options, causal=problem.causal)
     for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=max_rows):
         extra = group[num_views:]
@@ -216,7 +220,7 @@ def _values_not_finite(plan: Plan, v: torch.Tensor) -> torch.Tensor | None:
     return wild if bool(wild.any()) else None
 
 
-def _without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v with padded rows zeroed, so that a NaN in one cannot reach anything through 0 · NaN."""
     if padding is None:
         return k, v

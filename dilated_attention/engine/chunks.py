@@ -1,0 +1,78 @@
+"""What is computed at a time, so that results wait for their merge in bounded memory, however long the sequence.
+
+Heads never meet, and neither do stretches of positions that begin and end with a segment of every branch. So a call is cut into
+chunks of heads × positions, each a call of its own on views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dilated_attention.engine.parts import make_layers
+from dilated_attention.pattern import DilatedPattern
+
+# a call keeps its transient memory to this, or to this share of q, k and v where that is more
+TRANSIENT_BYTES = 512 * 2**20
+TRANSIENT_SHARE = 0.05
+# chunks that are computed beside each other
+LANES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Heads [first, last) and positions [first, last)."""
+
+    heads: tuple[int, int]
+    positions: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Heads and positions of each chunk, and how many are alive at once."""
+
+    heads: int
+    positions: int
+    lanes: int
+
+    def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
+        for start in range(0, num_positions, self.positions):
+            for head in range(0, num_heads, self.heads):
+                yield Chunk((head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions)))
+
+
+def transient_budget(input_bytes: int) -> int:
+    return max(TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
+
+
+def make_cut(
+    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, row_bytes: int, budget: int
+) -> Cut:
+    """The largest chunks whose parts fit ``budget`` bytes together, or the smallest there are.
+
+    Args:
+        row_bytes: bytes that a part keeps of one position of one head.
+    """
+    group = num_heads // num_kv_heads
+
+    def part_bytes(heads: int, positions: int) -> int:
+        layers = make_layers(pattern, num_heads, (0, heads), positions, False)
+        return batch * heads * layers.rows(with_direct=False) * row_bytes
+
+    if part_bytes(num_heads, num_positions) <= budget:
+        return Cut(num_heads, num_positions, 1)
+    budget //= LANES
+    period = _period(pattern, num_positions)
+    per_period = part_bytes(num_heads, period)
+    if period < num_positions and per_period <= budget:
+        return Cut(num_heads, period * (budget // per_period), LANES)
+    heads = max(group, budget // max(1, part_bytes(num_kv_heads * group, period) // num_kv_heads) * group)
+    return Cut(min(heads, num_heads), period, LANES)
+
+
+def _period(pattern: DilatedPattern, num_positions: int) -> int:
+    """Positions after which all branches begin a segment together; N where that is too far, or where padding depends on N."""
+    if max(pattern.segment_lengths) >= num_positions or pattern.tail == "zero_keys":
+        return num_positions
+    return min(num_positions, math.lcm(*pattern.segment_lengths))

@@ -1,0 +1,115 @@
+"""Self-attention over a whole sequence with one merge at the end: every branch's results into layers, then one kernel.
+
+``run.py`` merges problem by problem and does everything; this does what is asked for most, with the fewest bytes moved. Both
+run the same Plan on the same backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dilated_attention.engine import parts as torch_merge
+from dilated_attention.engine.lanes import Lanes
+from dilated_attention.engine.parts import Layers, of_problem
+from dilated_attention.engine.plan import Plan, Problem
+from dilated_attention.engine.run import Call, accumulation_dtype, launches_of, without_padding
+from dilated_attention.engine.views import key_rows, query_rows
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def forward(
+    plan: Plan,
+    layers: Layers,
+    tensors: Tensors,
+    results: tuple[torch.Tensor, torch.Tensor],
+    call: Call,
+    lanes: int = 1,
+) -> None:
+    """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``."""
+    q, k, v = tensors
+    out, lse = results
+    k, v = without_padding(k, v, call.padding)
+    B, _, H, D = q.shape
+    merged = not plan.single or layers.zero_keys
+    parts: list[torch.Tensor | None] = [None] * len(layers.branches)
+    part_lses = parts
+    if merged:
+        flat = torch.empty(B * H * D * layers.rows(with_direct=False), dtype=q.dtype, device=q.device)
+        flat_lse = torch.empty(B * H * layers.rows(with_direct=True), dtype=accumulation_dtype(q.dtype), device=q.device)
+        parts = layers.split(flat, B, head_dim=D, with_direct=False)
+        part_lses = layers.split(flat_lse, B, head_dim=0, with_direct=True)
+    elif not plan.covered:
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def run(problem: Problem) -> None:
+        queries, keys = query_rows(problem, 0), key_rows(problem, 0)
+        part, part_lse = parts[problem.branch], part_lses[problem.branch]
+        views = [queries.of(q), keys.of(k), keys.of(v)]
+        views.append(queries.of(out) if part is None else of_problem(problem, part))
+        views.append(queries.of(lse) if part_lse is None else of_problem(problem, part_lse).transpose(2, 3))
+        for (q_, k_, v_, out_, lse_), options in launches_of(problem, views, call, k.shape[:2], whole=call.backend.facts.writes_views):
+            call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
+
+    _in_lanes(plan, run, q.device, lanes)
+    if merged and q.device.type == "cuda":
+        from dilated_attention.engine import merge_triton
+
+        merge_triton.merge_layers(layers, out, lse, flat, flat_lse)
+    elif merged:
+        torch_merge.merge_layers(layers, out, lse, parts, [x for x in part_lses if x is not None])
+
+
+def backward(plan: Plan, layers: Layers, tensors: Tensors, grads: Tensors, call: Call, dlse: torch.Tensor | None, lanes: int = 1) -> None:
+    """Write dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
+
+    Every query head has its own key/value head here, or there is one problem and it is the whole.
+    """
+    dout, q, k, v, out, lse = tensors
+    k, v = without_padding(k, v, call.padding)
+    B, _, H, D = q.shape
+    layer_views: list[list[torch.Tensor | None]] = [[None] * len(layers.branches)] * 3
+    if not plan.single:
+        flats = [torch.empty(B * H * D * layers.rows(with_direct=False), dtype=q.dtype, device=q.device) for _ in grads]
+        layer_views = [layers.split(flat, B, head_dim=D, with_direct=False) for flat in flats]
+    elif not plan.covered:
+        for grad in grads:
+            grad.zero_()
+
+    def run(problem: Problem) -> None:
+        queries, keys = query_rows(problem, 0), key_rows(problem, 0)
+        views = [queries.of(dout), queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
+        for grad, rows, layer in zip(grads, (queries, keys, keys), layer_views, strict=True):
+            part = layer[problem.branch]
+            views.append(rows.of(grad) if part is None else of_problem(problem, part))
+        if dlse is not None:
+            views.append(queries.of(dlse))
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
+            dlse_ = rest[0].transpose(1, 2) if rest else None
+            call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
+
+    _in_lanes(plan, run, q.device, lanes)
+    if not plan.single and q.device.type == "cuda":
+        from dilated_attention.engine import merge_triton
+
+        merge_triton.sum_layers(layers, grads, flats)
+    elif not plan.single:
+        for grad, layer in zip(grads, layer_views, strict=True):
+            torch_merge.sum_layers(layers, grad, layer)
+
+
+def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, count: int) -> None:
+    """The longest problems first, dealt out one by one: the short ones fill what those leave idle."""
+    problems = sorted(plan.problems, key=lambda problem: -problem.pairs)
+    if count == 1 or len(problems) == 1:
+        for problem in problems:
+            run(problem)
+        return
+    with Lanes(device, min(count, len(problems))) as lanes:
+        for lane in range(len(lanes)):
+            with lanes.lane(lane):
+                for problem in problems[lane :: len(lanes)]:
+                    run(problem)

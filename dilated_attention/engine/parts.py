@@ -1,0 +1,165 @@
+"""Where the branches' results lie before they are merged, and their merge written down in plain torch.
+
+Every branch of a self-attention over N positions has one *layer*: (B, S, L, H, D) with S = ceil(N/w) segments and L = ceil(w/r)
+places, so that head h's position n of branch (w, r) with offset o is place (n mod w − o) / r of segment n div w, if that divides.
+A branch that takes every position of every head needs no layer: its kernel writes into the result itself ("direct").
+
+The merge reads each part once and writes each row once, in float32:
+
+    out = Σ_b e^(lse_b − lse) out_b,   lse = log(Σ_b e^(lse_b) + z)        (z zero keys of tail="zero_keys", score and value 0)
+
+Weights are divided by their own sum and taken relative to the largest lse, so empty parts (−inf) change nothing and give no NaN.
+``merge_triton.py`` does the same in one kernel; the functions here are its twin and run everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine.plan import Problem
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of one pattern, some heads, N positions.
+
+    Args:
+        branches: (w, r) of each branch, w at most N.
+        offsets: o of each branch and head; −1 where the head does not run the branch.
+        positions: N.
+        direct: index of the branch whose kernel writes into the result, or None.
+        zero_keys: rows count the zero keys of TorchScale's padding.
+    """
+
+    branches: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, ...], ...]
+    positions: int
+    direct: int | None
+    zero_keys: bool
+
+    @property
+    def heads(self) -> int:
+        return len(self.offsets[0])
+
+    def size(self, branch: int) -> tuple[int, int]:
+        """(S, L) of a branch's layer."""
+        length, rate = self.branches[branch]
+        return -(-self.positions // length), -(-length // rate)
+
+    def rows(self, *, with_direct: bool) -> int:
+        """Places of all layers for one batch element and head."""
+        return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
+
+    def split(self, flat: torch.Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[torch.Tensor | None]:
+        """Views (B, S, L, H, D) of one flat buffer, branch by branch; (B, S, H, L) where ``head_dim`` is 0, for lse."""
+        views: list[torch.Tensor | None] = []
+        start = 0
+        for branch in range(len(self.branches)):
+            if branch == self.direct and not with_direct:
+                views.append(None)
+                continue
+            S, L = self.size(branch)
+            shape = (batch, S, L, self.heads, head_dim) if head_dim else (batch, S, self.heads, L)
+            count = functools.reduce(int.__mul__, shape)
+            views.append(flat[start : start + count].view(shape))
+            start += count
+        assert start == flat.numel()
+        return views
+
+
+@functools.lru_cache(maxsize=256)
+def make_layers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int], positions: int, is_causal: bool) -> Layers:
+    """Layers of heads [first, last) of ``num_heads``. The first branch that takes everything is the direct one."""
+    branches = tuple((min(length, positions), rate) for length, rate in pattern.branches)
+    offsets = tuple(row[slice(*heads)] for row in pattern.offsets(num_heads))
+    direct = next((b for b, (_, rate) in enumerate(branches) if rate == 1 and NOT_IN_BRANCH not in offsets[b]), None)
+    return Layers(branches, offsets, positions, direct, pattern.tail == "zero_keys" and not is_causal)
+
+
+def of_problem(problem: Problem, layer: torch.Tensor) -> torch.Tensor:
+    """The problem's rows of its branch's layer: (B, S, L, G, D) of out or a gradient, (B, S, G, L) of lse."""
+    heads = problem.heads
+    first = problem.q_start // problem.stride
+    segments = slice(first, first + problem.segments)
+    which = slice(heads.start, heads.start + (heads.count - 1) * heads.step + 1, heads.step)
+    if layer.dim() == 5:
+        return layer[:, segments, : problem.q_len, which]
+    return layer[:, segments, which, : problem.q_len]
+
+
+@functools.lru_cache(maxsize=256)
+def table(layers: Layers, device: torch.device) -> torch.Tensor:
+    """(branches, 2 + H) int64 on ``device``: w, r and the heads' offsets. Kept, so that a captured graph copies nothing."""
+    rows = [[w, r, *offsets] for (w, r), offsets in zip(layers.branches, layers.offsets, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def merge_layers(
+    layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
+) -> None:
+    """out (B, N, H, D) and lse (B, N, H) from the layers, in place; ``out`` holds the direct branch's result already."""
+    acc_dtype = part_lses[0].dtype
+    high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
+    spread = [_spread(layers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
+    for part_lse in spread:
+        high = torch.maximum(high, part_lse)
+    zeros = zero_key_counts(layers, lse.device).to(acc_dtype) if layers.zero_keys else None
+    if zeros is not None:
+        high = torch.where(zeros > 0, high.clamp(min=0), high)
+    high = high.masked_fill(high == -torch.inf, 0.0)
+    total = torch.zeros_like(high)
+    acc = torch.zeros(out.shape, dtype=acc_dtype, device=out.device)
+    for b, (part, part_lse) in enumerate(zip(parts, spread, strict=True)):
+        weight = (part_lse - high).exp()
+        rows = out if part is None else _spread(layers, b, part, 0.0)
+        acc += torch.where(weight[..., None] > 0, rows.to(acc_dtype), 0.0) * weight[..., None]
+        total += weight
+    if zeros is not None:
+        total += zeros * (-high).exp()
+    lse.copy_(high + total.log())
+    out.copy_(acc / total.masked_fill(total == 0, 1.0)[..., None])
+
+
+def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+    """grad (B, N, H, D) from the layers, in place, summed in float32; ``grad`` holds the direct branch's share already."""
+    acc_dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    acc = torch.zeros(grad.shape, dtype=acc_dtype, device=grad.device)
+    for b, part in enumerate(parts):
+        acc += grad if part is None else _spread(layers, b, part, 0.0)
+    grad.copy_(acc)
+
+
+def zero_key_counts(layers: Layers, device: torch.device) -> torch.Tensor:
+    """z of each (1, N, H) row: places of a padded segment that hold no real position, over the branches that take the row."""
+    counts = torch.zeros(1, layers.positions, layers.heads, dtype=torch.int64, device=device)
+    for b, (length, rate) in enumerate(layers.branches):
+        _, taken, segment, _, offset = _places(layers, b, device)
+        size = torch.clamp(layers.positions - segment * length, max=length)
+        z = -(-length // rate) - (size - offset + rate - 1) // rate
+        counts[0] += torch.where(taken, z, 0)
+    return counts
+
+
+def _places(layers: Layers, branch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """(n, taken, segment, place, offset) of each position and head, (N, H)."""
+    length, rate = layers.branches[branch]
+    offset = torch.tensor(layers.offsets[branch], device=device)[None, :]
+    n = torch.arange(layers.positions, device=device)[:, None]
+    segment = n // length
+    t = n - segment * length - offset
+    taken = (offset >= 0) & (t >= 0) & (t % rate == 0)
+    return n, taken, segment.expand_as(taken), torch.where(taken, t // rate, 0), offset
+
+
+def _spread(layers: Layers, branch: int, layer: torch.Tensor, empty: float) -> torch.Tensor:
+    """A layer (B, S, L, H, D), or of lse (B, S, H, L), by position: (B, N, H, …), ``empty`` where the branch takes nothing."""
+    _, taken, segment, place, _ = _places(layers, branch, layer.device)
+    heads = torch.arange(layers.heads, device=layer.device)[None, :].expand_as(taken)
+    if layer.dim() == 5:
+        return torch.where(taken[None, ..., None], layer[:, segment, place, heads], empty)
+    return torch.where(taken[None], layer[:, segment, heads, place], empty)

@@ -1,0 +1,157 @@
+"""A whole call: in chunks with one merge each where it is the self-attention of a sequence on a GPU, else problem by problem."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from dilated_attention.engine import fused
+from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, transient_budget
+from dilated_attention.engine.lanes import Lanes
+from dilated_attention.engine.parts import make_layers
+from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.run import PART_BYTES, Call, accumulation_dtype, run_backward, run_forward
+from dilated_attention.pattern import DilatedPattern
+
+logger = logging.getLogger("dilated_attention")
+
+# launches of a lone chunk that run beside each other
+LAUNCH_LANES = 3
+# on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
+FUSED_DEVICES = {"cuda"}
+
+
+def forward(
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous."""
+    if not _is_fused(shape, q, call):
+        out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
+        return out, lse.transpose(1, 2).contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
+
+    def run(chunk: Chunk, lanes: int) -> None:
+        part = _shape_of(shape, chunk)
+        layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+        out_, lse_ = _narrow(shape, chunk, out, lse.transpose(1, 2))
+        fused.forward(make_plan(pattern, part), layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), lanes)
+
+    _in_chunks(forward_cut(pattern, shape, q, k), shape, q.device, run)
+    return out, lse
+
+
+def backward(
+    pattern: DilatedPattern, shape: Shape, tensors: tuple[torch.Tensor, ...], call: Call, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) in the inputs' dtype, contiguous. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``."""
+    dout, q, k, v, out, lse = tensors
+    if not _is_fused(shape, q, call):
+        lse = lse.transpose(1, 2).contiguous()
+        dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+        return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    whole = make_plan(pattern, shape)
+    own_keys = shape.num_heads == shape.num_kv_heads or (len(whole.problems) == 1 and whole.covered)
+    in_layers = own_keys and not call.detached and (dlse is None or call.backend.facts.lse_grad)
+
+    def run(chunk: Chunk, lanes: int) -> None:
+        part = _shape_of(shape, chunk)
+        dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
+        dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
+        grads_ = _narrow(shape, chunk, *grads)
+        plan, part_call = make_plan(pattern, part), _call_of(call, chunk)
+        if in_layers:
+            # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+            lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
+            layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+            fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, lanes)
+        else:
+            for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
+                grad.copy_(share)
+
+    _in_chunks(backward_cut(pattern, shape, q, k, in_layers), shape, q.device, run)
+    return grads
+
+
+def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor) -> Cut:
+    """Chunks of a forward: a part keeps out in the inputs' dtype and a lse."""
+    row_bytes = q.shape[3] * q.element_size() + 4
+    return _cut(pattern, shape, q, k, row_bytes, transient_budget(_input_bytes(q, k)))
+
+
+def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
+    """Chunks of a backward: a part keeps dq, dk and dv; beside them each lane's launch accumulates dq in float32."""
+    budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
+    if in_layers:
+        return _cut(pattern, shape, q, k, 3 * q.shape[3] * q.element_size(), budget)
+    # problem by problem, dq, dk and dv of the chunk are summed in float32: as much as one layer that takes everything
+    everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
+    return _cut(everything, shape, q, k, 3 * q.shape[3] * 4, budget)
+
+
+def _cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, row_bytes: int, budget: int) -> Cut:
+    return make_cut(
+        pattern,
+        batch=q.shape[0],
+        num_positions=q.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        row_bytes=row_bytes,
+        budget=budget,
+    )
+
+
+def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
+    return (q.numel() + 2 * k.numel()) * q.element_size()
+
+
+def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
+    """Whole sequences of one document: every row of a branch is one problem's, and every problem begins with its segment."""
+    start, end = shape.queries
+    whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
+    if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
+        return False
+    return q.device.type != "cuda" or (q.dtype is not torch.float64 and _has_triton())
+
+
+@functools.lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
+    return found
+
+
+def _in_chunks(cut: Cut, shape: Shape, device: torch.device, run: Callable[[Chunk, int], None]) -> None:
+    pieces = list(cut.chunks(shape.num_heads, shape.queries[1]))
+    if len(pieces) == 1:
+        run(pieces[0], LAUNCH_LANES)
+        return
+    with Lanes(device, min(cut.lanes, len(pieces))) as lanes:
+        # turn by turn, so that a lane's merge is issued while the other lane computes
+        for index, chunk in enumerate(pieces):
+            with lanes.lane(index):
+                run(chunk, 1)
+
+
+def _shape_of(shape: Shape, chunk: Chunk) -> Shape:
+    if chunk.heads == (0, shape.num_heads) and chunk.positions == shape.queries:
+        return shape
+    positions = (0, chunk.positions[1] - chunk.positions[0])
+    return replace(shape, queries=positions, keys=positions, documents=(positions,), heads=chunk.heads)
+
+
+def _narrow(shape: Shape, chunk: Chunk, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of the chunk's positions and heads; of the key/value heads where a tensor has only those."""
+    positions = slice(*chunk.positions)
+    return tuple(x[:, positions, slice(*(head * x.shape[2] // shape.num_heads for head in chunk.heads))] for x in tensors)
+
+
+def _call_of(call: Call, chunk: Chunk) -> Call:
+    return call if call.padding is None else replace(call, padding=call.padding[:, slice(*chunk.positions)])
