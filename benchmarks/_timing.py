@@ -1,0 +1,116 @@
+"""Timing on a GPU: events, several inputs, competitors turn by turn, median and spread; and the dates and versions of a result."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention import DilatedPattern
+from dilated_attention.engine.sampled import sampled_gradients, sampled_rows
+
+
+def interleaved(
+    functions: dict[str, Callable[[], Any]], *, warmup: int = 2, seconds: float = 0.6, most: int = 50
+) -> dict[str, tuple[float, float]]:
+    """{name: (median ms, spread)}: each function in its turn, again and again; spread is (90th − 10th percentile) / median."""
+    for function in functions.values():
+        for _ in range(warmup):
+            function()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for function in functions.values():
+        function()
+    end.record()
+    end.synchronize()
+    rounds = max(5, min(most, int(1000 * seconds / max(start.elapsed_time(end), 1e-3))))
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    result = {}
+    for name, pairs in events.items():
+        times = sorted(a.elapsed_time(b) for a, b in pairs)
+        median = statistics.median(times)
+        result[name] = (median, (times[int(0.9 * (len(times) - 1))] - times[int(0.1 * (len(times) - 1))]) / median)
+    return result
+
+
+def peak_extra(function: Callable[[], Any]) -> int:
+    """Bytes allocated at the highest point of a call beyond those before it, results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def inputs(N: int, H: int, D: int, *, count: int = 3, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Random normal (B, N, H, D) tensors; large ones are drawn a stretch at a time."""
+    tensors = []
+    for _ in range(count):
+        x = torch.empty(batch, N, H, D, dtype=dtype, device="cuda")
+        for part in x.split(2**22, 1):
+            part.copy_(torch.randn(part.shape, dtype=dtype, device="cuda"))
+        tensors.append(x)
+    return tensors
+
+
+def sampled_error(
+    pattern: DilatedPattern, tensors: list[torch.Tensor], results: list[torch.Tensor], *, is_causal: bool, count: int = 24
+) -> dict[str, float]:
+    """Relative error of sampled rows against float64. ``tensors`` q, k, v[, dout]; ``results`` out, lse[, dq, dk, dv]."""
+    q, k, v, *rest = tensors
+    out, lse, *grads = results
+    N, H = q.shape[1:3]
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(N, (count,), generator=generator).tolist()
+    # the ends, and rows that the widest dilation takes
+    rate = max(pattern.dilation_rates)
+    places += [0, N - 1, *(p // rate * rate for p in places[:4])]
+    rows = [(p, (p if i >= count else int(torch.randint(H, (1,), generator=generator))) % H) for i, p in enumerate(places)]
+    true_out, true_lse = sampled_rows(pattern, q, k, v, rows, is_causal=is_causal)
+    at = tuple(torch.tensor(x, device=q.device) for x in zip(*rows, strict=True))
+    errors = {"out": _relative(out[0][at], true_out), "lse": float((lse[0][at[::-1]].double() - true_lse).abs().max())}
+    if grads:
+        true = sampled_gradients(pattern, (rest[0], q, k, v, out, lse), rows, is_causal=is_causal)
+        errors |= {name: _relative(grad[0][at], t) for name, grad, t in zip(("dq", "dk", "dv"), grads, true, strict=True)}
+    return errors
+
+
+def _relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm())
+
+
+def machine() -> dict[str, str]:
+    found = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    for package in ("triton", "flash-attn-4"):
+        try:
+            import importlib.metadata
+
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def save(path: str | None, record: dict[str, Any]) -> None:
+    """Append one JSON line."""
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(record) + "\n")
