@@ -88,7 +88,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         acc = acc * kept[:, None] + part * weight[:, None]
         total = total * kept + weight
         high = new_high
-    lse = tl.where(total > 0, high + tl.log(total), -float("inf"))
+    lse = tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
     tl.store(lse_ptr + batch * lse_stride_b + rows * lse_stride_n + head * lse_stride_h, lse, mask=rows < num_rows)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     pointers = out_ptr + batch * out_stride_b + rows * out_stride_n + head * out_stride_h

@@ -1,0 +1,74 @@
+"""The fused kernels against their torch twins: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dilated_attention.engine import parts
+from dilated_attention.pattern import DilatedPattern
+
+pytest.importorskip("triton")
+from dilated_attention.engine import merge_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_layers(rng: random.Random, heads: int, n: int) -> parts.Layers:
+    lengths = [rng.randint(1, 2 * n) for _ in range(rng.randint(1, 4))]
+    rates = [rng.choice([1, rng.randint(1, min(w, 9))]) for w in lengths]
+    split = rng.random() < 0.3
+    offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
+    pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
+    first = rng.randrange(heads)
+    return parts.make_layers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_equal_their_twins(seed: int, dtype: torch.dtype) -> None:
+    """Random patterns, ragged ends, empty parts, zero keys, strided results, head dims that are no power of two."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    B, D, n = rng.choice([1, 2]), rng.choice([8, 24, 40]), rng.randint(1, 150)
+    layers = random_layers(rng, rng.choice([1, 3, 4]), n)
+    H = layers.heads
+    flat = torch.randn(B * H * D * layers.rows(with_direct=False), device=DEVICE).to(dtype)
+    flat_lse = torch.randn(B * H * layers.rows(with_direct=True), device=DEVICE) * 4
+    flat_lse[torch.rand_like(flat_lse) < 0.2] = -torch.inf
+    flat_lse[torch.rand_like(flat_lse) < 0.1] = 1e4
+    lse_views = layers.split(flat_lse, B, head_dim=0, with_direct=True)
+    # heads of a larger tensor, as a chunk's
+    out = torch.randn(B, n, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
+    if layers.direct is not None:
+        # what a backend writes of an empty row
+        empty = parts._spread(layers, layers.direct, lse_views[layers.direct], -torch.inf) == -torch.inf
+        out.masked_fill_(empty[..., None], 0.0)
+    found, lse, found_lse = out.clone(), *(torch.full((B, H, n), torch.nan, device=DEVICE) for _ in range(2))
+    views = layers.split(flat, B, head_dim=D, with_direct=False)
+    parts.merge_layers(layers, out, lse.transpose(1, 2), views, [x for x in lse_views if x is not None])
+    merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), flat, flat_lse)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.04
+    torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
+
+    grad = torch.randn(B, n, H, D, device=DEVICE).to(dtype)
+    found = grad.clone()
+    parts.sum_layers(layers, grad, views)
+    merge_triton.sum_layers(layers, [found], [flat])
+    torch.testing.assert_close(found, grad, atol=tolerance, rtol=0)
+
+
+def test_rows_of_the_direct_branch_alone_are_left_as_they_stand() -> None:
+    layers = parts.make_layers(DilatedPattern((4, 8), (1, 4)), 1, (0, 1), 8, False)
+    out = torch.full((1, 8, 1, 8), torch.nan, device=DEVICE)
+    out[:, [0, 4]] = 1.0
+    flat = torch.full((8 * layers.rows(with_direct=False),), 3.0, device=DEVICE)
+    flat_lse = torch.zeros(layers.rows(with_direct=True), device=DEVICE)
+    lse = torch.empty(1, 1, 8, device=DEVICE)
+    merge_triton.merge_layers(layers, out, lse.transpose(1, 2), flat, flat_lse)
+    assert out[0, :, 0, 0].isnan().tolist() == [False, True, True, True, False, True, True, True]
+    assert out[0, [0, 4]].unique().item() == pytest.approx(2.0)
+    assert lse.unique().tolist() == pytest.approx([0.0, 0.6931472])
