@@ -17,17 +17,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random_layers(rng: random.Random, heads: int, n: int) -> parts.Layers:
-    lengths = [rng.randint(1, 2 * n) for _ in range(rng.randint(1, 4))]
-    rates = [rng.choice([1, rng.randint(1, min(w, 9))]) for w in lengths]
-    split = rng.random() < 0.3
-    offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
-    pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
+    if rng.random() < 0.4:
+        # LongNet's: the direct branch has most rows to itself
+        first_length, growth = rng.choice([4, 8, 12]), rng.choice([2, 4])
+        lengths = [first_length * growth**i for i in range(3)]
+        pattern = DilatedPattern(lengths, [growth**i for i in range(3)], rng.choice(["cyclic", "zero"]))
+    else:
+        lengths = [rng.randint(1, 2 * n) for _ in range(rng.randint(1, 4))]
+        rates = [rng.choice([1, rng.randint(1, min(w, 9))]) for w in lengths]
+        split = rng.random() < 0.3
+        offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
+        pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
     first = rng.randrange(heads)
     return parts.make_layers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_kernels_equal_their_twins(seed: int, dtype: torch.dtype) -> None:
     """Random patterns, ragged ends, empty parts, zero keys, strided results, head dims that are no power of two."""
     rng = random.Random(seed)
@@ -72,3 +78,20 @@ def test_rows_of_the_direct_branch_alone_are_left_as_they_stand() -> None:
     assert out[0, :, 0, 0].isnan().tolist() == [False, True, True, True, False, True, True, True]
     assert out[0, [0, 4]].unique().item() == pytest.approx(2.0)
     assert lse.unique().tolist() == pytest.approx([0.0, 0.6931472])
+
+
+def test_steps_of_rows_that_other_branches_take() -> None:
+    def step(lengths: list[int], rates: list[int], offsets: object = "cyclic", heads: int = 12, n: int = 2**16) -> int:
+        return parts.make_layers(DilatedPattern(lengths, rates, offsets), heads, (0, heads), n, False).step  # type: ignore[arg-type]
+
+    assert step([2048, 4096, 8192], [1, 2, 4]) == 2
+    assert step([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]) == 2
+    assert step([2048, 8192, 32768], [1, 4, 16]) == 4
+    # a whole sequence needs no segments that the step divides
+    assert step([2048, 99_999], [1, 4]) == 4
+    assert step([2048, 4097], [1, 4]) == 1
+    # no branch that takes everything, odd rates, offsets that disagree
+    assert step([2048, 4096], [2, 4]) == 1
+    assert step([2048, 4096], [1, 3]) == 1
+    assert step([2048, 4096, 8192], [1, 4, 8], ((0,), (1,), (3,)), heads=1) == 2
+    assert step([2048, 4096, 8192], [1, 2, 4], "blocked", heads=4) == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.flash4_replay import Replay
 from dilated_attention.backends.masks import window_sizes
 
 
@@ -56,15 +58,37 @@ class Flash4Backend(Backend):
         return reasons
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        return _forward(q, k, v, options, None, None)
+        P, L, G, _ = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
+        self.forward_into(q, k, v, options, out, lse)
+        return out, lse
 
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
         # it writes rows of lse that lie one after the other, and no others
-        _, part_lse = _forward(q, k, v, options, out, lse if lse.stride(-1) == 1 else None)
-        if lse.stride(-1) != 1:
-            lse.copy_(part_lse)
+        rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        interface = _interface()
+
+        def call() -> None:
+            interface._flash_attn_fwd(
+                q,
+                k,
+                v,
+                softmax_scale=options.scale,
+                causal=options.causal,
+                window_size_left=left,
+                window_size_right=right,
+                return_lse=True,
+                out=out,
+                lse=rows,
+            )
+
+        _replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call)
+        if rows is not lse:
+            lse.copy_(rows)
 
     def backward(
         self,
@@ -77,7 +101,10 @@ class Flash4Backend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return _backward(dout, q, k, v, out, lse, options, None, dlse)
+        # left to itself it makes gradients like q, k and v, with whatever strides those views have
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
+        return dq, dk, dv
 
     def backward_into(
         self,
@@ -91,63 +118,45 @@ class Flash4Backend(Backend):
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         dlse: torch.Tensor | None = None,
     ) -> None:
-        _backward(dout, q, k, v, out, lse, options, grads, dlse)
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        dq, dk, dv = grads
+        interface = _interface()
+
+        def call() -> None:
+            interface._flash_attn_bwd(
+                q,
+                k,
+                v,
+                out,
+                dout,
+                lse,
+                softmax_scale=options.scale,
+                causal=options.causal,
+                window_size_left=left,
+                window_size_right=right,
+                deterministic=options.deterministic,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                dlse=dlse,
+            )
+
+        if options.deterministic or k.shape[2] != q.shape[2]:
+            # semaphores, and sums over grouped heads, start as zeros
+            call()
+            return
+        tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
+        _replay_backward(interface, tensors, (options.scale, options.causal, left, right), call)
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
-    out, lse, *_ = _interface()._flash_attn_fwd(
-        q,
-        k,
-        v,
-        softmax_scale=options.scale,
-        causal=options.causal,
-        window_size_left=left,
-        window_size_right=right,
-        return_lse=True,
-        out=out,
-        lse=lse,
-    )
-    assert out is not None and lse is not None
-    return out, lse
+# the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2
+_replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
+_replay_backward = Replay(("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"), num_scratch=3)
 
 
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    options: Options,
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
-    # left to itself it makes gradients like q, k and v, with whatever strides those views have
-    dq, dk, dv = grads or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _interface()._flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse.contiguous(),
-        softmax_scale=options.scale,
-        causal=options.causal,
-        window_size_left=left,
-        window_size_right=right,
-        deterministic=options.deterministic,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dlse=None if dlse is None else dlse.contiguous(),
-    )
-    return dq, dk, dv
-
-
+@functools.lru_cache(maxsize=1)
 def _interface() -> Any:
     from flash_attn.cute import interface
 

@@ -67,8 +67,10 @@ def make_cut(
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
         return Cut(num_heads, period * (budget // per_period), LANES)
-    heads = max(group, budget // max(1, part_bytes(num_kv_heads * group, period) // num_kv_heads) * group)
-    return Cut(min(heads, num_heads), period, LANES)
+    kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
+    # as many chunks as that makes, all of the same size
+    kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
+    return Cut(kv_heads * group, period, LANES)
 
 
 def _period(pattern: DilatedPattern, num_positions: int) -> int:

@@ -1,7 +1,14 @@
-"""How many bytes a dilated attention takes, from shapes alone: what ``run.py`` allocates, added up in the order it does.
+"""How many bytes a dilated attention takes, from shapes alone: what the engine allocates, added up in the order it does.
 
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
+
+On a GPU (``schedule.py``), with parts = the layers of the chunks that are alive together:
+
+    forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, and the chunks' lse
+
+On a CPU (``run.py``):
 
     forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the one before it
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse 3·R·a + dq, dk, dv (Q + 2K)·a + the results of two launches
@@ -14,8 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.engine.chunks import Cut
+from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, accumulation_dtype
+from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
 
@@ -82,8 +92,9 @@ def attention_memory(
 ) -> MemoryEstimate:
     """Peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
-    Counted: tensors of the call, its caller's included. Not counted: what a kernel allocates beside its results (bounded by a
-    launch, see ``PART_BYTES``), cached or fragmented memory of an allocator, and torch itself.
+    Counted: tensors of the call, its caller's included. Not counted: what a kernel allocates beside its results, or for results
+    that it does not write where it is told (bounded by a launch, see ``PART_BYTES``), cached or fragmented memory of an
+    allocator, and torch itself.
 
     Args:
         pattern: branches and head offsets.
@@ -100,7 +111,8 @@ def attention_memory(
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
     """
     H, Hk, D, B, N = num_heads, num_kv_heads or num_heads, head_dim, batch_size, num_positions
-    plan = make_plan(pattern, Shape(H, Hk, (0, N), (0, N), ((0, N),), is_causal))
+    shape = Shape(H, Hk, (0, N), (0, N), ((0, N),), is_causal)
+    plan = make_plan(pattern, shape)
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
     sizes = _Sizes(e, a, e if plan.single else a, device_type == "cpu")
     Q, K, R = B * N * H * D, B * N * Hk * D, B * N * H
@@ -110,8 +122,25 @@ def attention_memory(
     inputs = (Q + 2 * K) * e + mask
     # with padding, k and v are copied with their padded rows zeroed
     common = [("q, k, v", inputs), ("k, v without padding", 2 * K * e if key_padding_mask else 0)]
-    queries = torch.empty((B, N, H, D), device="meta")
-    keys = torch.empty((B, N, Hk, D), device="meta")
+    queries = torch.empty((B, N, H, D), device="meta", dtype=dtype)
+    keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
+
+    if device_type in FUSED_DEVICES and dtype is not torch.float64:
+        cut = forward_cut(pattern, shape, queries, keys)
+        terms = [*common, ("out", Q * e), ("lse", R * a)]
+        terms.append(("parts", _parts(pattern, shape, cut, B, D * e, a)))
+        if not needs_grad:
+            return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
+        grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
+        if num_kv_heads in (None, H) or (len(plan.problems) == 1 and plan.covered):
+            cut = backward_cut(pattern, shape, queries, keys)
+            grads.append(("parts", _parts(pattern, shape, cut, B, 3 * D * e, 0)))
+        else:
+            cut = backward_cut(pattern, shape, queries, keys, in_layers=False)
+            share = cut.lanes * cut.heads * cut.positions / (H * N)
+            grads.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
+        grads.append(("lse of the chunks", B * cut.lanes * cut.heads * cut.positions * a))
+        return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
 
     running = list(_forward_launches(plan, queries, keys, max_bytes, sizes))
     rounded = Q * e if sizes.o != e else 0
@@ -127,6 +156,17 @@ def attention_memory(
         backward = [*common, ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * a)]
         backward.append(("launch results, rounded dq, dk, dv", transient))
     return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
+
+
+def _parts(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, row_bytes: int, lse_bytes: int) -> int:
+    """Bytes of the layers of the chunks that are alive together."""
+    chunks = list(cut.chunks(shape.num_heads, shape.queries[1]))
+    if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
+        return 0
+    first = chunks[0]
+    layers = make_layers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
+    rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
+    return batch * layers.heads * rows * min(cut.lanes, len(chunks))
 
 
 def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:

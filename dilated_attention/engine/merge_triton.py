@@ -1,7 +1,7 @@
 """The fused merge and the fused sum of ``parts.py`` as Triton kernels: each part is read once, each row written once.
 
-A program takes ROWS positions of one head. Where the direct branch alone takes a row its result already stands, so of LongNet's
-rows half are neither read nor written. Positions are 64-bit.
+A program takes ROWS positions of one head. Where the direct branch alone takes a row its result already stands: if those are all
+rows but every STEP-th one, as in LongNet's pattern every second, the program goes in steps. Rows are counted in 32 bits, addresses in 64.
 """
 
 from __future__ import annotations
@@ -15,111 +15,153 @@ import triton.language as tl
 
 from dilated_attention.engine.parts import Layers, table
 
-_ROWS = 64
-_NUM_WARPS = 4
+_NUM_WARPS = 8
+_NO_END = 2**30
 
 
 @triton.jit
-def _place(table_ptr, branch, head, row_length, rows, num_rows):  # type: ignore[no-untyped-def]
-    """(taken, segment, place, places a segment, segments, zero keys) of each row in one branch."""
-    length = tl.load(table_ptr + branch * row_length)
-    rate = tl.load(table_ptr + branch * row_length + 1)
-    offset = tl.load(table_ptr + branch * row_length + 2 + head)
-    segment = rows // length
-    t = rows - segment * length - offset
-    place = t // rate
-    taken = (rows < num_rows) & (offset >= 0) & (t >= 0) & (place * rate == t)
-    places = (length + rate - 1) // rate
-    segments = (num_rows + length - 1) // length
-    size = tl.minimum(num_rows - segment * length, length)
-    zeros = places - (size - offset + rate - 1) // rate
+def _place(table_ptr, branch, head, num_heads, rows, num_rows, LENGTH: tl.constexpr, RATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(taken, segment, place, places a segment, segments, zero keys) of each row in one branch, in 32 bits.
+
+    LENGTH and RATE are compiled in: divisions by what only the run knows would take longer than the memory that they address.
+    """
+    offset = tl.load(table_ptr + branch * num_heads + head)
+    segment = rows // LENGTH
+    t = rows - segment * LENGTH - offset
+    place = t // RATE
+    taken = (rows < num_rows) & (offset >= 0) & (t >= 0) & (place * RATE == t)
+    places = (tl.minimum(num_rows, LENGTH) + RATE - 1) // RATE
+    segments = (num_rows + LENGTH - 1) // LENGTH
+    size = tl.minimum(num_rows - segment * LENGTH, LENGTH)
+    zeros = places - (size - offset + RATE - 1) // RATE
     return taken, segment, place, places, segments, tl.where(taken, zeros, 0)
 
 
 @triton.jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr,
-    num_rows, num_heads, row_length,
-    out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h,
-    BATCH, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
-    ZERO_KEYS: tl.constexpr,
+    out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
+    out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
+    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # heads of the same rows lie side by side in memory
+    head, batch = tl.program_id(0) % num_heads, tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) // num_heads * ROWS * STEP
     columns = tl.arange(0, BLOCK_D)
     inside = columns < HEAD_DIM
+    lse_rows = lse_ptr + batch * lse_stride_b + head * lse_stride_h
+    out_rows = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h
+    rows = first + tl.arange(0, ROWS) * STEP
+    if STEP > 1:
+        offset = _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
+        rows += offset
+        # all other rows are the direct branch's alone: their out stands already
+        others = first + tl.arange(0, ROWS * STEP)
+        taken, segment, place, places, segments, _zeros = _place(
+            table_ptr, DIRECT, head, num_heads, others, num_rows, LENGTHS[DIRECT], RATES[DIRECT]
+        )
+        lse_start = tl.zeros((), dtype=tl.int64)
+        for branch in tl.static_range(DIRECT):
+            lse_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
+        taken &= others % STEP != offset
+        lse = tl.load(part_lses_ptr + lse_start + ((batch * segments + segment) * num_heads + head) * places + place, mask=taken)
+        tl.store(lse_rows + others.to(tl.int64) * lse_stride_n, lse, mask=taken)
+    wide = rows.to(tl.int64)
 
-    # rows that the direct branch alone takes are left as they stand
+    high = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    zero_keys = tl.zeros((ROWS,), dtype=tl.int32)
     more = tl.zeros((ROWS,), dtype=tl.int1) if DIRECT >= 0 else rows < num_rows
-    zero_keys = tl.zeros((ROWS,), dtype=tl.int64)
-    for branch in tl.static_range(BRANCHES):
-        taken, _segment, _pl, _places, _segments, zeros = _place(table_ptr, branch, head, row_length, rows, num_rows)
+    lse_start = tl.zeros((), dtype=tl.int64)
+    for branch in tl.static_range(len(LENGTHS)):
+        taken, segment, place, places, segments, zeros = _place(
+            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+        )
+        row = ((batch * segments + segment) * num_heads + head) * places + place
+        high = tl.maximum(high, tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf")))
+        lse_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
         zero_keys += zeros
         if branch != DIRECT:
             more |= taken
-    if ZERO_KEYS:
-        more |= zero_keys > 0
-
-    high = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if ZERO_KEYS:
-        high = tl.where(zero_keys > 0, 0.0, high)
-        total = zero_keys.to(tl.float32)
+        more |= zero_keys > 0
+        high = tl.where(zero_keys > 0, tl.maximum(high, 0.0), high)
+    base = tl.where(high == -float("inf"), 0.0, high)
+    if ZERO_KEYS:
+        total = zero_keys.to(tl.float32) * tl.exp(-base)
+
     acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     part_start = tl.zeros((), dtype=tl.int64)
     lse_start = tl.zeros((), dtype=tl.int64)
-    for branch in tl.static_range(BRANCHES):
-        taken, segment, place, places, segments, _zeros = _place(table_ptr, branch, head, row_length, rows, num_rows)
-        part_row = ((batch * segments + segment) * places + place) * num_heads + head
-        lse_row = ((batch * segments + segment) * num_heads + head) * places + place
-        part_lse = tl.load(part_lses_ptr + lse_start + lse_row, mask=taken, other=-float("inf"))
+    for branch in tl.static_range(len(LENGTHS)):
+        taken, segment, place, places, segments, _zeros = _place(
+            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+        )
+        row = ((batch * segments + segment) * num_heads + head) * places + place
+        weight = tl.exp(tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf")) - base)
+        size = _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
+        lse_start += size
         if branch == DIRECT:
-            pointers = out_ptr + batch * out_stride_b + rows * out_stride_n + head * out_stride_h
+            pointers = out_rows + wide * out_stride_n
         else:
-            pointers = parts_ptr + part_start + part_row * HEAD_DIM
-            part_start += BATCH * segments * places * num_heads * HEAD_DIM
-        lse_start += BATCH * segments * places * num_heads
+            pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
+            part_start += size * HEAD_DIM
         part = tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        new_high = tl.maximum(high, part_lse)
-        base = tl.where(new_high == -float("inf"), 0.0, new_high)
-        kept, weight = tl.exp(high - base), tl.exp(part_lse - base)
         # an empty part may hold anything
-        part = tl.where(weight[:, None] > 0, part, 0.0)
-        acc = acc * kept[:, None] + part * weight[:, None]
-        total = total * kept + weight
-        high = new_high
-    lse = tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-    tl.store(lse_ptr + batch * lse_stride_b + rows * lse_stride_n + head * lse_stride_h, lse, mask=rows < num_rows)
+        acc += tl.where(weight[:, None] > 0, part, 0.0) * weight[:, None]
+        total += weight
+    lse = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
+    tl.store(lse_rows + wide * lse_stride_n, lse, mask=rows < num_rows)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    pointers = out_ptr + batch * out_stride_b + rows * out_stride_n + head * out_stride_h
+    pointers = out_rows + wide * out_stride_n
     tl.store(pointers[:, None] + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
 
 
 @triton.jit
+def _layer_size(num_rows, num_batches, num_heads, LENGTH: tl.constexpr, RATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Places of one branch's layer, over all batch elements and heads."""
+    segments = (num_rows + LENGTH - 1) // LENGTH
+    places = (tl.minimum(num_rows, LENGTH) + RATE - 1) // RATE
+    return tl.cast(segments, tl.int64) * places * num_batches * num_heads
+
+
+@triton.jit
+def _offset_of_others(table_ptr, head, num_heads, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The head's offset in the first branch that is not the direct one."""
+    return tl.load(table_ptr + (1 if DIRECT == 0 else 0) * num_heads + head)
+
+
+@triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, parts_ptr, table_ptr, num_rows, num_heads, row_length, grad_stride_b, grad_stride_n, grad_stride_h,
-    BATCH, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
+    grad_ptr, parts_ptr, table_ptr, num_rows, num_heads, grad_stride_b, grad_stride_n, grad_stride_h, num_batches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
+    DIRECT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(0) % num_heads, tl.program_id(1).to(tl.int64)
+    rows = (tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)) * STEP
+    if STEP > 1:
+        rows += _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
     columns = tl.arange(0, BLOCK_D)
     inside = columns < HEAD_DIM
     more = tl.zeros((ROWS,), dtype=tl.int1) if DIRECT >= 0 else rows < num_rows
-    for branch in tl.static_range(BRANCHES):
-        taken, _segment, _pl, _places, _segments, _zeros = _place(table_ptr, branch, head, row_length, rows, num_rows)
+    for branch in tl.static_range(len(LENGTHS)):
+        taken, _segment, _pl, _places, _segments, _zeros = _place(
+            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+        )
         if branch != DIRECT:
             more |= taken
     acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     part_start = tl.zeros((), dtype=tl.int64)
-    grad_rows = grad_ptr + batch * grad_stride_b + rows * grad_stride_n + head * grad_stride_h
-    for branch in tl.static_range(BRANCHES):
-        taken, segment, place, places, segments, _zeros = _place(table_ptr, branch, head, row_length, rows, num_rows)
-        part_row = ((batch * segments + segment) * places + place) * num_heads + head
+    grad_rows = grad_ptr + batch * grad_stride_b + rows.to(tl.int64) * grad_stride_n + head.to(tl.int64) * grad_stride_h
+    for branch in tl.static_range(len(LENGTHS)):
+        taken, segment, place, places, segments, _zeros = _place(
+            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+        )
         if branch == DIRECT:
             pointers = grad_rows
         else:
-            pointers = parts_ptr + part_start + part_row * HEAD_DIM
-            part_start += BATCH * segments * places * num_heads * HEAD_DIM
+            pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
+            part_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch]) * HEAD_DIM
         acc += tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     tl.store(grad_rows[:, None] + columns[None, :], acc.to(grad_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
 
@@ -141,20 +183,25 @@ def _launch(
     kernel: Any, layers: Layers, x: torch.Tensor, tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], **flags: bool
 ) -> None:
     B, N, H, D = x.shape
-    offsets = table(layers, x.device)
-    kernel[(triton.cdiv(N, _ROWS), H, B)](
+    assert N < _NO_END
+    step = layers.step
+    elements = 8192 if D > 32 else 4096
+    rows = max(16, elements // triton.next_power_of_2(D))
+    kernel[(triton.cdiv(triton.cdiv(N, step), rows) * H, B)](
         *tensors,
-        offsets,
+        table(layers, x.device),
         N,
         H,
-        offsets.shape[1],
         *strides,
         B,
         HEAD_DIM=D,
         BLOCK_D=triton.next_power_of_2(D),
-        ROWS=_ROWS,
-        BRANCHES=len(layers.branches),
+        ROWS=rows,
+        # one compiled kernel for all sequences that a segment outlasts
+        LENGTHS=tuple(w if w < N else _NO_END for w, _ in layers.branches),
+        RATES=tuple(r for _, r in layers.branches),
         DIRECT=-1 if layers.direct is None else layers.direct,
+        STEP=step,
         num_warps=_NUM_WARPS,
         **flags,
     )

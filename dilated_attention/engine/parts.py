@@ -15,6 +15,7 @@ Weights are divided by their own sum and taken relative to the largest lse, so e
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,22 @@ class Layers:
     @property
     def heads(self) -> int:
         return len(self.offsets[0])
+
+    @property
+    def step(self) -> int:
+        """Of the rows of a head only every ``step``-th, a power of 2, is taken by another branch than the direct one; else 1.
+
+        It divides all their rates and all their segments (but one that is the whole), and a head's offsets agree modulo it.
+        """
+        others = [b for b in range(len(self.branches)) if b != self.direct]
+        if self.direct is None or self.zero_keys or not others:
+            return 1
+        step = math.gcd(*(rate for b in others for rate in self.branches[b][1:]))
+        step = math.gcd(step, *(w for w, _ in (self.branches[b] for b in others) if w < self.positions))
+        step &= -step
+        while any(len({self.offsets[b][head] % step for b in others}) > 1 for head in range(self.heads)):
+            step //= 2
+        return step if all(NOT_IN_BRANCH not in self.offsets[b] for b in others) else 1
 
     def size(self, branch: int) -> tuple[int, int]:
         """(S, L) of a branch's layer."""
@@ -94,9 +111,8 @@ def of_problem(problem: Problem, layer: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def table(layers: Layers, device: torch.device) -> torch.Tensor:
-    """(branches, 2 + H) int64 on ``device``: w, r and the heads' offsets. Kept, so that a captured graph copies nothing."""
-    rows = [[w, r, *offsets] for (w, r), offsets in zip(layers.branches, layers.offsets, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    """The heads' offsets (branches, H), int32, on ``device``. Kept, so that a captured graph copies nothing."""
+    return torch.tensor(layers.offsets, dtype=torch.int32, device=device)
 
 
 def merge_layers(
