@@ -27,7 +27,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     for name in ("forward", "backward"):
         original = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *args, _name=name, _f=original: (ran.append(_name), _f(*args))[1])
+        monkeypatch.setattr(fused, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
     return ran
 
 

@@ -34,7 +34,7 @@ def random_layers(rng: random.Random, heads: int, n: int) -> parts.Layers:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(24))
-def test_kernels_equal_their_twins(seed: int, dtype: torch.dtype) -> None:
+def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, dtype: torch.dtype) -> None:
     """Random patterns, ragged ends, empty parts, zero keys, strided results, head dims that are no power of two."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -55,16 +55,20 @@ def test_kernels_equal_their_twins(seed: int, dtype: torch.dtype) -> None:
     found, lse, found_lse = out.clone(), *(torch.full((B, H, n), torch.nan, device=DEVICE) for _ in range(2))
     views = layers.split(flat, B, head_dim=D, with_direct=False)
     parts.merge_layers(layers, out, lse.transpose(1, 2), views, [x for x in lse_views if x is not None])
-    merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), flat, flat_lse)
+    aside = rng.random() < 0.5
+    monkeypatch.setattr(merge_triton, "_PROGRAMS_ASIDE", 3)
+    merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), flat, flat_lse, aside=aside)
     tolerance = 1e-5 if dtype is torch.float32 else 0.04
     torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
 
-    grad = torch.randn(B, n, H, D, device=DEVICE).to(dtype)
-    found = grad.clone()
-    parts.sum_layers(layers, grad, views)
-    merge_triton.sum_layers(layers, [found], [flat])
-    torch.testing.assert_close(found, grad, atol=tolerance, rtol=0)
+    grads = [torch.randn(B, n, H, D, device=DEVICE).to(dtype) for _ in range(3)]
+    founds = [grad.clone() for grad in grads]
+    flats = [flat, torch.randn_like(flat), torch.randn_like(flat)]
+    merge_triton.sum_layers(layers, founds, flats, aside=aside)
+    for grad, found, flat in zip(grads, founds, flats, strict=True):
+        parts.sum_layers(layers, grad, layers.split(flat, B, head_dim=D, with_direct=False))
+        torch.testing.assert_close(found, grad, atol=tolerance, rtol=0)
 
 
 def test_rows_of_the_direct_branch_alone_are_left_as_they_stand() -> None:

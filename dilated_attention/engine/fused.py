@@ -18,6 +18,8 @@ from dilated_attention.engine.run import Call, accumulation_dtype, launches_of, 
 from dilated_attention.engine.views import key_rows, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
+# launches that run beside each other where no other chunk does
+LAUNCH_LANES = 3
 
 
 def forward(
@@ -26,9 +28,14 @@ def forward(
     tensors: Tensors,
     results: tuple[torch.Tensor, torch.Tensor],
     call: Call,
-    lanes: int = 1,
+    *,
+    beside: bool = False,
 ) -> None:
-    """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``."""
+    """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``.
+
+    Args:
+        beside: another chunk is computed beside this one, so launches run one by one and the merge takes little of the GPU.
+    """
     q, k, v = tensors
     out, lse = results
     k, v = without_padding(k, v, call.padding)
@@ -54,16 +61,25 @@ def forward(
         for (q_, k_, v_, out_, lse_), options in launches_of(problem, views, call, k.shape[:2], whole=call.backend.facts.writes_views):
             call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
 
-    _in_lanes(plan, run, q.device, lanes)
+    _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
     if merged and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
-        merge_triton.merge_layers(layers, out, lse, flat, flat_lse)
+        merge_triton.merge_layers(layers, out, lse, flat, flat_lse, aside=beside)
     elif merged:
         torch_merge.merge_layers(layers, out, lse, parts, [x for x in part_lses if x is not None])
 
 
-def backward(plan: Plan, layers: Layers, tensors: Tensors, grads: Tensors, call: Call, dlse: torch.Tensor | None, lanes: int = 1) -> None:
+def backward(
+    plan: Plan,
+    layers: Layers,
+    tensors: Tensors,
+    grads: Tensors,
+    call: Call,
+    dlse: torch.Tensor | None,
+    *,
+    beside: bool = False,
+) -> None:
     """Write dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
     Every query head has its own key/value head here, or there is one problem and it is the whole.
@@ -91,11 +107,11 @@ def backward(plan: Plan, layers: Layers, tensors: Tensors, grads: Tensors, call:
             dlse_ = rest[0].transpose(1, 2) if rest else None
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
-    _in_lanes(plan, run, q.device, lanes)
+    _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
     if not plan.single and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
-        merge_triton.sum_layers(layers, grads, flats)
+        merge_triton.sum_layers(layers, grads, flats, aside=beside)
     elif not plan.single:
         for grad, layer in zip(grads, layer_views, strict=True):
             torch_merge.sum_layers(layers, grad, layer)

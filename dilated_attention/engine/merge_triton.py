@@ -15,7 +15,11 @@ import triton.language as tl
 
 from dilated_attention.engine.parts import Layers, table
 
-_NUM_WARPS = 8
+_NUM_WARPS = 4
+# elements of out that a program merges at a time
+_TILE = 4096
+# programs that together draw most of the memory bandwidth, from a fraction of the multiprocessors
+_PROGRAMS_ASIDE = 256
 _NO_END = 2**30
 
 
@@ -40,13 +44,28 @@ def _place(table_ptr, branch, head, num_heads, rows, num_rows, LENGTH: tl.conste
 @triton.jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
+    out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches, num_tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
+    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr,
+):  # fmt: skip
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        _merge_tile(
+            tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
+            out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
+            HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT, STEP, ZERO_KEYS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_tile(  # type: ignore[no-untyped-def]
+    tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
     out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
     DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr,
 ):  # fmt: skip
     # heads of the same rows lie side by side in memory
-    head, batch = tl.program_id(0) % num_heads, tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) // num_heads * ROWS * STEP
+    head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
+    first = tile // num_heads * ROWS * STEP
     columns = tl.arange(0, BLOCK_D)
     inside = columns < HEAD_DIM
     lse_rows = lse_ptr + batch * lse_stride_b + head * lse_stride_h
@@ -133,14 +152,30 @@ def _offset_of_others(table_ptr, head, num_heads, DIRECT: tl.constexpr):  # type
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, parts_ptr, table_ptr, num_rows, num_heads, grad_stride_b, grad_stride_n, grad_stride_h, num_batches,
+    dq_ptr, dk_ptr, dv_ptr, dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, table_ptr, num_rows, num_heads,
+    stride_b, stride_n, stride_h, num_batches, num_tiles,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
     DIRECT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(0) % num_heads, tl.program_id(1).to(tl.int64)
-    rows = (tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)) * STEP
-    if STEP > 1:
-        rows += _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
+        rows = (tile // num_heads * ROWS + tl.arange(0, ROWS)) * STEP
+        if STEP > 1:
+            rows += _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
+        start = batch * stride_b + rows.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h
+        sizes = (num_rows, num_heads, num_batches)
+        _sum_rows(dq_ptr, dq_parts_ptr, table_ptr, start, rows, head, batch, sizes, HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT)
+        _sum_rows(dk_ptr, dk_parts_ptr, table_ptr, start, rows, head, batch, sizes, HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT)
+        _sum_rows(dv_ptr, dv_parts_ptr, table_ptr, start, rows, head, batch, sizes, HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT)
+
+
+@triton.jit
+def _sum_rows(  # type: ignore[no-untyped-def]
+    grad_ptr, parts_ptr, table_ptr, start, rows, head, batch, sizes,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
+    DIRECT: tl.constexpr,
+):  # fmt: skip
+    num_rows, num_heads, num_batches = sizes
     columns = tl.arange(0, BLOCK_D)
     inside = columns < HEAD_DIM
     more = tl.zeros((ROWS,), dtype=tl.int1) if DIRECT >= 0 else rows < num_rows
@@ -152,48 +187,56 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
             more |= taken
     acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     part_start = tl.zeros((), dtype=tl.int64)
-    grad_rows = grad_ptr + batch * grad_stride_b + rows.to(tl.int64) * grad_stride_n + head.to(tl.int64) * grad_stride_h
     for branch in tl.static_range(len(LENGTHS)):
         taken, segment, place, places, segments, _zeros = _place(
             table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
         )
         if branch == DIRECT:
-            pointers = grad_rows
+            pointers = grad_ptr + start
         else:
             pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
             part_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch]) * HEAD_DIM
         acc += tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    tl.store(grad_rows[:, None] + columns[None, :], acc.to(grad_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
+    pointers = grad_ptr + start
+    tl.store(pointers[:, None] + columns[None, :], acc.to(grad_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
 
 
-def merge_layers(layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, part_lses: torch.Tensor) -> None:
-    """As ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) with last stride 1, lse (B, N, H) float32."""
+def merge_layers(
+    layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, part_lses: torch.Tensor, *, aside: bool = False
+) -> None:
+    """As ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) with last stride 1, lse (B, N, H) float32.
+
+    Args:
+        aside: run on a few multiprocessors beside other work, rather than on all of them at once.
+    """
     assert out.stride(-1) == 1 and lse.dtype is torch.float32
-    _launch(_merge_kernel, layers, out, (out, lse, parts, part_lses), (*out.stride()[:3], *lse.stride()), ZERO_KEYS=layers.zero_keys)
+    strides = (*out.stride()[:3], *lse.stride())
+    _launch(_merge_kernel, layers, out, (out, lse, parts, part_lses), strides, aside, ZERO_KEYS=layers.zero_keys)
 
 
-def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """As ``parts.sum_layers``, for several gradients (B, N, H, D) with last stride 1 and the flat buffer of each."""
-    for grad, part in zip(grads, parts, strict=True):
-        assert grad.stride(-1) == 1
-        _launch(_sum_kernel, layers, grad, (grad, part), grad.stride()[:3])
+def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, aside: bool = False) -> None:
+    """As ``parts.sum_layers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and the flat buffer of each."""
+    first = grads[0]
+    assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
+    _launch(_sum_kernel, layers, first, (*grads, *parts), first.stride()[:3], aside)
 
 
 def _launch(
-    kernel: Any, layers: Layers, x: torch.Tensor, tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], **flags: bool
+    kernel: Any, layers: Layers, x: torch.Tensor, tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], aside: bool, **flags: bool
 ) -> None:
     B, N, H, D = x.shape
     assert N < _NO_END
     step = layers.step
-    elements = 8192 if D > 32 else 4096
-    rows = max(16, elements // triton.next_power_of_2(D))
-    kernel[(triton.cdiv(triton.cdiv(N, step), rows) * H, B)](
+    rows = max(16, _TILE // triton.next_power_of_2(D))
+    tiles = triton.cdiv(triton.cdiv(N, step), rows) * H
+    kernel[(min(tiles, _PROGRAMS_ASIDE) if aside else tiles, B)](
         *tensors,
         table(layers, x.device),
         N,
         H,
         *strides,
         B,
+        tiles,
         HEAD_DIM=D,
         BLOCK_D=triton.next_power_of_2(D),
         ROWS=rows,

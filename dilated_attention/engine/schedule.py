@@ -20,8 +20,6 @@ from dilated_attention.pattern import DilatedPattern
 
 logger = logging.getLogger("dilated_attention")
 
-# launches of a lone chunk that run beside each other
-LAUNCH_LANES = 3
 # on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
 FUSED_DEVICES = {"cuda"}
 
@@ -36,11 +34,11 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
 
-    def run(chunk: Chunk, lanes: int) -> None:
+    def run(chunk: Chunk, beside: bool) -> None:
         part = _shape_of(shape, chunk)
         layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
         out_, lse_ = _narrow(shape, chunk, out, lse.transpose(1, 2))
-        fused.forward(make_plan(pattern, part), layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), lanes)
+        fused.forward(make_plan(pattern, part), layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), beside=beside)
 
     _in_chunks(forward_cut(pattern, shape, q, k), shape, q.device, run)
     return out, lse
@@ -60,7 +58,7 @@ def backward(
     own_keys = shape.num_heads == shape.num_kv_heads or (len(whole.problems) == 1 and whole.covered)
     in_layers = own_keys and not call.detached and (dlse is None or call.backend.facts.lse_grad)
 
-    def run(chunk: Chunk, lanes: int) -> None:
+    def run(chunk: Chunk, beside: bool) -> None:
         part = _shape_of(shape, chunk)
         dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
         dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
@@ -70,7 +68,7 @@ def backward(
             # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
             lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
             layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-            fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, lanes)
+            fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, beside=beside)
         else:
             for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                 grad.copy_(share)
@@ -128,16 +126,16 @@ def _has_triton() -> bool:
     return found
 
 
-def _in_chunks(cut: Cut, shape: Shape, device: torch.device, run: Callable[[Chunk, int], None]) -> None:
+def _in_chunks(cut: Cut, shape: Shape, device: torch.device, run: Callable[[Chunk, bool], None]) -> None:
     pieces = list(cut.chunks(shape.num_heads, shape.queries[1]))
     if len(pieces) == 1:
-        run(pieces[0], LAUNCH_LANES)
+        run(pieces[0], False)
         return
     with Lanes(device, min(cut.lanes, len(pieces))) as lanes:
         # turn by turn, so that a lane's merge is issued while the other lane computes
         for index, chunk in enumerate(pieces):
             with lanes.lane(index):
-                run(chunk, 1)
+                run(chunk, True)
 
 
 def _shape_of(shape: Shape, chunk: Chunk) -> Shape:
