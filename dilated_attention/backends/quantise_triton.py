@@ -76,8 +76,9 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     # a channel without a finite element has high < low
     size = tl.where(high < low, 0.0, tl.maximum(high - centre, centre - low))
     amax = tl.maximum(tl.max(size, 0), SMALLEST)
-    tl.store(factor + scale, LARGEST / amax)
-    tl.store(descale + scale, amax / LARGEST)
+    # rounded correctly: an approximate quotient moves every tie of x to the same side
+    tl.store(factor + scale, tl.div_rn(tl.zeros_like(amax) + LARGEST, amax))
+    tl.store(descale + scale, tl.div_rn(amax, tl.zeros_like(amax) + LARGEST))
 
 
 @triton.jit
