@@ -22,6 +22,7 @@ from dilated_attention.backends import Options, Request, detect, flash3_fp8, reg
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.quantise import quantise_torch
+from dilated_attention.engine import schedule
 from dilated_attention.factory import EXAMPLES
 
 HOPPER = EXAMPLES["hopper"]
@@ -179,6 +180,24 @@ def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
     assert stand_in.calls == ([(16, 16, 4), (16, 32, 4), (8, 40, 4)] if causal else [(16, 40, 4), (16, 40, 4), (8, 40, 4)])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_dilated_call_runs_on_it_segment_by_segment(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, fused: bool, causal: bool
+) -> None:
+    monkeypatch.setattr(Flash3Fp8Backend, "why_not", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
+    monkeypatch.setattr(registry, "_answers", {})
+    if fused:
+        monkeypatch.setattr(schedule, "FUSED_DEVICES", {"cuda", "cpu"})
+    q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))
+    native, native_lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True)
+    assert not stand_in.calls
+    out, lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True, precision="fp8")
+    assert {(32, 32), (16, 16)} <= {call[:2] for call in stand_in.calls}
+    assert 1e-4 < relative(out, native) < 0.05
+    assert 1e-4 < (lse - native_lse).abs().max() < 0.2
 
 
 def test_library_paths_are_checked(tmp_path: Any) -> None:

@@ -34,8 +34,9 @@ class Flash3Fp8Backend(Backend):
       first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts, joined in float32.
     * A constant in the keys costs mantissa bits that the scores need: their mean is taken out too.
 
-    Measured on an H200 by benchmarks/fp8_forward.py, where all this pays off in time from 32,768 dense keys on (131,072: 1.15 times
-    the fastest bf16 at D = 64, 1.26 at 128) and never on segments of 2048 rows, which a bf16 kernel finishes while these quantise.
+    Measured on an H200 by benchmarks/fp8_forward.py. In time it all breaks even at 32,768 dense keys and pays off beyond (131,072:
+    1.15 times the fastest bf16 at D = 64, 1.26 at 128), never on segments of 2048 rows: rounding those takes longer than the faster
+    products save.
     """
 
     name = "flash3_fp8"
