@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 import dilated_attention
-from dilated_attention.backends import PACKAGES
+from dilated_attention.backends import PACKAGES, PRECISIONS
 from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--head-dim", type=int, default=64)
     info.add_argument("--num-heads", type=int, default=8)
     info.add_argument("--num-kv-heads", type=int)
+    info.add_argument("--precision", choices=PRECISIONS, default="native")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         info.add_argument(f"--{flag}", action="store_true")
     info.add_argument("--json", action="store_true", help="machine-readable")
@@ -49,6 +50,7 @@ def _info(args: argparse.Namespace) -> int:
         window=args.window,
         dropout_p=0.1 if args.dropout else 0.0,
         deterministic=args.deterministic,
+        precision=args.precision,
     )
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if args.json:
@@ -68,6 +70,6 @@ def _described(hardware: Hardware) -> str:
     parts = [f"{hardware.name or hardware.device_type}: {hardware.architecture}"]
     if hardware.cudnn_version is not None:
         parts.append(f"cuDNN {hardware.cudnn_version}")
-    known = (*PACKAGES, "flash-attn-3")
+    known = (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8")
     parts += [f"{package} {'installed' if package in hardware.packages else 'not installed'}" for package in known]
     return ", ".join(parts)

@@ -86,6 +86,7 @@ def test_list_backends_names_all() -> None:
     assert set(list_backends()) == {
         "flash4",
         "flash3",
+        "flash3_fp8",
         "flash2",
         "sdpa_cudnn",
         "sdpa_flash",

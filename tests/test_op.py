@@ -178,6 +178,7 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
         False,
         requires_grad,
         given.get("backend", "auto"),
+        "native",
     )
     return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), *pattern, *layout, *rest)
 

@@ -434,7 +434,7 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    op._prepare(False, tensors, None, None, None, pattern, [], False, 1.0, 0, 0.0, False, False, False, "auto")
+    op._prepare(False, tensors, None, None, None, pattern, [], False, 1.0, 0, 0.0, False, False, False, "auto", "native")
     return asked[0]
 
 

@@ -1,8 +1,20 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from dilated_attention.backends.base import Backend, BackendUnavailable, Dropout, Facts, Mask, Options, Registry, Request, registry
+from dilated_attention.backends.base import (
+    PRECISIONS,
+    Backend,
+    BackendUnavailable,
+    Dropout,
+    Facts,
+    Mask,
+    Options,
+    Registry,
+    Request,
+    registry,
+)
 from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
+from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash4 import Flash4Backend
 from dilated_attention.backends.flex import FlexBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
@@ -13,6 +25,7 @@ from dilated_attention.backends.xformers import XformersBackend
 
 registry.register(Flash4Backend())
 registry.register(Flash3Backend())
+registry.register(Flash3Fp8Backend())
 registry.register(Flash2Backend())
 registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
@@ -36,6 +49,7 @@ registry.set_order("rocm", ("math",))
 
 __all__ = [
     "PACKAGES",
+    "PRECISIONS",
     "Backend",
     "BackendUnavailable",
     "Dropout",

@@ -21,6 +21,8 @@ logger = logging.getLogger("dilated_attention")
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})
+# what ``precision=`` accepts
+PRECISIONS = ("native", "fp8")
 _MOST_ANSWERS = 4096
 
 
@@ -51,12 +53,16 @@ class Request:
     extent: int = 0
     # rows of a typical problem; 0 where unknown
     length: int = 0
+    # "native": products in the inputs' dtype · "fp8": in 8-bit floats
+    precision: str = "native"
 
     def describe(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]
         parts.append(f"{self.num_heads} heads" if self.num_heads == self.num_kv_heads else f"{self.num_heads}/{self.num_kv_heads} heads")
         parts.append("causal" if self.causal else "full")
         parts.append("backward" if self.needs_grad else "forward")
+        if self.precision != "native":
+            parts.append(self.precision)
         for flag in ("key_mask", "window", "dropout", "deterministic", "lse_grad"):
             if getattr(self, flag):
                 parts.append(flag)
@@ -69,6 +75,7 @@ class Facts:
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
+    precisions: frozenset[str] = frozenset({"native"})
     package: str | None = None
     install: str = ""
     capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
@@ -223,6 +230,10 @@ def hardware_reasons(facts: Facts, hardware: Hardware) -> list[str]:
 
 def _request_reasons(facts: Facts, request: Request) -> list[str]:
     reasons = []
+    if request.precision not in facts.precisions:
+        way_out = " or ".join(f'precision="{name}"' for name in sorted(facts.precisions))
+        what = "in the inputs' precision" if "native" in facts.precisions else " and ".join(sorted(facts.precisions))
+        reasons.append(f"computes {what} only, not {request.precision}: {way_out}")
     if request.dtype not in facts.dtypes:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in facts.dtypes))
         reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")

@@ -27,7 +27,8 @@ class Hardware:
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
-        packages: optional kernel packages that can be imported, by the names in ``PACKAGES`` and ``"flash-attn-3"``.
+        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
+            ``"flash-attn-3-fp8"``.
         name: for display only; nothing reads it.
     """
 
@@ -87,6 +88,9 @@ def _packages() -> frozenset[str]:
     # FlashAttention-3 is known by its registered ops: several packages bring them, none under one name
     if hasattr(torch.ops.flash_attn_3, "fwd") or _importable("flash_attn_interface"):
         found.add("flash-attn-3")
+    # its fp8 kernels are no op of their own: a build without them refuses only when called. fa3-fwd always has them
+    if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
+        found.add("flash-attn-3-fp8")
     return frozenset(found)
 
 

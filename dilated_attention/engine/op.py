@@ -63,10 +63,11 @@ def dilated_attention_op(
     deterministic: bool,
     needs_grad: bool,
     backend: str,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, Nq, H, D), lse (B, H, Nq)). ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
+    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend, precision)
     if not q.numel():
         if cu_seqlens is not None:
             document_ranges(cu_seqlens, k.shape[1])
@@ -104,6 +105,7 @@ def dilated_attention_backward_op(
     deterministic: bool,
     needs_grad: bool,
     backend: str,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, in the inputs' dtype."""
     if not q.numel():
@@ -113,7 +115,7 @@ def dilated_attention_backward_op(
             torch.zeros_like(v, memory_format=torch.contiguous_format),
         )
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend)
+    settings = (window, is_causal, scale, query_offset, dropout_p, detached, deterministic, needs_grad, backend, precision)
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
     shape, call = _prepare(True, (q, k, v, dout), key_padding_mask, cu_seqlens, seed, pattern, *settings)
     with _without_autocast(q):
@@ -142,6 +144,7 @@ def _prepare(
     deterministic: bool,
     needs_grad: bool,
     backend: str,
+    precision: str,
 ) -> tuple[Shape, Call]:
     """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
 
@@ -165,6 +168,7 @@ def _prepare(
         dropout=dropout_p > 0,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=precision,
         extent=max(_segment_extent(x, longest) for x in views),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )

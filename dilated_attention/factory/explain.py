@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, Hardware, Request, detect, registry
+from dilated_attention.backends import PRECISIONS, BackendUnavailable, Hardware, Request, detect, registry
+from dilated_attention.pattern.checks import one_of
 
 
 def list_backends() -> tuple[str, ...]:
@@ -96,6 +97,7 @@ def explain_backend(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     backend: str = "auto",
+    precision: str = "native",
 ) -> Explanation:
     """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
 
@@ -127,8 +129,10 @@ def explain_backend(
         dropout=dropout_p > 0,
         deterministic=deterministic,
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=precision,
     )
     registry.check_name(backend)
+    one_of("precision", precision, PRECISIONS)
     forward_table = registry.table(request)
     backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
     rows = tuple(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.backends import registry
+from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import one_of
@@ -33,6 +33,7 @@ class DilatedAttention(nn.Module):
         mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).
         deterministic: only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+        precision: ``"native"`` · ``"fp8"``: 8-bit products, without gradients, on Hopper.
 
     Raises:
         ValueError, TypeError: a setting that cannot work, at construction.
@@ -54,6 +55,7 @@ class DilatedAttention(nn.Module):
         mixture_grad: str = "exact",
         deterministic: bool = False,
         backend: str = "auto",
+        precision: str = "native",
     ) -> None:
         super().__init__()
         self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
@@ -65,6 +67,8 @@ class DilatedAttention(nn.Module):
         self.deterministic = check.check_bool("deterministic", deterministic)
         registry.check_name(backend)
         self.backend = backend
+        one_of("precision", precision, PRECISIONS)
+        self.precision = precision
 
     @property
     def pattern(self) -> DilatedPattern:
@@ -121,6 +125,7 @@ class DilatedAttention(nn.Module):
             return_lse=return_lse,
             deterministic=self.deterministic,
             backend=self.backend,
+            precision=self.precision,
         )
 
     def extra_repr(self) -> str:
@@ -136,5 +141,6 @@ class DilatedAttention(nn.Module):
             ("mixture_grad", self.mixture_grad, "exact"),
             ("deterministic", self.deterministic, False),
             ("backend", self.backend, "auto"),
+            ("precision", self.precision, "native"),
         )
         return ", ".join(parts + [f"{name}={value!r}" for name, value, default in settings if value != default])

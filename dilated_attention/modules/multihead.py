@@ -35,7 +35,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         rotary: rotate queries and keys by absolute position, before dilation; with ``cu_seqlens``, position in the document.
         rotary_base: θ of the rotation, > 1.
         qk_norm: RMSNorm of each query and key head (``q_norm``, ``k_norm``), before the rotation.
-        head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend: as of ``DilatedAttention``.
+        head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, precision: as of ``DilatedAttention``.
         device, dtype: of the parameters.
 
     Raises:
@@ -71,6 +71,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        precision: str = "native",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -99,6 +100,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
             mixture_grad=mixture_grad,
             deterministic=deterministic,
             backend=backend,
+            precision=precision,
         )
         # refuses lists of offsets that are not one per head
         self.attention.pattern.offsets(self.num_heads)
