@@ -6,16 +6,19 @@ run the same Plan on the same backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
+from dilated_attention.backends.base import Options
 from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.parts import Layers, of_problem
 from dilated_attention.engine.plan import Plan, Problem
-from dilated_attention.engine.run import Call, accumulation_dtype, launches_of, without_padding
-from dilated_attention.engine.views import key_rows, query_rows
+from dilated_attention.engine.run import Call, accumulation_dtype, launches_of, max_rows, without_padding
+from dilated_attention.engine.views import key_rows, launches, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
 # launches that run beside each other where no other chunk does
@@ -53,12 +56,11 @@ def forward(
         lse.fill_(-torch.inf)
 
     def run(problem: Problem) -> None:
-        queries, keys = query_rows(problem, 0), key_rows(problem, 0)
         part, part_lse = parts[problem.branch], part_lses[problem.branch]
-        views = [queries.of(q), keys.of(k), keys.of(v)]
-        views.append(queries.of(out) if part is None else of_problem(problem, part))
-        views.append(queries.of(lse) if part_lse is None else of_problem(problem, part_lse).transpose(2, 3))
-        for (q_, k_, v_, out_, lse_), options in launches_of(problem, views, call, k.shape[:2], whole=call.backend.facts.writes_views):
+        tensors = [(_QUERIES, q), (_KEYS, k), (_KEYS, v)]
+        tensors.append((_QUERIES, out) if part is None else (_LAYER, part))
+        tensors.append((_QUERIES, lse) if part_lse is None else (_LSE_LAYER, part_lse))
+        for (q_, k_, v_, out_, lse_), options in _launches(problem, tensors, call, k.shape[:2], call.backend.facts.writes_views):
             call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
 
     _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
@@ -96,14 +98,13 @@ def backward(
             grad.zero_()
 
     def run(problem: Problem) -> None:
-        queries, keys = query_rows(problem, 0), key_rows(problem, 0)
-        views = [queries.of(dout), queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
-        for grad, rows, layer in zip(grads, (queries, keys, keys), layer_views, strict=True):
+        tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), (_QUERIES, out), (_QUERIES, lse)]
+        for grad, which, layer in zip(grads, (_QUERIES, _KEYS, _KEYS), layer_views, strict=True):
             part = layer[problem.branch]
-            views.append(rows.of(grad) if part is None else of_problem(problem, part))
+            tensors.append((which, grad) if part is None else (_LAYER, part))
         if dlse is not None:
-            views.append(queries.of(dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
+            tensors.append((_QUERIES, dlse))
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, tensors, call, k.shape[:2], False):
             dlse_ = rest[0].transpose(1, 2) if rest else None
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
@@ -129,3 +130,51 @@ def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, 
             with lanes.lane(lane):
                 for problem in problems[lane :: len(lanes)]:
                     run(problem)
+
+
+# which rows of a tensor a problem takes
+_QUERIES, _KEYS, _LAYER, _LSE_LAYER = range(4)
+_Geometry = tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+
+
+def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
+    """View (B, S, L, G, …)."""
+    if which == _LAYER:
+        return of_problem(problem, x)
+    if which == _LSE_LAYER:
+        return of_problem(problem, x).transpose(2, 3)
+    return (query_rows if which == _QUERIES else key_rows)(problem, 0).of(x)
+
+
+def _launches(
+    problem: Problem, tensors: list[tuple[int, torch.Tensor]], call: Call, batch_and_keys: torch.Size, whole: bool
+) -> Iterator[tuple[list[torch.Tensor], Options]]:
+    """The problem's launches: views of every tensor, and options."""
+    if call.padding is not None:
+        # every launch has a slice of the mask
+        yield from launches_of(problem, [_rows(problem, which, x) for which, x in tensors], call, batch_and_keys, whole=whole)
+        return
+    facts = call.backend.facts
+    q = tensors[0][1]
+    limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, q))
+    shapes = tuple((which, x.shape, x.stride()) for which, x in tensors)
+    options = replace(call.options, causal=True) if problem.causal else call.options
+    for geometry in _geometry(problem, shapes, limits):
+        yield (
+            [
+                x.as_strided(size, stride, x.storage_offset() + offset)
+                for (_, x), (size, stride, offset) in zip(tensors, geometry, strict=True)
+            ],
+            options,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(
+    problem: Problem, shapes: tuple[tuple[int, torch.Size, tuple[int, ...]], ...], limits: tuple[int | None, ...]
+) -> tuple[_Geometry, ...]:
+    """(size, stride, offset) of every view of every launch: worked out once, since short launches wait for the CPU."""
+    max_batch, max_extent, rows = limits
+    views = [_rows(problem, which, torch.empty_strided(shape, stride, device="meta")) for which, shape, stride in shapes]
+    cut = launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows)
+    return tuple(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group) for group in cut)

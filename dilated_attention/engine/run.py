@@ -20,7 +20,7 @@ from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
 
 # results of one launch are held twice for a moment (kernel's own, merged); longer branches run in chunks of segments
-PART_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,9 @@ def launches_of(
         views += [_of_positions(query_rows(problem, 0), positions), _of_positions(key_rows(problem, 0), positions)]
         views.append(_of_positions(key_rows(problem, 0), batch))
     facts = call.backend.facts
-    row_bytes = 4 * views[0].shape[-1] * problem.heads.count
-    max_rows = None if whole else PART_BYTES.get(views[0].device.type, PART_BYTES["cuda"]) // row_bytes
+    rows = None if whole else max_rows(problem, views[0])
     base = replace(call.options, causal=problem.causal)
-    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=max_rows):
+    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=rows):
         extra = group[num_views:]
         padding = extra.pop(0) if call.padding is not None else None
         options = replace(base, mask=Mask(padding, problem.band))
@@ -199,6 +198,11 @@ def launches_of(
             heads = torch.arange(problem.heads.count, device=views[0].device) * problem.heads.step + problem.heads.start
             options = replace(options, dropout=Dropout(call.dropout_p, call.seed, extra[2][:, 0], heads, extra[0], extra[1]))
         yield group[:num_views], options
+
+
+def max_rows(problem: Problem, q: torch.Tensor) -> int:
+    """Rows that a launch may return or accumulate in float32."""
+    return PART_BYTES.get(q.device.type, PART_BYTES["cuda"]) // (4 * q.shape[-1] * problem.heads.count)
 
 
 def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
