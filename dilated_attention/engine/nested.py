@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -124,8 +125,9 @@ def nested_family(lengths: Sequence[int], rates: Sequence[int], offsets: Sequenc
 class TileTable:
     """What the query tiles of one level visit, the same for every head, longest segment and progression of rows.
 
-    Query tile Q holds rows Q·tile … of its progression inside the longest segment. Its key tiles are ``tiles[Q, :counts[Q, 1]]``, of which
-    the first ``counts[Q, 0]`` cross the diagonal.
+    Query tile Q holds rows Q·tile … of its progression inside the longest segment. Its key tiles are ``tiles[Q, :counts[Q, 2]]``; causal:
+    the first ``counts[Q, 0]`` cross the diagonal, those up to ``counts[Q, 1]`` lie before it, and the last are hidden from the first half
+    of the query tile's rows and cross the diagonal of the second.
 
     tiles (Q, T, 4) int32: branch, step, first row (counted in the progression, from the start of the longest segment), rate;
     shared (Q, T) int32: the multiplicity m of every pair of the two tiles.
@@ -152,15 +154,52 @@ def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int,
         shared = sum((start // w == query // w).int() for w in family.lengths[: key_level + 1])
         kind = torch.ones_like(start)
         if is_causal:
-            kind = torch.where(start >= query + span, 2, (start + key_span <= query).long())
+            kind = (start + key_span <= query).long()
+            kind = torch.where(start >= query + span // 2, 2, kind)
+            kind = torch.where(start >= query + span, 3, kind)
         for step in steps:
             entry = torch.stack([torch.full_like(start, branch), torch.full_like(start, step), start // rate, torch.full_like(start, rate)], -1)
             columns.append((entry, torch.as_tensor(shared), kind))
     tiles, shared, kind = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
     order = kind.argsort(dim=1, stable=True)
     tiles = tiles.gather(1, order[..., None].expand(-1, -1, 4))
-    counts = torch.stack([(kind == 0).sum(1), (kind < 2).sum(1)], -1)
+    counts = torch.stack([(kind == 0).sum(1), (kind < 2).sum(1), (kind < 3).sum(1)], -1)
     return TileTable(tiles.int().contiguous(), shared.gather(1, order).int().contiguous(), counts.int().contiguous())
+
+
+class DeviceTable(NamedTuple):
+    tiles: torch.Tensor
+    bias: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor
+    width: int
+
+
+@functools.lru_cache(maxsize=64)
+def device_table(
+    family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device
+) -> DeviceTable:
+    """A level's table on the device: bias (log2 of the multiplicities) and, if causal, starts (H, Q, T): where each head's key tiles
+    begin, counted from the start of the longest segment. Padded at the end, as the Gluon kernel reads an entry ahead."""
+    table = tile_table(family, level, tile_rows, tile_keys, is_causal)
+    offsets = torch.tensor(family.offsets, dtype=torch.int32).T
+    branch, step, first, rate = table.tiles.unbind(-1)
+    starts = (offsets[:, branch] + step) % rate + first * rate if is_causal else branch
+    tiles, bias, starts = (torch.nn.functional.pad(x.flatten(), (0, 8)) for x in (table.tiles, table.shared.float().log2(), starts))
+    return DeviceTable(tiles.to(device), bias.to(device), table.counts.to(device), starts.to(device), table.shared.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
+    return torch.tensor(family.offsets, dtype=torch.int32, device=device)
+
+
+def level_constants(family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """ROW and FAMILY of a level's launch: see the kernels."""
+    branch = family.row_branch(level)
+    rate, steps = family.rates[branch], family.row_steps(level)
+    row = (branch, rate, family.rates[level] if steps != (0,) else 0)
+    return row, (family.lengths[-1] // (tile_rows * rate), table_width, len(steps), family.num_heads, group, family.lengths[-1])
 
 
 def nested_attention_twin(
@@ -203,7 +242,7 @@ def nested_attention_twin(
 
 def _keys_of(family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, multiplicities) of all keys that a query tile visits, tile after tile."""
-    count = int(table.counts[tile, 1])
+    count = int(table.counts[tile, 2])
     positions = []
     for branch, step, first, rate in table.tiles[tile, :count].tolist():
         positions.append(segment + family.residue(branch, step, head) + (first + torch.arange(tile_keys)) * rate)

@@ -23,39 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilated_attention.engine.nested import NestedFamily
-from dilated_attention.engine.nested_triton import device_offsets, device_table, level_constants
+from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.engine.nested_triton import MAX_DESCRIPTORS, TILE_KEYS, TILE_ROWS
 
-MAX_DESCRIPTORS = 6
-TILE_ROWS = 128
 WARPGROUP_ROWS = 64
 # renamed in Triton 3.7
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
-# 2^x of the first of four elements by a cubic on [-1/2, 1/2] (relative error 7e-5, bf16 keeps 4e-3), of the others by the special function
-# unit, which is what bounds the rate at head dim 64
-_EX2_QUARTER = gl.constexpr(
-    """{
-    .reg .f32 x, n, f, p;
-    .reg .b32 e;
-    max.ftz.f32 x, $4, 0fC2FC0000;
-    add.rn.ftz.f32 n, x, 0f4B400000;
-    sub.rn.ftz.f32 f, n, 0f4B400000;
-    sub.rn.ftz.f32 f, x, f;
-    fma.rn.ftz.f32 p, f, 0f3D61FBAC, 0f3E786F0D;
-    fma.rn.ftz.f32 p, p, f, 0f3F31798D;
-    fma.rn.ftz.f32 p, p, f, 0f3F7FFB49;
-    mov.b32 e, n;
-    shl.b32 e, e, 23;
-    mov.b32 $0, p;
-    add.s32 $0, $0, e;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    ex2.approx.ftz.f32 $3, $7;
-    }"""
-)
-
 
 @gluon.jit
 def _decode(index, Q_TILES: gl.constexpr, STEPS: gl.constexpr, segments, HEADS: gl.constexpr):
@@ -101,7 +76,7 @@ def _produce(
         for half in gl.static_range(2):
             row = segment * (TOP // row_rate) + tile * 128 + half * 64
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, residue * q_token], q_full, q_smem.index(half))
-        count = gl.load(counts_ptr + tile * 2 + 1)
+        count = gl.load(counts_ptr + tile * 3 + 2)
         for j in range(count):
             entry = tiles_ptr + (tile * T + j) * 4
             branch = gl.load(entry)
@@ -128,40 +103,37 @@ def _produce(
 
 
 @gluon.jit
-def _exp2(x, CUBIC: gl.constexpr):
-    if CUBIC:
-        return gl.inline_asm_elementwise(_EX2_QUARTER, "=r,=r,=r,=r,r,r,r,r", [x], dtype=gl.float32, is_pure=True, pack=4)
-    else:
-        return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+def _exp2(x):
+    # the instruction that flushes denormals: gl.exp2 spends three more to keep them
+    return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _hide_later(s, entry, offsets_ptr, segment_start, head, rows, HEADS: gl.constexpr, TILE_KEYS: gl.constexpr):
-    """−inf where the key's position is after the query's."""
-    rate = gl.load(entry + 3)
-    residue = _residue(offsets_ptr, gl.load(entry), gl.load(entry + 1), rate, head, HEADS)
-    keys = gl.arange(0, TILE_KEYS, layout=gl.SliceLayout(0, s.type.layout))
-    keys = segment_start + residue + (gl.load(entry + 2) + keys) * rate
-    return gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1), s, float("-inf"))
+def _hide_later(s, start, rate, rows, TILE_KEYS: gl.constexpr):
+    """−inf where the key's position, start + column · rate, is after the query's."""
+    ahead = rows - start
+    last = gl.where(ahead < 0, -1, ahead // rate)
+    columns = gl.arange(0, TILE_KEYS, layout=gl.SliceLayout(0, s.type.layout))
+    return gl.where(gl.expand_dims(columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
 
 
 @gluon.jit
-def _weights(s, highest, total, shared, scale_log2, CUBIC: gl.constexpr):
+def _weights(s, highest, total, shared, scale_log2):
     """One step of the online softmax: (weights, rescaling of what was summed, new row maximum, new row sum)."""
     new = gl.maximum(highest, gl.max(s, 1))
     # the maximum is one of raw scores: weights reach m, not 1, which costs nothing
     offset = new * scale_log2 - shared
-    p = _exp2(s * scale_log2 - gl.expand_dims(offset, 1), CUBIC)
-    rescale = _exp2((highest - new) * scale_log2, False)
+    p = _exp2(s * scale_log2 - gl.expand_dims(offset, 1))
+    rescale = _exp2((highest - new) * scale_log2)
     return p, rescale, new, total * rescale + gl.sum(p, 1)
 
 
 @gluon.jit
 def _consume(
     PART: gl.constexpr, o_desc, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    tiles_ptr, bias_ptr, counts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
+    tiles_ptr, bias_ptr, counts_ptr, starts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
     ROW: gl.constexpr, FAMILY: gl.constexpr, STAGES: gl.constexpr,
-    D: gl.constexpr, TILE_KEYS: gl.constexpr, CAUSAL: gl.constexpr, CUBIC: gl.constexpr, Q_REG: gl.constexpr,
+    D: gl.constexpr, TILE_KEYS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     segments, total_tiles = shape
     lse_batch, lse_head, lse_token = lse_strides
@@ -181,27 +153,30 @@ def _consume(
     q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     k_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_KEYS, D], dtype)
     scale_log2 = scale * 1.4426950408889634
-    q_tile = q_smem.index(PART)._reinterpret(dtype, [64, D], q_shared)
     zeros = gl.zeros([64, TILE_KEYS], gl.float32, s_layout)
     done = 0
     round_ = 0
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
         tile, u, segment, head, batch = _decode(index, Q_TILES, STEPS, segments, HEADS)
         residue = _residue(offsets_ptr, row_branch, (u + 1) * row_step, row_rate, head, HEADS)
-        first_row = tile * 128 + PART * 64
+        # The second half of the rows sees more keys: the consumers take it in turn.
+        half = PART ^ (round_ & 1)
+        first_row = tile * 128 + half * 64
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         rows = segment * TOP + residue + (first_row + rows) * row_rate
-        masked = gl.load(counts_ptr + tile * 2)
-        count = gl.load(counts_ptr + tile * 2 + 1)
-        entry = tiles_ptr + tile * T * 4
+        masked = gl.load(counts_ptr + tile * 3)
+        first_half = gl.load(counts_ptr + tile * 3 + 1)
+        both = gl.load(counts_ptr + tile * 3 + 2)
+        count = first_half if half == 0 else both
         bias = bias_ptr + tile * T
+        # positions are counted from the start of the longest segment where keys are compared with queries
+        inside = rows - segment * TOP
+        starts = starts_ptr + (head * Q_TILES + tile) * T
+        rates = tiles_ptr + tile * T * 4 + 3
 
         mbarrier.wait(q_full, round_ & 1)
-        if Q_REG:
-            q = q_tile.load(q_layout)
-            mbarrier.arrive(q_empty, count=1)
-        else:
-            q = q_tile
+        q = q_smem.index(half)._reinterpret(dtype, [64, D], q_shared).load(q_layout)
+        mbarrier.arrive(q_empty, count=1)
         stage = done % STAGES
         phase = (done // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
@@ -209,13 +184,18 @@ def _consume(
         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shared = gl.load(bias)
         following = gl.load(bias + 1)
+        if CAUSAL:
+            start = gl.load(starts)
+            rate = gl.load(rates)
+            next_start = gl.load(starts + 1)
+            next_rate = gl.load(rates + 4)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         if CAUSAL:
-            s = _hide_later(s, entry, offsets_ptr, segment * TOP, head, rows, HEADS, TILE_KEYS)
+            s = _hide_later(s, start, rate, inside, TILE_KEYS)
         highest = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-        weights, rescale, highest, total = _weights(s, highest, total, shared, scale_log2, CUBIC)
+        weights, rescale, highest, total = _weights(s, highest, total, shared, scale_log2)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         o = gl.zeros([64, D], gl.float32, o_layout)
         next_stage = (done + 1) % STAGES
@@ -224,6 +204,11 @@ def _consume(
         for j in range(1, count):
             shared = following
             following = gl.load(bias + j + 1)
+            if CAUSAL:
+                start = next_start
+                rate = next_rate
+                next_start = gl.load(starts + j + 1)
+                next_rate = gl.load(rates + (j + 1) * 4)
             k = k_smem.index(next_stage)._reinterpret(dtype, [TILE_KEYS, D], k_shared)
             s_running = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(stage), phase)
@@ -232,9 +217,9 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=(s_running,))
             mbarrier.arrive(k_empty.index(next_stage), count=1)
             if CAUSAL:
-                if j < masked:
-                    s = _hide_later(s, entry + j * 4, offsets_ptr, segment * TOP, head, rows, HEADS, TILE_KEYS)
-            weights, rescale, highest, total = _weights(s, highest, total, shared, scale_log2, CUBIC)
+                if (j < masked) | (j >= first_half):
+                    s = _hide_later(s, start, rate, inside, TILE_KEYS)
+            weights, rescale, highest, total = _weights(s, highest, total, shared, scale_log2)
             # Waiting for the key tile after the next belongs here: its branch, and the new weights passing through the wait for P·V, keep
             # LLVM and ptxas from sinking the softmax below that wait, where it would overlap with nothing.
             done += 1
@@ -248,8 +233,6 @@ def _consume(
             stage = next_stage
             next_stage = after
 
-        if not Q_REG:
-            mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(v_full.index(stage), phase)
         v = v_smem.index(stage)._reinterpret(dtype, [TILE_KEYS, D], k_shared)
         o_running = warpgroup_mma(p, v, o, is_async=True)
@@ -259,7 +242,7 @@ def _consume(
         o = warpgroup_mma_wait(0, deps=(o_running,))
         mbarrier.arrive(v_empty.index(stage), count=1)
         done += 1
-        o = o / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, o_layout)), 1)
+        o = o * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout)), 1)
         # the store of the query tile before must have read its buffer
         tma.store_wait(0)
         _barrier()
@@ -268,6 +251,16 @@ def _consume(
         _barrier()
         row = segment * (TOP // row_rate) + first_row
         tma.async_copy_shared_to_global(o_desc, [batch, head, row, residue * o_token], o_smem.index(PART))
+        if CAUSAL:
+            # key tiles that only the other half sees: let them go as they come
+            for _ in range(count, both):
+                stage = done % STAGES
+                phase = (done // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                done += 1
         round_ += 1
     tma.store_wait(0)
 
@@ -275,10 +268,10 @@ def _consume(
 @gluon.jit(do_not_specialize=["segments", "total"])
 def nested_kernel(
     q_desc, o_desc, k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5,
-    tiles_ptr, bias_ptr, counts_ptr, offsets_ptr, lse_ptr, segments, total,
+    tiles_ptr, bias_ptr, counts_ptr, starts_ptr, offsets_ptr, lse_ptr, segments, total,
     q_token, k_token, v_token, o_token, lse_batch, lse_head, lse_token, scale,
     FIRST: gl.constexpr, RATES: gl.constexpr, ROW: gl.constexpr, FAMILY: gl.constexpr,
-    D: gl.constexpr, TILE_KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CUBIC: gl.constexpr, Q_REG: gl.constexpr,
+    D: gl.constexpr, TILE_KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """RATES: the rates of branches FIRST …, one descriptor each. ROW: (row_branch, its rate, r_level or 0 at the top).
     FAMILY: (query tiles, table width, progressions of rows, query heads, query heads per key head, longest segment)."""
@@ -310,12 +303,12 @@ def nested_kernel(
         [
             (_consume, (
                 zero, o_desc, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                tiles_ptr, bias_ptr, counts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
-                ROW, FAMILY, STAGES, D, TILE_KEYS, CAUSAL, CUBIC, Q_REG)),
+                tiles_ptr, bias_ptr, counts_ptr, starts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
+                ROW, FAMILY, STAGES, D, TILE_KEYS, CAUSAL)),
             (_consume, (
                 one, o_desc, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                tiles_ptr, bias_ptr, counts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
-                ROW, FAMILY, STAGES, D, TILE_KEYS, CAUSAL, CUBIC, Q_REG)),
+                tiles_ptr, bias_ptr, counts_ptr, starts_ptr, offsets_ptr, lse_ptr, shape, o_token, lse_strides, scale,
+                ROW, FAMILY, STAGES, D, TILE_KEYS, CAUSAL)),
             (_produce, (
                 q_desc, k_descs, v_descs, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 tiles_ptr, counts_ptr, offsets_ptr, shape, (q_token, k_token, v_token),
@@ -335,30 +328,31 @@ def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescr
 
 def gluon_forward(
     family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
-    *, tile_keys: int = 128, stages: int | None = None, cubic: bool | None = None, q_in_registers: bool | None = None,
+    *, tile_keys: int = TILE_KEYS, stages: int | None = None, programs: int | None = None,
 ) -> None:  # fmt: skip
     """The Gluon kernel, one launch per level; arguments as for ``nested_forward``, whose rule must have passed."""
     B, _, H, D = q.shape
     stages = (256 if D == 128 else 512) // tile_keys if stages is None else stages
-    cubic = D <= 64 if cubic is None else cubic
-    q_in_registers = D <= 64 if q_in_registers is None else q_in_registers
+    if programs is None:
+        # Programs take every programs-th query tile, and costs of causal tiles repeat in powers of two: with an odd number each gets all kinds.
+        programs = _multiprocessors(q.device) - (1 if is_causal and _multiprocessors(q.device) % 2 == 0 else 0)
     segments = family.num_positions // family.lengths[-1]
     offsets = device_offsets(family, q.device)
     for level in range(family.num_levels):
         if not family.row_steps(level):
             continue
-        tiles, bias, counts = device_table(family, level, TILE_ROWS, tile_keys, is_causal, q.device)
-        row, constants = level_constants(family, level, TILE_ROWS, tiles.shape[1], H // k.shape[2])
+        table = device_table(family, level, TILE_ROWS, tile_keys, is_causal, q.device)
+        row, constants = level_constants(family, level, TILE_ROWS, table.width, H // k.shape[2])
         first = min(level, 1)
         rates = family.rates[first : level + 1]
         used = [*rates, *rates[-1:] * (MAX_DESCRIPTORS - len(rates))]
         total = constants[0] * constants[2] * segments * H * B
-        nested_kernel[(min(total, _multiprocessors(q.device)),)](
+        nested_kernel[(min(total, programs),)](
             _descriptor(q, family.num_positions, row[1], WARPGROUP_ROWS), _descriptor(out, family.num_positions, row[1], WARPGROUP_ROWS),
             *(_descriptor(k, family.num_positions, r, tile_keys) for r in used), *(_descriptor(v, family.num_positions, r, tile_keys) for r in used),
-            tiles, bias, counts, offsets, lse, segments, total,
+            table.tiles, table.bias, table.counts, table.starts, offsets, lse, segments, total,
             q.stride(1), k.stride(1), v.stride(1), out.stride(1), lse.stride(0), lse.stride(1), lse.stride(2), scale,
-            first, rates, row, constants, D, tile_keys, stages, is_causal, cubic, q_in_registers, num_warps=4, maxnreg=168,
+            first, rates, row, constants, D, tile_keys, stages, is_causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
 

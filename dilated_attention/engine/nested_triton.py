@@ -6,13 +6,21 @@ under TRITON_INTERPRET=1 on the CPU, where it is what the tests compare with the
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.engine.nested import NestedFamily, tile_table
+from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
+
+HEAD_DIMS = (64, 128)
+# of the Gluon kernel: query rows and keys of a tile, branches with a rate of their own
+TILE_ROWS = 128
+TILE_KEYS = 128
+MAX_DESCRIPTORS = 6
+HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -25,7 +33,7 @@ def _residue(offsets_ptr, branch, step, rate, head, HEADS: tl.constexpr):
 
 @triton.jit
 def _step(
-    j, masked, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token, scale_log2,
+    j, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token, scale_log2,
     HEADS: tl.constexpr, D: tl.constexpr, TILE_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One key tile: online softmax with the tile's multiplicity in the offset of its exponents."""
@@ -37,8 +45,7 @@ def _step(
     k = tl.load(k_ptr + keys.to(tl.int64)[None, :] * k_token + channels[:, None])
     s = tl.dot(q, k, input_precision="ieee")
     if CAUSAL:
-        if j < masked:
-            s = tl.where(keys[None, :] <= rows[:, None], s, float("-inf"))
+        s = tl.where(keys[None, :] <= rows[:, None], s, float("-inf"))
     new = tl.maximum(highest, tl.max(s, 1))
     p = tl.exp2(s * scale_log2 - (new * scale_log2 - tl.load(bias_ptr + j))[:, None])
     rescale = tl.exp2((highest - new) * scale_log2)
@@ -84,8 +91,9 @@ def nested_pointer_kernel(
     v_ptr += batch * v_batch + (head // GROUP).to(tl.int64) * v_head
     tiles_ptr += tile * T * 4
     bias_ptr += tile * T
-    masked = tl.load(counts_ptr + tile * 2)
-    count = tl.load(counts_ptr + tile * 2 + 1)
+    masked = tl.load(counts_ptr + tile * 3)
+    unmasked = tl.load(counts_ptr + tile * 3 + 1)
+    count = tl.load(counts_ptr + tile * 3 + 2)
     scale_log2 = scale * LOG2_E
     highest = tl.full([TILE_ROWS], -1e30, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
@@ -93,41 +101,22 @@ def nested_pointer_kernel(
     if CAUSAL:
         for j in range(masked):
             highest, total, acc = _step(
-                j, masked, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token,
+                j, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token,
+                scale_log2, HEADS, D, TILE_KEYS, True)  # fmt: skip
+        for j in range(unmasked, count):
+            highest, total, acc = _step(
+                j, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token,
                 scale_log2, HEADS, D, TILE_KEYS, True)  # fmt: skip
     else:
         masked = 0
-    for j in range(masked, count):
+    for j in range(masked, unmasked):
         highest, total, acc = _step(
-            j, masked, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token,
+            j, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token,
             scale_log2, HEADS, D, TILE_KEYS, False)  # fmt: skip
     lse = highest * scale + tl.log2(total) * LN_2
     tl.store(lse_ptr + batch * lse_batch + head.to(tl.int64) * lse_head + far * lse_token, lse)
     out = (acc / total[:, None]).to(q.dtype)
     tl.store(out_ptr + batch * o_batch + head.to(tl.int64) * o_head + far[:, None] * o_token + channels[None, :], out)
-
-
-@functools.lru_cache(maxsize=64)
-def device_table(
-    family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tiles, log2 of the multiplicities, counts) of a level on the device; two entries of padding, as kernels read one ahead."""
-    table = tile_table(family, level, tile_rows, tile_keys, is_causal)
-    bias = torch.nn.functional.pad(table.shared.float().log2().flatten(), (0, 2))
-    return table.tiles.to(device), bias.to(device), table.counts.to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
-    return torch.tensor(family.offsets, dtype=torch.int32, device=device)
-
-
-def level_constants(family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """ROW and FAMILY of a level's launch: see the kernels."""
-    branch = family.row_branch(level)
-    rate, steps = family.rates[branch], family.row_steps(level)
-    row = (branch, rate, family.rates[level] if steps != (0,) else 0)
-    return row, (family.lengths[-1] // (tile_rows * rate), table_width, len(steps), family.num_heads, group, family.lengths[-1])
 
 
 def triton_forward(
@@ -139,11 +128,69 @@ def triton_forward(
     for level in range(family.num_levels):
         if not family.row_steps(level):
             continue
-        tiles, bias, counts = device_table(family, level, tile_rows, tile_keys, is_causal, q.device)
-        row, constants = level_constants(family, level, tile_rows, tiles.shape[1], q.shape[2] // k.shape[2])
+        table = device_table(family, level, tile_rows, tile_keys, is_causal, q.device)
+        row, constants = level_constants(family, level, tile_rows, table.width, q.shape[2] // k.shape[2])
         grid = (constants[0] * constants[2] * segments * q.shape[2] * q.shape[0],)
         nested_pointer_kernel[grid](
-            q, k, v, out, lse, tiles, bias, counts, device_offsets(family, q.device), segments,
+            q, k, v, out, lse, table.tiles, table.bias, table.counts, device_offsets(family, q.device), segments,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], lse.stride(0), lse.stride(1), lse.stride(2), scale,
             row, constants, q.shape[3], tile_rows, tile_keys, is_causal, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
+
+
+def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
+    """Every reason why ``nested_forward`` cannot take these tensors (or is slower than branch by branch); empty if it can."""
+    if q.device.type != "cuda":
+        return [f"needs a CUDA GPU, not {q.device.type}"]
+    capability = torch.cuda.get_device_capability(q.device)
+    reasons = []
+    if capability != (9, 0):
+        reasons.append(f"measured on sm_90 only, this is sm_{capability[0]}{capability[1]}")
+    if not HAS_GLUON:
+        reasons.append(f"needs the Gluon language of Triton 3.6 or later, this is Triton {triton.__version__}")
+    return reasons + why_not_tensors(family, q, k, v, scale)
+
+
+def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
+    """The reasons of ``why_not`` that lie in the family and the tensors, whatever the machine."""
+    reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
+    if family.num_levels > MAX_DESCRIPTORS + 1:
+        reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        reasons.append(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: all bfloat16 or all float16 are taken")
+    if q.shape[3] not in HEAD_DIMS:
+        reasons.append(f"head dim {q.shape[3]}, one of {HEAD_DIMS} is taken")
+    if family.num_heads != q.shape[2] or q.shape[2] % k.shape[2]:
+        reasons.append(f"{family.num_heads} heads in the family, {q.shape[2]} query heads, {k.shape[2]} key heads")
+    if min(q.shape[1], k.shape[1], v.shape[1]) < family.num_positions:
+        reasons.append(f"the family has {family.num_positions} positions, the tensors {min(q.shape[1], k.shape[1], v.shape[1])}")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        reasons.append(f"scale {scale}, above 0 is taken: the maximum of a row is taken before scaling")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _by_tma(x):
+            reasons.append(f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in 16 bytes")
+    return reasons
+
+
+def _by_tma(x: torch.Tensor) -> bool:
+    steps = 16 // x.element_size()
+    aligned = all(stride % steps == 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+    # residue · token stride + channel is one coordinate of the descriptor
+    return aligned and x.stride(3) == 1 and x.stride(1) >= x.shape[3] and x.data_ptr() % 16 == 0
+
+
+def nested_forward(
+    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Attention over the whole longest segments, every pair once; ``why_not`` must be empty, also with ``out`` in place of q.
+
+    q (B, N, H, D), k, v (B, N, Hk, D) → written into out (B, N, H, D) in q's dtype and lse (B, H, N) float32 (natural log), positions
+    0 … family.num_positions − 1; the rest is left as it is.
+    """
+    from dilated_attention.engine.nested_gluon import gluon_forward
+
+    full = family.num_positions
+    if family.rates[0] > 1:  # positions that no branch takes
+        out[:, :full].zero_()
+        lse[:, :, :full].fill_(-torch.inf)
+    gluon_forward(family, q, k, v, is_causal, scale, out, lse)
