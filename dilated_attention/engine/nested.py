@@ -78,7 +78,9 @@ class NestedFamily:
         for name, tile in (("query", tile_rows), ("key", tile_keys)):
             span = tile * self.rates[-1]
             if self.lengths[0] % span:
-                reasons.append(f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, no divisor of w = {self.lengths[0]}")
+                reasons.append(
+                    f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, no divisor of w = {self.lengths[0]}"
+                )
         rows = self.lengths[-1] // (tile_rows * self.rates[min(1, self.num_levels - 1)])
         keys = max(self.keys_per_query(level) for level in range(self.num_levels)) // tile_keys
         if rows * keys > MAX_TABLE:
@@ -108,7 +110,9 @@ def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequen
     return reasons
 
 
-def nested_family(lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int) -> NestedFamily | None:
+def nested_family(
+    lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int
+) -> NestedFamily | None:
     """The nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``, or None.
 
     Segments longer than the sequence are the sequence. ``why_not_nested`` has the reasons for None. The positions from
@@ -158,7 +162,9 @@ def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int,
             kind = torch.where(start >= query + span // 2, 2, kind)
             kind = torch.where(start >= query + span, 3, kind)
         for step in steps:
-            entry = torch.stack([torch.full_like(start, branch), torch.full_like(start, step), start // rate, torch.full_like(start, rate)], -1)
+            entry = torch.stack(
+                [torch.full_like(start, branch), torch.full_like(start, step), start // rate, torch.full_like(start, rate)], -1
+            )
             columns.append((entry, torch.as_tensor(shared), kind))
     tiles, shared, kind = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
     order = kind.argsort(dim=1, stable=True)
@@ -176,9 +182,7 @@ class DeviceTable(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def device_table(
-    family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device
-) -> DeviceTable:
+def device_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device) -> DeviceTable:
     """A level's table on the device: bias (log2 of the multiplicities) and, if causal, starts (H, Q, T): where each head's key tiles
     begin, counted from the start of the longest segment. Padded at the end, as the Gluon kernel reads an entry ahead."""
     table = tile_table(family, level, tile_rows, tile_keys, is_causal)
@@ -194,7 +198,9 @@ def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
     return torch.tensor(family.offsets, dtype=torch.int32, device=device)
 
 
-def level_constants(family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def level_constants(
+    family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """ROW and FAMILY of a level's launch: see the kernels."""
     branch = family.row_branch(level)
     rate, steps = family.rates[branch], family.row_steps(level)
@@ -240,7 +246,9 @@ def nested_attention_twin(
     return out, lse
 
 
-def _keys_of(family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_of(
+    family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, multiplicities) of all keys that a query tile visits, tile after tile."""
     count = int(table.counts[tile, 2])
     positions = []

@@ -1,9 +1,11 @@
 """Forward of nested families on GPUs: ``nested_forward`` and its rule, and the tile walk as a plain Triton kernel.
 
-On Hopper the Gluon kernel of ``nested_gluon`` runs; this Triton kernel walks the same tables with ordinary loads on any other CUDA GPU, and
-under TRITON_INTERPRET=1 on the CPU, where it is what the tests compare with the twin.
+On Hopper the Gluon kernel of ``nested_gluon`` runs. The Triton kernel here walks the same tables with ordinary loads: under
+TRITON_INTERPRET=1 on the CPU, where the tests compare it with the twin, and on GPUs as a baseline (half the rate of the other).
 """
 
+# kernels have no types that mypy knows
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import importlib.util
@@ -168,7 +170,9 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
         reasons.append(f"scale {scale}, above 0 is taken: the maximum of a row is taken before scaling")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _by_tma(x):
-            reasons.append(f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in 16 bytes")
+            reasons.append(
+                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in 16 bytes"
+            )
     return reasons
 
 
@@ -180,14 +184,21 @@ def _by_tma(x: torch.Tensor) -> bool:
 
 
 def nested_forward(
-    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor
+    family: NestedFamily,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> None:
     """Attention over the whole longest segments, every pair once; ``why_not`` must be empty, also with ``out`` in place of q.
 
     q (B, N, H, D), k, v (B, N, Hk, D) → written into out (B, N, H, D) in q's dtype and lse (B, H, N) float32 (natural log), positions
     0 … family.num_positions − 1; the rest is left as it is.
     """
-    from dilated_attention.engine.nested_gluon import gluon_forward
+    from dilated_attention.engine.nested_hopper import gluon_forward
 
     full = family.num_positions
     if family.rates[0] > 1:  # positions that no branch takes
