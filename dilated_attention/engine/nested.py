@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-# table entries of one launch: (query tiles of the longest segment) × (key tiles of a query); 20 bytes each
-MAX_TABLE = 2**22
+# table entries of one launch: heads × query tiles of the longest segment × key tiles of a query; 4 bytes each, 20 more for one head
+MAX_TABLE = 2**24
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class NestedFamily:
                 )
         rows = self.lengths[-1] // (tile_rows * self.rates[min(1, self.num_levels - 1)])
         keys = max(self.keys_per_query(level) for level in range(self.num_levels)) // tile_keys
-        if rows * keys > MAX_TABLE:
-            reasons.append(f"its tile table has {rows} × {keys} entries, above {MAX_TABLE}")
+        if self.num_heads * rows * keys > MAX_TABLE:
+            reasons.append(f"its tile tables have {self.num_heads} × {rows} × {keys} entries, above {MAX_TABLE}")
         return reasons
 
 

@@ -24,10 +24,16 @@ def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescr
 
 def gluon_forward(
     family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
-    *, wide: bool = True, stages: tuple[int, int] | None = None,
+    *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """The Gluon kernel, one launch per level; arguments as for ``nested_forward``, whose rule must have passed."""
+    """The Gluon kernel, one launch per level; arguments as for ``nested_forward``, whose rule must have passed.
+
+    ``wide``: query tiles of 256 rows where they fit, at head dim 64. Measured on an H200, 12 heads, N = 512k: 11.43 ms against 11.60, causal
+    8.80 against 7.54, as wider tiles have more of the diagonal; so by default without causality. ``stages``: of keys and values in the ring;
+    (2, 2) and (3, 2) are the same at head dim 128 (22.60 and 22.71 ms), (4, 4) is 4 % faster than (2, 2) at 64.
+    """
     B, _, H, D = q.shape
+    wide = not is_causal if wide is None else wide
     # Programs take every programs-th query tile, and costs of causal tiles repeat in powers of two: with an odd number each gets all kinds.
     processors = _multiprocessors(q.device)
     programs = processors - (1 if is_causal and processors % 2 == 0 else 0)

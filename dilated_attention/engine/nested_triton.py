@@ -166,6 +166,8 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
         reasons.append(f"{family.num_heads} heads in the family, {q.shape[2]} query heads, {k.shape[2]} key heads")
     if min(q.shape[1], k.shape[1], v.shape[1]) < family.num_positions:
         reasons.append(f"the family has {family.num_positions} positions, the tensors {min(q.shape[1], k.shape[1], v.shape[1])}")
+    if max(family.num_positions, *(x.stride(1) * family.rates[-1] for x in (q, k, v))) >= 2**31:
+        reasons.append("positions and the elements between two rows of a progression are counted in 32 bits")
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
         reasons.append(f"scale {scale}, above 0 is taken: the maximum of a row is taken before scaling")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -204,4 +206,5 @@ def nested_forward(
     if family.rates[0] > 1:  # positions that no branch takes
         out[:, :full].zero_()
         lse[:, :, :full].fill_(-torch.inf)
-    gluon_forward(family, q, k, v, is_causal, scale, out, lse)
+    with torch.cuda.device(q.device):
+        gluon_forward(family, q, k, v, is_causal, scale, out, lse)
