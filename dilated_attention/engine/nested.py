@@ -1,0 +1,257 @@
+"""Nested families of branches: every (query, key) pair once, with its multiplicity folded into the row maximum of a tile.
+
+Branches (w_i, r_i) are *nested* where r_i | r_{i+1}, w_i | w_{i+1}, r_i | w_i and, for each head, o_{i+1} ≡ o_i (mod r_i). Then what branch
+i+1 takes, branch i takes too; the *level* of a position is the largest branch that takes it, and a pair (p, q) occurs in
+m = min(level p, level q) − s + 1 branches (none if that is < 1), s being the smallest branch whose segments hold both. So a query of level l
+needs the keys of each exact level c < l inside its w_c segment, and all keys of level ≥ l inside its w_l segment. These key sets are
+arithmetic progressions; cut into tiles that lie inside one w_0 segment, m is one number per (query tile, key tile). LongNet's five branches
+name 3968 · N pairs per head, of which 3008 · N differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# table entries of one launch: heads × query tiles of the longest segment × key tiles of a query; 4 bytes each, 20 more for one head
+MAX_TABLE = 2**24
+
+
+@dataclass(frozen=True)
+class NestedFamily:
+    """Branches that nest, for H heads and the first ``num_positions`` positions, a multiple of the longest segment.
+
+    Position p of head h belongs to progression (branch i, step u) where p ≡ o_i(h) + u·r_{i−1} (mod r_i); u = 0 is what branch i takes,
+    u ≥ 1 (u < r_i / r_{i−1}) is of exact level i − 1. ``offsets[i][h]`` is o_i(h).
+    """
+
+    lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    num_positions: int
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.offsets[0])
+
+    def row_branch(self, level: int) -> int:
+        """The branch whose rate is the stride of a level's rows: exact level l < top is what branch l+1 leaves of branch l."""
+        return min(level + 1, self.num_levels - 1)
+
+    def row_steps(self, level: int) -> tuple[int, ...]:
+        """The shifts u·r_l of a level's progressions relative to o of ``row_branch``; (0,) on the top level."""
+        if level == self.num_levels - 1:
+            return (0,)
+        return tuple(range(self.rates[level], self.rates[level + 1], self.rates[level]))
+
+    def residue(self, branch: int, step: int, head: int) -> int:
+        return (self.offsets[branch][head] + step) % self.rates[branch]
+
+    def keys_per_query(self, level: int) -> int:
+        """Different keys of a query of this level, without causality."""
+        exact = sum(w // r - w // r_next for w, r, r_next in zip(self.lengths[:level], self.rates, self.rates[1:], strict=False))
+        return exact + self.lengths[level] // self.rates[level]
+
+    def pairs(self) -> int:
+        """Different (query, key) pairs of one head over ``num_positions``, without causality."""
+        total = 0
+        for level in range(self.num_levels):
+            rows = self.num_positions // self.rates[self.row_branch(level)] * len(self.row_steps(level))
+            total += rows * self.keys_per_query(level)
+        return total
+
+    def branch_pairs(self) -> int:
+        """Pairs of one head as the branches count them: what branch-by-branch kernels compute."""
+        return sum(self.num_positions // r * (w // r) for w, r in zip(self.lengths, self.rates, strict=True))
+
+    def why_not_tiles(self, tile_rows: int, tile_keys: int) -> list[str]:
+        """Why tiles of these sizes do not hold one multiplicity each; empty if they do."""
+        reasons = []
+        for name, tile in (("query", tile_rows), ("key", tile_keys)):
+            span = tile * self.rates[-1]
+            if self.lengths[0] % span:
+                reasons.append(
+                    f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, no divisor of w = {self.lengths[0]}"
+                )
+        rows = self.lengths[-1] // (tile_rows * self.rates[min(1, self.num_levels - 1)])
+        keys = max(self.keys_per_query(level) for level in range(self.num_levels)) // tile_keys
+        if self.num_heads * rows * keys > MAX_TABLE:
+            reasons.append(f"its tile tables have {self.num_heads} × {rows} × {keys} entries, above {MAX_TABLE}")
+        return reasons
+
+
+def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int) -> list[str]:
+    """Every reason why these branches are no nested family on ``num_positions`` positions; empty if they are."""
+    lengths = [min(w, num_positions) for w in lengths]
+    reasons = []
+    for i, (w, r) in enumerate(zip(lengths, rates, strict=True)):
+        if w < 1 or w % r:
+            reasons.append(f"rate {r} of branch {i} does not divide its segment length {w}")
+        if any(not 0 <= o < r for o in offsets[i]):
+            reasons.append(f"some head takes no position of branch {i}")
+        if i == 0:
+            continue
+        if w % lengths[i - 1]:
+            reasons.append(f"segment length {w} of branch {i} is no multiple of {lengths[i - 1]}, that of branch {i - 1}")
+        if r % rates[i - 1]:
+            reasons.append(f"rate {r} of branch {i} is no multiple of {rates[i - 1]}, that of branch {i - 1}")
+        elif any((o - below) % rates[i - 1] for o, below in zip(offsets[i], offsets[i - 1], strict=True)):
+            reasons.append(f"some head's offset in branch {i} differs from that in branch {i - 1} modulo {rates[i - 1]}")
+    if not reasons and num_positions < 1:
+        reasons.append("there is no position")
+    return reasons
+
+
+def nested_family(
+    lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int
+) -> NestedFamily | None:
+    """The nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``, or None.
+
+    Segments longer than the sequence are the sequence. ``why_not_nested`` has the reasons for None. The positions from
+    ``family.num_positions`` on lie in a shorter last segment and are left to the branch-by-branch engine.
+    """
+    if why_not_nested(lengths, rates, offsets, num_positions):
+        return None
+    lengths = tuple(min(w, num_positions) for w in lengths)
+    full = num_positions // lengths[-1] * lengths[-1]
+    return NestedFamily(lengths, tuple(rates), tuple(tuple(row) for row in offsets), full)
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """What the query tiles of one level visit, the same for every head, longest segment and progression of rows.
+
+    Query tile Q holds rows Q·tile … of its progression inside the longest segment. Its key tiles are ``tiles[Q, :counts[Q, 2]]``; causal:
+    the first ``counts[Q, 0]`` cross the diagonal, those up to ``counts[Q, 1]`` lie before it, and the last are hidden from the first half
+    of the query tile's rows and cross the diagonal of the second.
+
+    tiles (Q, T, 4) int32: branch, step, first row (counted in the progression, from the start of the longest segment), rate;
+    shared (Q, T) int32: the multiplicity m of every pair of the two tiles.
+    """
+
+    tiles: torch.Tensor
+    shared: torch.Tensor
+    counts: torch.Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool) -> TileTable:
+    """The table of one level on the CPU. ``family.why_not_tiles`` must be empty."""
+    top, stride = family.lengths[-1], family.rates[family.row_branch(level)]
+    span = tile_rows * stride
+    query = torch.arange(top // span)[:, None] * span
+    # key groups: (class, branch, steps); every exact level below, then all that this level takes
+    groups = [(c, c + 1, family.row_steps(c)) for c in range(level)] + [(level, level, (0,))]
+    columns: list[tuple[torch.Tensor, ...]] = []
+    for key_level, branch, steps in groups:
+        rate, length = family.rates[branch], family.lengths[key_level]
+        key_span = tile_keys * rate
+        start = query // length * length + torch.arange(length // key_span)[None] * key_span
+        shared = sum((start // w == query // w).int() for w in family.lengths[: key_level + 1])
+        kind = torch.ones_like(start)
+        if is_causal:
+            kind = (start + key_span <= query).long()
+            kind = torch.where(start >= query + span // 2, 2, kind)
+            kind = torch.where(start >= query + span, 3, kind)
+        for step in steps:
+            entry = torch.stack(
+                [torch.full_like(start, branch), torch.full_like(start, step), start // rate, torch.full_like(start, rate)], -1
+            )
+            columns.append((entry, torch.as_tensor(shared), kind))
+    tiles, shared, kind = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
+    order = kind.argsort(dim=1, stable=True)
+    tiles = tiles.gather(1, order[..., None].expand(-1, -1, 4))
+    counts = torch.stack([(kind == 0).sum(1), (kind < 2).sum(1), (kind < 3).sum(1)], -1)
+    return TileTable(tiles.int().contiguous(), shared.gather(1, order).int().contiguous(), counts.int().contiguous())
+
+
+class DeviceTable(NamedTuple):
+    tiles: torch.Tensor
+    bias: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor
+    width: int
+
+
+@functools.lru_cache(maxsize=64)
+def device_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device) -> DeviceTable:
+    """A level's table on the device: bias (log2 of the multiplicities) and, if causal, starts (H, Q, T): where each head's key tiles
+    begin, counted from the start of the longest segment. Padded at the end, as the Gluon kernel reads an entry ahead."""
+    table = tile_table(family, level, tile_rows, tile_keys, is_causal)
+    offsets = torch.tensor(family.offsets, dtype=torch.int32).T
+    branch, step, first, rate = table.tiles.unbind(-1)
+    starts = (offsets[:, branch] + step) % rate + first * rate if is_causal else branch
+    tiles, bias, starts = (torch.nn.functional.pad(x.flatten(), (0, 8)) for x in (table.tiles, table.shared.float().log2(), starts))
+    return DeviceTable(tiles.to(device), bias.to(device), table.counts.to(device), starts.to(device), table.shared.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
+    return torch.tensor(family.offsets, dtype=torch.int32, device=device)
+
+
+def level_constants(
+    family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """ROW and FAMILY of a level's launch: see the kernels."""
+    branch = family.row_branch(level)
+    rate, steps = family.rates[branch], family.row_steps(level)
+    row = (branch, rate, family.rates[level] if steps != (0,) else 0)
+    return row, (family.lengths[-1] // (tile_rows * rate), table_width, len(steps), family.num_heads, group, family.lengths[-1])
+
+
+def nested_attention_twin(
+    family: NestedFamily,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    tile_rows: int = 128,
+    tile_keys: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels' walk over tile tables in plain torch, in q's dtype, a query tile of one head at a time: slow, for tests.
+
+    q (B, N, H, D), k, v (B, N, Hk, D), N ≥ family.num_positions → out (B, N_full, H, D), lse (B, H, N_full).
+    """
+    B, _, H, D = q.shape
+    scale = D**-0.5 if scale is None else scale
+    out = q.new_zeros(B, family.num_positions, H, D)
+    lse = q.new_full((B, H, family.num_positions), -torch.inf)
+    for level in range(family.num_levels):
+        table = tile_table(family, level, tile_rows, tile_keys, is_causal)
+        branch = family.row_branch(level)
+        stride = family.rates[branch]
+        for head in range(H):
+            kv_head = head // (H // k.shape[2])
+            for step in family.row_steps(level):
+                for segment in range(0, family.num_positions, family.lengths[-1]):
+                    for tile in range(len(table.counts)):
+                        rows = segment + family.residue(branch, step, head) + (tile * tile_rows + torch.arange(tile_rows)) * stride
+                        keys, shared = _keys_of(family, table, tile, head, segment, tile_keys)
+                        scores = torch.einsum("bid,bjd->bij", q[:, rows, head], k[:, keys, kv_head]) * scale + shared.to(q.dtype).log()
+                        if is_causal:
+                            scores = scores.masked_fill(keys[None] > rows[:, None], -torch.inf)
+                        lse[:, head, rows] = scores.logsumexp(-1)
+                        out[:, rows, head] = scores.softmax(-1) @ v[:, keys, kv_head]
+    return out, lse
+
+
+def _keys_of(
+    family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions, multiplicities) of all keys that a query tile visits, tile after tile."""
+    count = int(table.counts[tile, 2])
+    positions = []
+    for branch, step, first, rate in table.tiles[tile, :count].tolist():
+        positions.append(segment + family.residue(branch, step, head) + (first + torch.arange(tile_keys)) * rate)
+    return torch.cat(positions), table.shared[tile, :count].repeat_interleave(tile_keys)
