@@ -1,6 +1,7 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
 from dilated_attention.backends.base import (
+    NESTED,
     PRECISIONS,
     Backend,
     BackendUnavailable,
@@ -48,6 +49,7 @@ registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
 __all__ = [
+    "NESTED",
     "PACKAGES",
     "PRECISIONS",
     "Backend",

@@ -24,6 +24,9 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 # what ``precision=`` accepts
 PRECISIONS = ("native", "fp8")
 _MOST_ANSWERS = 4096
+# a name that ``backend=`` takes beside those of kernel libraries: pairs that nested branches share are visited once, by a kernel
+# of the engine itself; all else by the preferred library
+NESTED = "nested"
 
 
 class BackendUnavailable(RuntimeError):
@@ -299,7 +302,7 @@ class Registry:
 
     def choices(self) -> tuple[str, ...]:
         """What ``backend=`` accepts."""
-        return ("auto", *self._families, *self._backends)
+        return ("auto", *self._families, *self._backends, NESTED)
 
     def get(self, name: str) -> Backend:
         return self._backends[name]
@@ -333,10 +336,11 @@ class Registry:
             return known
         self.check_name(name)
         table = self.table(request)
-        wanted = set(self.names()) if name == "auto" else set(self._families.get(name, (name,)))
+        wanted = set(self.names()) if name in ("auto", NESTED) else set(self._families.get(name, (name,)))
         for candidate, reasons in table:
             if candidate in wanted and not reasons:
-                self._tell_once(candidate, name, request)
+                how = "chosen" if name == "auto" else f"asked for as {name!r}"
+                self.tell_once(f"backend {candidate} ({how}) for {request.describe()}")
                 if len(self._answers) >= _MOST_ANSWERS:
                     self._answers.clear()
                 self._answers[request, name] = self._backends[candidate]
@@ -346,8 +350,8 @@ class Registry:
         out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
         raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
 
-    def _tell_once(self, chosen: str, asked: str, request: Request) -> None:
-        line = f"backend {chosen} ({'chosen' if asked == 'auto' else f'asked for as {asked!r}'}) for {request.describe()}"
+    def tell_once(self, line: str) -> None:
+        """Log a choice the first time it is made."""
         if line not in self._told:
             self._told.add(line)
             logger.info(line)

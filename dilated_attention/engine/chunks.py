@@ -47,17 +47,26 @@ def transient_budget(input_bytes: int) -> int:
 
 
 def make_cut(
-    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, row_bytes: int, budget: int
+    pattern: DilatedPattern,
+    *,
+    batch: int,
+    num_positions: int,
+    num_heads: int,
+    num_kv_heads: int,
+    row_bytes: int,
+    budget: int,
+    waiting: DilatedPattern | None = None,
 ) -> Cut:
     """The largest chunks whose parts fit ``budget`` bytes together, or the smallest there are.
 
     Args:
         row_bytes: bytes that a part keeps of one position of one head.
+        waiting: branches whose results wait for the merge, where those are not the pattern's.
     """
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
-        layers = make_layers(pattern, num_heads, (0, heads), positions, False)
+        layers = make_layers(waiting or pattern, num_heads, (0, heads), positions, False)
         return batch * heads * layers.rows(with_direct=False) * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:

@@ -33,17 +33,21 @@ def forward(
     call: Call,
     *,
     beside: bool = False,
+    direct: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
     """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``.
 
     Args:
         beside: another chunk is computed beside this one, so launches run one by one and the merge takes little of the GPU.
+        direct: computes layer 0, which takes everything, into ``out`` and the lse (B, H, N) it is handed; the plan's branches are
+            then the layers from 1 on.
     """
     q, k, v = tensors
     out, lse = results
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
-    merged = not plan.single or layers.zero_keys
+    merged = not plan.single or layers.zero_keys or direct is not None
+    first = 0 if direct is None else 1
     parts: list[torch.Tensor | None] = [None] * len(layers.branches)
     part_lses = parts
     if merged:
@@ -55,8 +59,13 @@ def forward(
         out.zero_()
         lse.fill_(-torch.inf)
 
+    if direct is not None:
+        direct_lse = part_lses[0]
+        assert direct_lse is not None
+        direct(direct_lse[:, 0])
+
     def run(problem: Problem) -> None:
-        part, part_lse = parts[problem.branch], part_lses[problem.branch]
+        part, part_lse = parts[first + problem.branch], part_lses[first + problem.branch]
         tensors = [(_QUERIES, q), (_KEYS, k), (_KEYS, v)]
         tensors.append((_QUERIES, out) if part is None else (_LAYER, part))
         tensors.append((_QUERIES, lse) if part_lse is None else (_LSE_LAYER, part_lse))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention.backends import Options, Request, detect, registry
-from dilated_attention.engine import schedule
+from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
+from dilated_attention.engine import families, schedule
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import Call, accumulation_dtype
 from dilated_attention.pattern import DilatedPattern
@@ -195,8 +195,38 @@ def _prepare(
         dropout_p=dropout_p,
         seed=int(seed.item()) if seed is not None else 0,
         detached=detached,
+        is_causal=is_causal,
+        nested=not is_backward and _is_nested(request, pattern, views, shape, scale, backend),
     )
     return shape, call
+
+
+def _is_nested(
+    request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, scale: float, backend: str
+) -> bool:
+    """Whether the forward visits the pairs of nested branches once: where it can, if no other kernel is asked for by name."""
+    if backend not in ("auto", NESTED):
+        return False
+    q, k, v = views
+    reasons = []
+    for wanted, text in (
+        (request.key_mask, "takes no key_padding_mask"),
+        (request.window, "takes no window"),
+        (request.dropout, "has no dropout"),
+        (request.precision != "native", "computes in the inputs' precision only"),
+        (len(shape.documents) != 1, "takes one document a call, not packed ones"),
+    ):
+        if wanted:
+            reasons.append(text)
+    reasons = reasons or families.why_not(pattern, q, k, v, shape.is_causal, scale)
+    if reasons and backend == NESTED:
+        raise BackendUnavailable(
+            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
+            "  backend='auto' takes it wherever it can, and other kernels elsewhere"
+        )
+    if not reasons:
+        registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
+    return not reasons
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:

@@ -34,6 +34,8 @@ class Call:
         padding: (B, Nk) bool, True = the key takes no part.
         dropout_p, seed: of dropout by position.
         detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
+        is_causal: as asked; of a problem, ``options`` say it.
+        nested: a forward visits the pairs of nested branches once.
     """
 
     backend: Backend
@@ -43,6 +45,8 @@ class Call:
     dropout_p: float = 0.0
     seed: int = 0
     detached: bool = False
+    is_causal: bool = False
+    nested: bool = False
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

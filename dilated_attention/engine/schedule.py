@@ -12,7 +12,9 @@ import torch
 
 from dilated_attention.engine import fused
 from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, transient_budget
+from dilated_attention.engine.families import Piece, chunk_family, make_pieces
 from dilated_attention.engine.lanes import Lanes
+from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, accumulation_dtype, run_backward, run_forward
@@ -31,17 +33,72 @@ def forward(
     if not _is_fused(shape, q, call):
         out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
         return out, lse.transpose(1, 2).contiguous()
+    B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
+    for piece in make_pieces(pattern, H, N) if call.nested else (Piece(0, N, None),):
+        where = slice(piece.start, piece.start + piece.length)
+        tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
+        run = _nested_piece if piece.split is not None else _plain_piece
+        run(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
+    return out, lse
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+    """A stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), views."""
+    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
+    q, k, v, out = tensors
 
     def run(chunk: Chunk, beside: bool) -> None:
         part = _shape_of(shape, chunk)
         layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-        out_, lse_ = _narrow(shape, chunk, out, lse.transpose(1, 2))
-        fused.forward(make_plan(pattern, part), layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), beside=beside)
+        out_, lse_ = _narrow(shape, chunk, out, lse)
+        plan = make_plan(pattern, part)
+        fused.forward(plan, layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), beside=beside)
 
     _in_chunks(forward_cut(pattern, shape, q, k), shape, q.device, run)
-    return out, lse
+
+
+def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+    """A stretch whose nested branches are visited together, each pair once; the others are merged to that."""
+    split = piece.split
+    assert split is not None
+    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
+    q, k, v, out = tensors
+
+    def run(chunk: Chunk, beside: bool) -> None:
+        part = _shape_of(shape, chunk)
+        family = chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1])
+        out_, lse_ = _narrow(shape, chunk, out, lse)
+        views = _narrow(shape, chunk, q, k, v)
+        if split.others is None:
+            _nested_forward(family, views, out_, lse_.transpose(1, 2), call)
+            return
+        layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+
+        def direct(direct_lse: torch.Tensor) -> None:
+            _nested_forward(family, views, out_, direct_lse, call)
+
+        plan = make_plan(split.others, part)
+        fused.forward(plan, layers, views, (out_, lse_), call, beside=beside, direct=direct)
+
+    if split.others is None:
+        run(Chunk((0, shape.num_heads), shape.queries), False)
+    else:
+        # a chunk begins with segments of all branches, and what waits in memory is the others' results
+        row_bytes = q.shape[3] * q.element_size() + 4
+        cut = _cut(pattern, shape, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting=split.layers)
+        _in_chunks(cut, shape, q.device, run)
+
+
+def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
+    from dilated_attention.engine.nested_triton import nested_forward
+
+    q, k, v = tensors
+    nested_forward(family, q, k, v, call.is_causal, call.options.scale, out, lse)
 
 
 def backward(
@@ -93,9 +150,18 @@ def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torc
     return _cut(everything, shape, q, k, 3 * q.shape[3] * 4, budget)
 
 
-def _cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, row_bytes: int, budget: int) -> Cut:
+def _cut(
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_bytes: int,
+    budget: int,
+    waiting: DilatedPattern | None = None,
+) -> Cut:
     return make_cut(
         pattern,
+        waiting=waiting,
         batch=q.shape[0],
         num_positions=q.shape[1],
         num_heads=q.shape[2],

@@ -1,0 +1,143 @@
+"""Which branches of a pattern are visited together, each pair once (``nested.py``), and which run on their own.
+
+A sequence is cut into pieces: stretches that begin and end with a segment of every branch and whose nested branches fill whole
+segments, and the rest of it, a shorter sequence that may be cut so again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine.nested import NestedFamily, nested_family
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+# shorter sequences do not fill a GPU with tiles; measured on an H200: see docs/performance.md
+MIN_POSITIONS = 16_384
+_TILE = 128
+_WHOLE = 2**62
+
+
+@dataclass(frozen=True)
+class Split:
+    """Branches of a pattern that nest, and the others.
+
+    Args:
+        family: indices of the nested branches, by growing rate; the first takes every position.
+        others: pattern of the other branches, or None.
+        layers: pattern of the results to merge: one direct branch for the family, and the others.
+        saved: pairs of one head that the family does not repeat.
+    """
+
+    family: tuple[int, ...]
+    others: DilatedPattern | None
+    layers: DilatedPattern
+    saved: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, start + length), a sequence of their own; ``split`` None where it runs branch by branch."""
+
+    start: int
+    length: int
+    split: Split | None
+
+
+@functools.lru_cache(maxsize=256)
+def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[Piece, ...]:
+    """The sequence in pieces, in order."""
+    pieces: list[Piece] = []
+    start = 0
+    while num_positions - start >= MIN_POSITIONS:
+        rest = num_positions - start
+        split = _best_split(pattern, num_heads, rest)
+        if split is None:
+            break
+        length = _family(pattern, split.family, (0, num_heads), num_heads, rest).num_positions
+        pieces.append(Piece(start, length, split))
+        start += length
+    if start < num_positions:
+        pieces.append(Piece(start, num_positions - start, None))
+    return tuple(pieces)
+
+
+def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+    """The family of some heads on a stretch of whole segments."""
+    family = _family(pattern, split.family, heads, num_heads, num_positions)
+    assert family.num_positions == num_positions
+    return family
+
+
+def why_not(pattern: DilatedPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> list[str]:
+    """Every reason against the nested kernel for this self-attention; empty if it can."""
+    num_heads, num_positions = q.shape[2], q.shape[1]
+    if k.shape[1] != num_positions:
+        return ["visits each pair once only where queries and keys are one whole sequence"]
+    if pattern.tail == "zero_keys" and not is_causal:
+        return ["knows no zero keys"]
+    split = make_pieces(pattern, num_heads, num_positions)[0].split
+    if split is None:
+        return [
+            f"no two branches nest on {num_positions} positions (at least {MIN_POSITIONS}): rates and lengths must divide the next, "
+            f"offsets agree, the first rate be 1, and the shortest segment hold {_TILE} positions of the largest rate"
+        ]
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed: pip install triton"]
+    from dilated_attention.engine import nested_triton
+
+    family = chunk_family(pattern, split, (0, num_heads), num_heads, make_pieces(pattern, num_heads, num_positions)[0].length)
+    return nested_triton.why_not(family, q, k, v, scale)
+
+
+@functools.lru_cache(maxsize=256)
+def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> Split | None:
+    """The nested branches that save the most pairs and leave the others whole segments."""
+    order = sorted(range(pattern.num_branches), key=lambda b: (pattern.dilation_rates[b], pattern.segment_lengths[b]))
+    best: tuple[int, tuple[int, ...]] | None = None
+    # past 10 branches only chains of neighbours, of which there are few
+    sizes = range(2, len(order) + 1)
+    candidates = (
+        c
+        for n in sizes
+        for c in (itertools.combinations(order, n) if len(order) <= 10 else zip(*(order[i:] for i in range(n)), strict=False))
+    )
+    for chosen in candidates:
+        saved = _saved(pattern, tuple(chosen), num_heads, num_positions)
+        if saved > 0 and (best is None or saved > best[0]):
+            best = saved, tuple(chosen)
+    if best is None:
+        return None
+    offsets = pattern.offsets(num_heads)
+    left = [b for b in range(pattern.num_branches) if b not in best[1]]
+    lengths, rates = tuple(pattern.segment_lengths[b] for b in left), tuple(pattern.dilation_rates[b] for b in left)
+    others = DilatedPattern(lengths, rates, tuple(offsets[b] for b in left)) if left else None
+    zeros = (0,) * num_heads
+    layers = DilatedPattern((_WHOLE, *lengths), (1, *rates), (zeros, *(offsets[b] for b in left)))
+    return Split(best[1], others, layers, best[0])
+
+
+def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num_positions: int) -> int:
+    """Pairs of one head that the chosen branches repeat; 0 where they do not nest or the other branches would be cut."""
+    offsets = pattern.offsets(num_heads)
+    if pattern.dilation_rates[chosen[0]] != 1 or any(NOT_IN_BRANCH in offsets[b] for b in range(pattern.num_branches)):
+        return 0
+    lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
+    family = nested_family(lengths, rates, [offsets[b] for b in chosen], num_positions)
+    if family is None or family.why_not_tiles(_TILE, _TILE):
+        return 0
+    if family.num_positions < num_positions and any(w >= num_positions or family.num_positions % w for w in pattern.segment_lengths):
+        return 0
+    return (family.branch_pairs() - family.pairs()) * num_positions // family.num_positions
+
+
+def _family(pattern: DilatedPattern, chosen: tuple[int, ...], heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+    offsets = pattern.offsets(num_heads)
+    lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
+    family = nested_family(lengths, rates, [offsets[b][slice(*heads)] for b in chosen], num_positions)
+    assert family is not None
+    return family
