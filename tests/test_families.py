@@ -24,10 +24,11 @@ def shown(pattern: DilatedPattern, heads: int, n: int) -> list[tuple[int, int, t
 def test_pieces_of_longnet() -> None:
     every = (0, 1, 2, 3, 4)
     assert shown(LONGNET, 16, 2**20) == [(0, 2**20, every)]
-    # what is left over is a shorter sequence, as far as its length nests
-    assert shown(LONGNET, 16, 32768 + 16384) == [(0, 32768, every), (32768, 16384, every)]
+    # what is left over is a sequence of its own, branch by branch
     assert shown(LONGNET, 16, 100_000) == [(0, 98_304, every), (98_304, 1696, None)]
-    assert shown(LONGNET, 16, 8192) == [(0, 8192, None)]
+    # a segment longer than the sequence would nest if cut to it, but each such length would have to be compiled
+    assert shown(LONGNET, 16, 16384) == [(0, 16384, (0, 1, 2, 3))]
+    assert shown(LONGNET, 16, 20_000) == [(0, 20_000, None)]
     # 4, 6 and 12 do not all nest; 1, 2, 4 save more pairs than 1, 2, 6 could, and the other two run on their own
     assert shown(PAPER, 12, 2**20) == [(0, 2**20, (0, 1, 2))]
     split = make_pieces(PAPER, 12, 2**20)[0].split
@@ -58,7 +59,7 @@ def test_branches_that_do_not_nest_run_on_their_own(pattern: DilatedPattern) -> 
 def with_twin(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The nested path on a CPU; the list has the positions of each call of the kernel."""
     monkeypatch.setattr(schedule, "FUSED_DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(families, "MIN_POSITIONS", 8)
+    monkeypatch.setattr(families, "is_worth_it", lambda *_: True)
     monkeypatch.setattr(families, "_TILE", 2)
     monkeypatch.setattr(families, "why_not", lambda *_: [])
     seen: list[int] = []
@@ -97,6 +98,14 @@ def test_equals_the_reference(with_twin: list[int], monkeypatch: pytest.MonkeyPa
     assert sum(with_twin), "the kernel's place was not reached"
     for name in RESULTS:
         assert max_error(found[name], truth[name]) <= 1e-10, name
+
+
+def test_worth_is_a_matter_of_work() -> None:
+    def worth(n: int, heads: int, causal: bool = False) -> bool:
+        return families.is_worth_it(LONGNET, torch.empty(1, n, heads, 64, device="meta"), causal)
+
+    assert worth(2**20, 12) and worth(2**17, 16) and worth(2**17, 16, True)
+    assert not worth(2**15, 4) and not worth(2**16, 4, True)
 
 
 def test_another_kernel_asked_for_by_name_is_taken(with_twin: list[int]) -> None:

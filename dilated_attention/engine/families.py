@@ -1,7 +1,7 @@
 """Which branches of a pattern are visited together, each pair once (``nested.py``), and which run on their own.
 
-A sequence is cut into pieces: stretches that begin and end with a segment of every branch and whose nested branches fill whole
-segments, and the rest of it, a shorter sequence that may be cut so again.
+A sequence is cut into two pieces: whole segments of every branch, which nested branches may share, and what is left over, a shorter
+sequence of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from dilated_attention.engine.nested import NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
-# shorter sequences do not fill a GPU with tiles; measured on an H200: see docs/performance.md
-MIN_POSITIONS = 16_384
+# Below this the kernel's launches, one a level, outweigh the pairs saved: floating-point operations of one call. On an H200 a call
+# costs the CPU about a millisecond; in a captured graph it costs nothing, and what counts is that tiles fill the GPU.
+MIN_OPERATIONS = 7e11
+MIN_POSITIONS = 32_768
 _TILE = 128
 _WHOLE = 2**62
 
@@ -50,20 +52,13 @@ class Piece:
 
 @functools.lru_cache(maxsize=256)
 def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[Piece, ...]:
-    """The sequence in pieces, in order."""
-    pieces: list[Piece] = []
-    start = 0
-    while num_positions - start >= MIN_POSITIONS:
-        rest = num_positions - start
-        split = _best_split(pattern, num_heads, rest)
-        if split is None:
-            break
-        length = _family(pattern, split.family, (0, num_heads), num_heads, rest).num_positions
-        pieces.append(Piece(start, length, split))
-        start += length
-    if start < num_positions:
-        pieces.append(Piece(start, num_positions - start, None))
-    return tuple(pieces)
+    """The sequence in at most two pieces, in order; the second is branch by branch."""
+    split = _best_split(pattern, num_heads, num_positions)
+    if split is None:
+        return (Piece(0, num_positions, None),)
+    length = _family(pattern, split.family, (0, num_heads), num_heads, num_positions).num_positions
+    pieces = (Piece(0, length, split), Piece(length, num_positions - length, None))
+    return pieces if length < num_positions else pieces[:1]
 
 
 def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
@@ -80,18 +75,31 @@ def why_not(pattern: DilatedPattern, q: torch.Tensor, k: torch.Tensor, v: torch.
         return ["visits each pair once only where queries and keys are one whole sequence"]
     if pattern.tail == "zero_keys" and not is_causal:
         return ["knows no zero keys"]
-    split = make_pieces(pattern, num_heads, num_positions)[0].split
-    if split is None:
+    piece = make_pieces(pattern, num_heads, num_positions)[0]
+    if piece.split is None:
         return [
-            f"no two branches nest on {num_positions} positions (at least {MIN_POSITIONS}): rates and lengths must divide the next, "
-            f"offsets agree, the first rate be 1, and the shortest segment hold {_TILE} positions of the largest rate"
+            f"no two branches nest on {num_positions} positions: lengths and rates must divide the next, offsets agree, the first rate be "
+            f"1, the shortest segment hold {_TILE} positions of the largest rate, and the sequence whole segments"
         ]
     if importlib.util.find_spec("triton") is None:
         return ["triton is not installed: pip install triton"]
     from dilated_attention.engine import nested_triton
 
-    family = chunk_family(pattern, split, (0, num_heads), num_heads, make_pieces(pattern, num_heads, num_positions)[0].length)
+    family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
     return nested_triton.why_not(family, q, k, v, scale)
+
+
+def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
+    """Whether visiting shared pairs once is faster than branch by branch, for a call that ``why_not`` admits."""
+    B, N, H, D = q.shape
+    if N < MIN_POSITIONS:
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    piece = make_pieces(pattern, H, N)[0]
+    assert piece.split is not None
+    pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
+    return 4 * D * pairs / (2 if is_causal else 1) >= MIN_OPERATIONS
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,6 +135,9 @@ def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num
     if pattern.dilation_rates[chosen[0]] != 1 or any(NOT_IN_BRANCH in offsets[b] for b in range(pattern.num_branches)):
         return 0
     lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
+    if max(lengths) > num_positions:
+        # cut to the sequence they would nest, but every length would be a kernel of its own to compile
+        return 0
     family = nested_family(lengths, rates, [offsets[b] for b in chosen], num_positions)
     if family is None or family.why_not_tiles(_TILE, _TILE):
         return 0

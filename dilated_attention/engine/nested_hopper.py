@@ -39,6 +39,14 @@ def gluon_forward(
     programs = processors - (1 if is_causal and processors % 2 == 0 else 0)
     segments = family.num_positions // family.lengths[-1]
     offsets = device_offsets(family, q.device)
+    made: dict[tuple[str, int, int], TensorDescriptor] = {}
+
+    def descriptor(name: str, x: torch.Tensor, rate: int, tile: int) -> TensorDescriptor:
+        # levels share most of them, and making one takes as long as a launch
+        if (name, rate, tile) not in made:
+            made[name, rate, tile] = _descriptor(x, family.num_positions, rate, tile)
+        return made[name, rate, tile]
+
     for level in range(family.num_levels):
         if not family.row_steps(level):
             continue
@@ -52,8 +60,8 @@ def gluon_forward(
         used = [*rates, *rates[-1:] * (MAX_DESCRIPTORS - len(rates))]
         total = constants[0] * constants[2] * segments * H * B
         nested_kernel[(min(total, programs),)](
-            _descriptor(q, family.num_positions, row[1], WARPGROUP_ROWS), _descriptor(out, family.num_positions, row[1], WARPGROUP_ROWS),
-            *(_descriptor(k, family.num_positions, r, tile_keys) for r in used), *(_descriptor(v, family.num_positions, r, tile_keys) for r in used),
+            descriptor("q", q, row[1], WARPGROUP_ROWS), descriptor("out", out, row[1], WARPGROUP_ROWS),
+            *(descriptor("k", k, r, tile_keys) for r in used), *(descriptor("v", v, r, tile_keys) for r in used),
             table.tiles, table.bias, table.counts, table.starts, offsets, lse, segments, total,
             q.stride(1), k.stride(1), v.stride(1), out.stride(1), lse.stride(0), lse.stride(1), lse.stride(2), scale,
             first, rates, row, constants, D, tile_keys, ring, is_causal, groups, num_warps=4, maxnreg=168 if groups == 2 else 96,

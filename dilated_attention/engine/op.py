@@ -224,6 +224,8 @@ def _is_nested(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
             "  backend='auto' takes it wherever it can, and other kernels elsewhere"
         )
+    if backend == "auto" and not reasons and not families.is_worth_it(pattern, q, shape.is_causal):
+        return False
     if not reasons:
         registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
     return not reasons
