@@ -7,7 +7,7 @@ chunks of heads × positions, each a call of its own on views.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dilated_attention.engine.parts import make_layers
@@ -30,11 +30,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Heads and positions of each chunk, and how many are alive at once."""
+    """Heads and positions of each chunk, how many are alive at once, and whether what waits in them fits the budget."""
 
     heads: int
     positions: int
     lanes: int
+    fits: bool
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
         for start in range(0, num_positions, self.positions):
@@ -70,16 +71,40 @@ def make_cut(
         return batch * heads * layers.rows(with_direct=False) * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:
-        return Cut(num_heads, num_positions, 1)
+        return Cut(num_heads, num_positions, 1, True)
     budget //= LANES
     period = _period(pattern, num_positions)
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
-        return Cut(num_heads, period * (budget // per_period), LANES)
+        return Cut(num_heads, period * (budget // per_period), LANES, True)
     kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
     # as many chunks as that makes, all of the same size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
-    return Cut(kv_heads * group, period, LANES)
+    return Cut(kv_heads * group, period, LANES, part_bytes(kv_heads * group, period) <= budget)
+
+
+def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPattern], Cut]) -> list[DilatedPattern]:
+    """The pattern, or its branches of shorter segments and those of longer ones: where one head's longest segments alone outgrow
+    the budget, the short branches run first, in chunks, and the long ones, whose parts are few, are merged to that in turn.
+
+    Args:
+        cut: the chunks of a pattern of this call.
+    """
+    if cut(pattern).fits:
+        return [pattern]
+    offsets = pattern.offsets(num_heads)
+    order = sorted(range(pattern.num_branches), key=lambda b: pattern.segment_lengths[b])
+
+    def of(branches: list[int]) -> DilatedPattern:
+        lengths, rates = tuple(pattern.segment_lengths[b] for b in branches), tuple(pattern.dilation_rates[b] for b in branches)
+        return DilatedPattern(lengths, rates, tuple(offsets[b] for b in branches), "all", pattern.tail)
+
+    if pattern.branch_heads == "all":
+        for first_long in range(len(order) - 1, 0, -1):
+            short = of(sorted(order[:first_long]))
+            if cut(short).fits:
+                return [short, of(sorted(order[first_long:]))]
+    return [pattern]
 
 
 def _period(pattern: DilatedPattern, num_positions: int) -> int:

@@ -17,9 +17,8 @@ from dilated_attention.engine.nested import NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # Below this the kernel's launches, one a level, outweigh the pairs saved: floating-point operations of one call. On an H200 a call
-# costs the CPU about a millisecond; in a captured graph it costs nothing, and what counts is that tiles fill the GPU.
-MIN_OPERATIONS = 7e11
-MIN_POSITIONS = 32_768
+# costs the CPU about a millisecond.
+MIN_OPERATIONS = 5e11
 _TILE = 128
 _WHOLE = 2**62
 
@@ -92,10 +91,6 @@ def why_not(pattern: DilatedPattern, q: torch.Tensor, k: torch.Tensor, v: torch.
 def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
     """Whether visiting shared pairs once is faster than branch by branch, for a call that ``why_not`` admits."""
     B, N, H, D = q.shape
-    if N < MIN_POSITIONS:
-        return False
-    if torch.cuda.is_current_stream_capturing():
-        return True
     piece = make_pieces(pattern, H, N)[0]
     assert piece.split is not None
     pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H

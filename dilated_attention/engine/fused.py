@@ -90,16 +90,23 @@ def backward(
     dlse: torch.Tensor | None,
     *,
     beside: bool = False,
+    onto: bool = False,
 ) -> None:
     """Write dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
     Every query head has its own key/value head here, or there is one problem and it is the whole.
+
+    Args:
+        beside: as in ``forward``.
+        onto: layer 0 is what the gradients hold already; the plan's branches are the layers from 1 on.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
     layer_views: list[list[torch.Tensor | None]] = [[None] * len(layers.branches)] * 3
-    if not plan.single:
+    summed = onto or not plan.single
+    first = 1 if onto else 0
+    if summed:
         flats = [torch.empty(B * H * D * layers.rows(with_direct=False), dtype=q.dtype, device=q.device) for _ in grads]
         layer_views = [layers.split(flat, B, head_dim=D, with_direct=False) for flat in flats]
     elif not plan.covered:
@@ -109,7 +116,7 @@ def backward(
     def run(problem: Problem) -> None:
         tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), (_QUERIES, out), (_QUERIES, lse)]
         for grad, which, layer in zip(grads, (_QUERIES, _KEYS, _KEYS), layer_views, strict=True):
-            part = layer[problem.branch]
+            part = layer[first + problem.branch]
             tensors.append((which, grad) if part is None else (_LAYER, part))
         if dlse is not None:
             tensors.append((_QUERIES, dlse))
@@ -118,11 +125,11 @@ def backward(
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
     _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
-    if not plan.single and q.device.type == "cuda":
+    if summed and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
         merge_triton.sum_layers(layers, grads, flats, aside=beside)
-    elif not plan.single:
+    elif summed:
         for grad, layer in zip(grads, layer_views, strict=True):
             torch_merge.sum_layers(layers, grad, layer)
 

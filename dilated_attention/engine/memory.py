@@ -16,12 +16,12 @@ On a CPU (``run.py``):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.engine.chunks import Cut
+from dilated_attention.engine.chunks import Cut, make_tiers
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, accumulation_dtype
@@ -126,15 +126,14 @@ def attention_memory(
     keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
 
     if device_type in FUSED_DEVICES and dtype is not torch.float64:
-        cut = forward_cut(pattern, shape, queries, keys)
         terms = [*common, ("out", Q * e), ("lse", R * a)]
-        terms.append(("parts", _parts(pattern, shape, cut, B, D * e, a)))
+        terms.append(("parts", _parts(pattern, shape, lambda tier: forward_cut(tier, shape, queries, keys), B, D * e, a)))
         if not needs_grad:
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
         grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
         if num_kv_heads in (None, H) or (len(plan.problems) == 1 and plan.covered):
             cut = backward_cut(pattern, shape, queries, keys)
-            grads.append(("parts", _parts(pattern, shape, cut, B, 3 * D * e, 0)))
+            grads.append(("parts", _parts(pattern, shape, lambda tier: backward_cut(tier, shape, queries, keys), B, 3 * D * e, 0)))
         else:
             cut = backward_cut(pattern, shape, queries, keys, in_layers=False)
             share = cut.lanes * cut.heads * cut.positions / (H * N)
@@ -158,15 +157,18 @@ def attention_memory(
     return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
 
 
-def _parts(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, row_bytes: int, lse_bytes: int) -> int:
-    """Bytes of the layers of the chunks that are alive together."""
-    chunks = list(cut.chunks(shape.num_heads, shape.queries[1]))
+def _parts(pattern: DilatedPattern, shape: Shape, cut: Callable[[DilatedPattern], Cut], batch: int, row_bytes: int, lse_bytes: int) -> int:
+    """Bytes of the layers of the chunks that are alive together, in the tier that has most."""
     if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
         return 0
-    first = chunks[0]
-    layers = make_layers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
-    rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
-    return batch * layers.heads * rows * min(cut.lanes, len(chunks))
+    most = 0
+    for tier in make_tiers(pattern, shape.num_heads, cut):
+        chunks = list(cut(tier).chunks(shape.num_heads, shape.queries[1]))
+        first = chunks[0]
+        layers = make_layers(tier, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
+        rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
+        most = max(most, batch * layers.heads * rows * min(cut(tier).lanes, len(chunks)))
+    return most
 
 
 def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:

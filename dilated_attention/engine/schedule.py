@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 
 from dilated_attention.engine import fused
-from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, transient_budget
+from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, make_tiers, transient_budget
 from dilated_attention.engine.families import Piece, chunk_family, make_pieces
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, accumulation_dtype, run_backward, run_forward
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 
 logger = logging.getLogger("dilated_attention")
 
@@ -51,15 +51,30 @@ def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: T
     """A stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: forward_cut(tier, shape, q, k))
+    for tier, branches in enumerate(tiers):
+        waiting = _onto_result(branches, shape.num_heads) if tier else branches
 
-    def run(chunk: Chunk, beside: bool) -> None:
-        part = _shape_of(shape, chunk)
-        layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-        out_, lse_ = _narrow(shape, chunk, out, lse)
-        plan = make_plan(pattern, part)
-        fused.forward(plan, layers, _narrow(shape, chunk, q, k, v), (out_, lse_), _call_of(call, chunk), beside=beside)
+        def run(chunk: Chunk, beside: bool, branches: DilatedPattern = branches, waiting: DilatedPattern = waiting) -> None:
+            part = _shape_of(shape, chunk)
+            layers = make_layers(waiting, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+            out_, lse_ = _narrow(shape, chunk, out, lse)
+            there = None
+            if waiting is not branches:
+                before = lse_.transpose(1, 2)
+                there = lambda direct_lse: direct_lse.copy_(before)  # noqa: E731
+            plan = make_plan(branches, part)
+            results = (out_, lse_)
+            fused.forward(plan, layers, _narrow(shape, chunk, q, k, v), results, _call_of(call, chunk), beside=beside, direct=there)
 
-    _in_chunks(forward_cut(pattern, shape, q, k), shape, q.device, run)
+        _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, run)
+
+
+def _onto_result(pattern: DilatedPattern, num_heads: int) -> DilatedPattern:
+    """The branches behind one that takes everything: the result so far."""
+    offsets = pattern.offsets(num_heads)
+    lengths, rates = (MAX_LENGTH, *pattern.segment_lengths), (1, *pattern.dilation_rates)
+    return DilatedPattern(lengths, rates, ((0,) * num_heads, *offsets), "all", pattern.tail)
 
 
 def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
@@ -115,22 +130,27 @@ def backward(
     own_keys = shape.num_heads == shape.num_kv_heads or (len(whole.problems) == 1 and whole.covered)
     in_layers = own_keys and not call.detached and (dlse is None or call.backend.facts.lse_grad)
 
-    def run(chunk: Chunk, beside: bool) -> None:
-        part = _shape_of(shape, chunk)
-        dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
-        dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
-        grads_ = _narrow(shape, chunk, *grads)
-        plan, part_call = make_plan(pattern, part), _call_of(call, chunk)
-        if in_layers:
-            # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
-            lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
-            layers = make_layers(pattern, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-            fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, beside=beside)
-        else:
-            for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
-                grad.copy_(share)
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_cut(tier, shape, q, k)) if in_layers else [pattern]
+    for tier, branches in enumerate(tiers):
+        waiting = _onto_result(branches, shape.num_heads) if tier else branches
 
-    _in_chunks(backward_cut(pattern, shape, q, k, in_layers), shape, q.device, run)
+        def run(chunk: Chunk, beside: bool, branches: DilatedPattern = branches, waiting: DilatedPattern = waiting) -> None:
+            part = _shape_of(shape, chunk)
+            dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
+            dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
+            grads_ = _narrow(shape, chunk, *grads)
+            plan, part_call = make_plan(branches, part), _call_of(call, chunk)
+            if in_layers:
+                # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+                lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
+                layers = make_layers(waiting, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+                tensors_, onto = (dout_, q_, k_, v_, out_, lse_), waiting is not branches
+                fused.backward(plan, layers, tensors_, grads_, part_call, dlse_, beside=beside, onto=onto)
+            else:
+                for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
+                    grad.copy_(share)
+
+        _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, run)
     return grads
 
 
