@@ -1,7 +1,7 @@
 """Ours beside TorchScale's dilated attention, dense attention and FlexAttention: one run, one GPU, bf16, correctness first.
 
     python benchmarks/versus.py --list
-    python benchmarks/versus.py --torchscale ~/torchscale --save versus.jsonl              # everything: several minutes
+    python benchmarks/versus.py --torchscale ~/torchscale --save versus.jsonl              # everything: ten minutes or so
     python benchmarks/versus.py --against dense flex --cases longnet --lengths 32768 --masks causal
 
 TorchScale's sources are never part of this repository: --torchscale is the folder of your own clone. What is timed of it is the
@@ -251,7 +251,7 @@ def main() -> None:
     if "torchscale" in args.against:
         torchscale = TorchScale(args.folder, args.kernel)
         print(f"TorchScale runs on {args.kernel} in place of flash-attn (sdpa_flash: FlashAttention-2 as torch bundles it)")
-    lines = []
+    print("times are forward / forward + backward; ! is short of its goal")
     for case in args.chosen:
         measurement = Measurement(case, args.seconds)
         measurement.dilated(args.backend, torchscale, not args.without_equal)
@@ -260,13 +260,12 @@ def main() -> None:
         if "flex-dilated" in args.against and case.length <= MOST_DILATED_FLEX:
             measurement.flex_dilated()
         results = measurement.results
-        lines.append(line(case, results))
+        print(line(case, results), flush=True)
         about = {"case": case.name, "N": case.length, "mask": case.mask, "heads": case.heads, "head_dim": case.head_dim}
         about |= {"backend": args.backend, "kernel": args.kernel, "pairs": case.pairs, "dense_pairs": case.dense_pairs, "goals": case.goals}
         save(args.save, about | {"results": results, "ratios": ratios(case, results)} | machine())
         del measurement
         torch.cuda.empty_cache()
-    print("\nforward / forward + backward; ! is short of its goal", *lines, sep="\n")
 
 
 if __name__ == "__main__":
