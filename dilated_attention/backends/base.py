@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +100,8 @@ class Facts:
     max_extent: int | None = None
     # writes its results where it is told; others return them, to be copied there
     writes_views: bool = False
+    # its launches may run beside each other, on several streams
+    concurrent: bool = True
     # where these facts were read or measured
     source: str = ""
     rocm: bool = False
@@ -145,6 +148,8 @@ class Options:
     mask: Mask = field(default_factory=Mask)
     dropout: Dropout | None = None
     deterministic: bool = False
+    # equal for launches whose tensors have equal shapes, strides and alignment; None where nobody knows
+    geometry: Hashable = None
 
 
 class Backend(ABC):

@@ -86,7 +86,7 @@ class Flash4Backend(Backend):
                 lse=rows,
             )
 
-        _replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call)
+        _replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
         if rows is not lse:
             lse.copy_(rows)
 
@@ -148,7 +148,8 @@ class Flash4Backend(Backend):
             call()
             return
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
-        _replay_backward(interface, tensors, (options.scale, options.causal, left, right), call)
+        settings = (options.scale, options.causal, left, right, dlse is not None)
+        _replay_backward(interface, tensors, settings, call, options.geometry)
 
 
 # the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2

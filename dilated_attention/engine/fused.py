@@ -7,8 +7,8 @@ run the same Plan on the same backends.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,7 +72,7 @@ def forward(
         for (q_, k_, v_, out_, lse_), options in _launches(problem, tensors, call, k.shape[:2], call.backend.facts.writes_views):
             call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
 
-    _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
+    _in_lanes(plan, run, q.device, 1 if beside or not call.backend.facts.concurrent else LAUNCH_LANES)
     if merged and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
@@ -124,7 +124,7 @@ def backward(
             dlse_ = rest[0].transpose(1, 2) if rest else None
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
-    _in_lanes(plan, run, q.device, 1 if beside else LAUNCH_LANES)
+    _in_lanes(plan, run, q.device, 1 if beside or not call.backend.facts.concurrent else LAUNCH_LANES)
     if summed and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
@@ -150,7 +150,17 @@ def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, 
 
 # which rows of a tensor a problem takes
 _QUERIES, _KEYS, _LAYER, _LSE_LAYER = range(4)
-_Geometry = tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Geometry:
+    """Views of one launch, (size, stride, offset) each, and a key that no launch of other shapes and strides has."""
+
+    views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+    key: int
+
+
+_KEYS_OF_SHAPES: dict[Hashable, int] = {}
 
 
 def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
@@ -174,12 +184,13 @@ def _launches(
     q = tensors[0][1]
     limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, q))
     shapes = tuple((which, x.shape, x.stride()) for which, x in tensors)
-    options = replace(call.options, causal=True) if problem.causal else call.options
     for geometry in _geometry(problem, shapes, limits):
+        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator see to
+        options = replace(call.options, causal=problem.causal, geometry=geometry.key)
         yield (
             [
-                x.as_strided(size, stride, x.storage_offset() + offset)
-                for (_, x), (size, stride, offset) in zip(tensors, geometry, strict=True)
+                x.as_strided(size, stride, x.storage_offset() + at)
+                for (_, x), (size, stride, at) in zip(tensors, geometry.views, strict=True)
             ],
             options,
         )
@@ -193,4 +204,9 @@ def _geometry(
     max_batch, max_extent, rows = limits
     views = [_rows(problem, which, torch.empty_strided(shape, stride, device="meta")) for which, shape, stride in shapes]
     cut = launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows)
-    return tuple(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group) for group in cut)
+    made = []
+    for group in cut:
+        same = tuple((tuple(x.shape), x.stride()) for x in group)
+        key = _KEYS_OF_SHAPES.setdefault(same, len(_KEYS_OF_SHAPES))
+        made.append(_Geometry(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
+    return tuple(made)

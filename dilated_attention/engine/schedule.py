@@ -67,7 +67,7 @@ def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: T
             results = (out_, lse_)
             fused.forward(plan, layers, _narrow(shape, chunk, q, k, v), results, _call_of(call, chunk), beside=beside, direct=there)
 
-        _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, run)
+        _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, call, run)
 
 
 def _onto_result(pattern: DilatedPattern, num_heads: int) -> DilatedPattern:
@@ -106,7 +106,7 @@ def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: 
         # a chunk begins with segments of all branches, and what waits in memory is the others' results
         row_bytes = q.shape[3] * q.element_size() + 4
         cut = _cut(pattern, shape, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting=split.layers)
-        _in_chunks(cut, shape, q.device, run)
+        _in_chunks(cut, shape, q.device, call, run)
 
 
 def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
@@ -150,7 +150,7 @@ def backward(
                 for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                     grad.copy_(share)
 
-        _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, run)
+        _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, call, run)
     return grads
 
 
@@ -212,12 +212,12 @@ def _has_triton() -> bool:
     return found
 
 
-def _in_chunks(cut: Cut, shape: Shape, device: torch.device, run: Callable[[Chunk, bool], None]) -> None:
+def _in_chunks(cut: Cut, shape: Shape, device: torch.device, call: Call, run: Callable[[Chunk, bool], None]) -> None:
     pieces = list(cut.chunks(shape.num_heads, shape.queries[1]))
     if len(pieces) == 1:
         run(pieces[0], False)
         return
-    with Lanes(device, min(cut.lanes, len(pieces))) as lanes:
+    with Lanes(device, min(cut.lanes, len(pieces)) if call.backend.facts.concurrent else 1) as lanes:
         # turn by turn, so that a lane's merge is issued while the other lane computes
         for index, chunk in enumerate(pieces):
             with lanes.lane(index):
