@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Options
+from dilated_attention.backends.base import Mask, Options
 from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.parts import Layers, of_problem
@@ -161,6 +161,7 @@ class _Geometry:
 
 
 _KEYS_OF_SHAPES: dict[Hashable, int] = {}
+_NO_MASK = Mask()
 
 
 def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
@@ -184,9 +185,10 @@ def _launches(
     q = tensors[0][1]
     limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, q))
     shapes = tuple((which, x.shape, x.stride()) for which, x in tensors)
+    scale, deterministic = call.options.scale, call.options.deterministic
     for geometry in _geometry(problem, shapes, limits):
         # the views' alignment follows from that of the tensors, which kernel_ready and the allocator see to
-        options = replace(call.options, causal=problem.causal, geometry=geometry.key)
+        options = Options(scale, problem.causal, _NO_MASK, None, deterministic, geometry.key)
         yield (
             [
                 x.as_strided(size, stride, x.storage_offset() + at)
