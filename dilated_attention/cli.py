@@ -1,4 +1,4 @@
-"""``python -m dilated_attention info``: the hardware, the backends, and why the rest is not usable."""
+"""``python -m dilated_attention``: ``info`` on hardware and backends, ``bench --tune`` to measure which backend is fastest here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import dilated_attention
-from dilated_attention.backends import PACKAGES, PRECISIONS
-from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend
+from dilated_attention.backends import PACKAGES, PRECISIONS, preference
+from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend, tune
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, or 1 if no backend can do what was asked."""
+    """Run the command line. Returns the exit code: 0, or 1 if what was asked cannot be done; wrong usage exits with 2."""
     parser = argparse.ArgumentParser(prog="python -m dilated_attention", description="Exact long-sequence attention on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="hardware, backends, and why the rest is not usable")
@@ -29,11 +31,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--head-dim", type=int, default=64)
     info.add_argument("--num-heads", type=int, default=8)
     info.add_argument("--num-kv-heads", type=int)
+    info.add_argument("--length", type=int, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     info.add_argument("--precision", choices=PRECISIONS, default="native")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         info.add_argument(f"--{flag}", action="store_true")
     info.add_argument("--json", action="store_true", help="machine-readable")
-    return _info(parser.parse_args(arguments))
+    bench = commands.add_parser("bench", help="measure every usable backend here; what is fastest is preferred from then on")
+    bench.add_argument("--tune", action="store_true", help="write the preference table of this machine")
+    bench.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
+    bench.add_argument("--head-dims", type=_size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
+    bench.add_argument("--lengths", type=_size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
+    bench.add_argument("--dtypes", choices=("half", "float32"), nargs="+", help="default: both")
+    bench.add_argument("--backends", nargs="+", help="default: all that can; those left out come after those measured")
+    bench.add_argument("--device", help="default: the GPU if there is one")
+    bench.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it is there")
+    bench.add_argument("--json", action="store_true", help="print the table's rows as JSON")
+    args = parser.parse_args(arguments)
+    if args.command == "bench" and not args.tune:
+        bench.error("without --tune there is nothing to run: other suites come in a later release; benchmarks/ has scripts")
+    try:
+        return _info(args) if args.command == "info" else _tune(args)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a whole number from 1")
+    return int(text)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    try:
+        hardware = detect(args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device is {args.device!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>"
+        ) from error
+    path = args.output or preference.cache_path(hardware)
+    default = tune.default_sweep(hardware)
+    sweep = replace(
+        default,
+        head_dims=tuple(args.head_dims or default.head_dims),
+        lengths=tuple(args.lengths or default.lengths),
+        dtypes=tuple(args.dtypes or default.dtypes),
+        backends=tuple(args.backends or default.backends),
+        seconds=default.seconds if args.seconds is None else args.seconds,
+    )
+    table = tune.measure(sweep, device=args.device, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    preference.save(table, path)
+    preference.refresh()
+    if args.json:
+        rows = [preference.as_dict(row) for row in table.rows]
+        print(json.dumps({"file": str(path), "source": table.source, "date": table.date, "rows": rows}, indent=2, ensure_ascii=False))
+        return 0
+    print(tune.winners(table))
+    print(f"written to {path}")
+    if path != preference.cache_path(hardware):
+        print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {preference.cache_path(hardware)}")
+    return 0
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -51,13 +108,17 @@ def _info(args: argparse.Namespace) -> int:
         dropout_p=0.1 if args.dropout else 0.0,
         deterministic=args.deterministic,
         precision=args.precision,
+        length=args.length,
     )
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if args.json:
-        print(json.dumps({"versions": versions, **explanation.as_dict()}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps({"versions": versions, "preference": _preference(hardware), **explanation.as_dict()}, indent=2, ensure_ascii=False)
+        )
     else:
         print(" · ".join(f"{name} {version}" for name, version in versions.items()))
         print(_described(hardware))
+        print(f"preference: {_preference(hardware)}")
         print()
         print(explanation)
     if explanation.forward is None or (explanation.request.needs_grad and explanation.backward is None):
@@ -73,3 +134,13 @@ def _described(hardware: Hardware) -> str:
     known = (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8")
     parts += [f"{package} {'installed' if package in hardware.packages else 'not installed'}" for package in known]
     return ", ".join(parts)
+
+
+def _preference(hardware: Hardware) -> str:
+    """The table of measured times in use, if any."""
+    here = preference.measured_here(hardware)
+    if here is not None:
+        return f"measured here ({here.path}, {here.date})"
+    shipped = preference.shipped(hardware.architecture)
+    text = f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"
+    return f"{text}; nothing measured here: {preference.RERUN}" if hardware.versions else text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # read where a Triton kernel is declared, so before any of them is imported
 if not os.path.exists("/dev/nvidiactl"):
@@ -34,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Tests neither read nor write what the user of this machine measured. Set for child processes, too."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DILATED_ATTENTION_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)

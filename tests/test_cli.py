@@ -1,4 +1,4 @@
-"""``python -m dilated_attention info``."""
+"""``python -m dilated_attention info`` and what ``bench`` refuses."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def test_wrong_usage_exits_with_2() -> None:
     assert result.returncode == 2
     assert "invalid choice" in result.stderr
     assert result.stdout == ""
+
+
+def test_bench_without_a_suite_exits_with_2_and_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["bench"], ["bench", "--tune", "--lengths", "0"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "other suites come in a later release" in captured.err or "'0' is no size" in captured.err

@@ -1,5 +1,6 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
+from dilated_attention.backends import preference
 from dilated_attention.backends.base import (
     NESTED,
     PRECISIONS,
@@ -36,7 +37,7 @@ registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(MathBackend())
 
-# Preference by measurement. Hopper: H200 figures of each backend's `source`. Ampere and Ada: FlashAttention-2 leads cuDNN there
+# What applies where no table of measured times has a row (preference.py; shipped/ holds those of the package). Hopper: H200 figures of each backend's `source`. Ampere and Ada: FlashAttention-2 leads cuDNN there
 # (FlashAttention-3 paper's A100 rows). Pascal: scaled_dot_product_attention was 2000 times slower than plain products
 # (a GTX 1080's published runs). Volta and Turing have no flash kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
@@ -62,6 +63,7 @@ __all__ = [
     "Registry",
     "Request",
     "detect",
+    "preference",
     "refresh",
     "registry",
 ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dilated_attention.backends import preference
 from dilated_attention.backends.hardware import Hardware
 
 logger = logging.getLogger("dilated_attention")
@@ -55,7 +56,7 @@ class Request:
     torch_deterministic: bool = False
     # elements between the first and the last one of the longest single segment, over all tensors
     extent: int = 0
-    # rows of a typical problem; 0 where unknown
+    # rows of a typical problem, by which measured times are looked up; 0 where unknown
     length: int = 0
     # "native": products in the inputs' dtype · "fp8": in 8-bit floats
     precision: str = "native"
@@ -279,7 +280,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 class Registry:
-    """The one ordered table: backends by name, and their order of preference by architecture."""
+    """The one ordered table: backends by name, and their order of preference by measurement, else by architecture."""
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
@@ -288,6 +289,7 @@ class Registry:
         self._told: set[str] = set()
         # a training step asks the same few questions over and over, and an answer depends on nothing but the request
         self._answers: dict[tuple[Request, str], Backend] = {}
+        self._generation = preference.generation()
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
@@ -312,17 +314,22 @@ class Registry:
     def get(self, name: str) -> Backend:
         return self._backends[name]
 
-    def order(self, hardware: Hardware) -> tuple[str, ...]:
-        """Names in order of preference on this hardware: those of its architecture, then all others as registered."""
+    def order(self, request: Request) -> tuple[str, ...]:
+        """All names in order of preference for this request."""
+        return self.ranking(request).names
+
+    def ranking(self, request: Request) -> preference.Ranking:
+        """``order`` with what put each name in its place: a table measured here, the shipped one, or the architecture's order."""
+        hardware = request.hardware
         first = self._orders.get(hardware.architecture)
         if first is None and hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
             first = self._orders.get(f"sm{hardware.capability[0]}x")
         first = first or self._orders.get(hardware.device_type, ())
-        return (*first, *(name for name in self._backends if name not in first))
+        return preference.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:
         """(name, reasons against it) in order of preference."""
-        return [(name, self._backends[name].why_not(request)) for name in self.order(request.hardware)]
+        return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
 
     def check_name(self, name: object) -> None:
         if not isinstance(name, str):
@@ -336,6 +343,9 @@ class Registry:
         Raises:
             BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
         """
+        if self._generation != preference.generation():
+            self._answers.clear()
+            self._generation = preference.generation()
         known = self._answers.get((request, name))
         if known is not None:
             return known

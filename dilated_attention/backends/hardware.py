@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import platform
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +15,15 @@ PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
     "flash-attn-2": "flash_attn.flash_attn_interface",
     "xformers": "xformers.ops",
+    "triton": "triton",
+}
+# key in Hardware.packages → the distribution whose version is noted; a library loaded by path has none
+_DISTRIBUTIONS = {
+    "flash-attn-4": "flash-attn-4",
+    "flash-attn-3": "flash-attn-3",
+    "flash-attn-3-fp8": "fa3-fwd",
+    "flash-attn-2": "flash-attn",
+    "xformers": "xformers",
     "triton": "triton",
 }
 
@@ -29,7 +40,9 @@ class Hardware:
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
         packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
             ``"flash-attn-3-fp8"``.
-        name: for display only; nothing reads it.
+        name: for display, and the device that a table of measured times is for.
+        versions: of torch and the kernel packages as installed, on a CPU also its instruction set. Empty in a record made by
+            hand: no measurement of this machine speaks for it.
     """
 
     device_type: str
@@ -39,6 +52,7 @@ class Hardware:
     cudnn_version: int | None = None
     packages: frozenset[str] = field(default_factory=frozenset)
     name: str = ""
+    versions: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -67,14 +81,16 @@ def detect(device: torch.device | str | None = None) -> Hardware:
 def _detect(device_type: str, index: int) -> Hardware:
     is_cuda = device_type == "cuda"
     release = torch.__version__.split("+")[0].split(".")
+    packages = _packages()
     return Hardware(
         device_type=device_type,
         capability=torch.cuda.get_device_capability(index) if is_cuda else None,
         is_rocm=is_cuda and torch.version.hip is not None,
         torch_version=(int(release[0]), int(release[1])),
         cudnn_version=torch.backends.cudnn.version() if is_cuda and torch.backends.cudnn.is_available() else None,
-        packages=_packages(),
+        packages=packages,
         name=torch.cuda.get_device_name(index) if is_cuda else device_type,
+        versions=_versions(device_type, packages),
     )
 
 
@@ -92,6 +108,18 @@ def _packages() -> frozenset[str]:
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
     return frozenset(found)
+
+
+def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:
+    versions = [f"torch {torch.__version__}"]
+    if device_type == "cpu":
+        versions.append(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")
+    for package in sorted(packages):
+        try:
+            versions.append(f"{package} {importlib.metadata.version(_DISTRIBUTIONS[package])}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{package} of unknown version")
+    return tuple(versions)
 
 
 def _importable(module: str) -> bool:

@@ -12,7 +12,10 @@ from dilated_attention.pattern.checks import one_of
 
 
 def list_backends() -> tuple[str, ...]:
-    """Names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of torch's own, and ``"auto"``."""
+    """Names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of torch's own, and ``"auto"``.
+
+    Their order of preference depends on the call: ``explain_backend`` prints it, with the file of measured times that made it.
+    """
     return registry.names()
 
 
@@ -43,12 +46,16 @@ class Explanation:
         request: what was asked, for the last pass of the call.
         rows: every backend in order of preference.
         forward, backward: the backend taken for each pass; None if none can, ``backward`` also if no gradient is asked for.
+        forward_basis, backward_basis: what put it first: ``measured here (file, date)``, ``shipped table (source, date)``,
+            ``architecture order`` or ``order of registration``; ``asked for by name``; empty if none can.
     """
 
     request: Request
     rows: tuple[Row, ...]
     forward: str | None
     backward: str | None
+    forward_basis: str = ""
+    backward_basis: str = ""
 
     @property
     def chosen(self) -> str | None:
@@ -61,6 +68,8 @@ class Explanation:
             "request": self.request.describe(),
             "forward": self.forward,
             "backward": self.backward,
+            "forward_basis": self.forward_basis,
+            "backward_basis": self.backward_basis,
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
@@ -70,6 +79,11 @@ class Explanation:
         lines.append(
             f"forward: {self.forward or 'no backend can'}" + (f" · backward: {self.backward or 'no backend can'}" if needs_grad else "")
         )
+        bases = dict.fromkeys(basis for basis in (self.forward_basis, self.backward_basis) if basis)
+        if len(bases) == 1:
+            lines.append(f"order: {next(iter(bases))}")
+        elif bases:
+            lines.append(f"order: forward {self.forward_basis} · backward {self.backward_basis}")
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
             passes = [name for name, taken in (("forward", self.forward), ("backward", self.backward)) if taken == row.name]
@@ -78,7 +92,7 @@ class Explanation:
             if passes and row.reasons:
                 text = f"{' and '.join(passes)} only: {text}"
             lines.append(f"  {mark} {row.name:<{width}}  {text}")
-        lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In order of preference.")
+        lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference.")
         return "\n".join(lines)
 
 
@@ -98,6 +112,7 @@ def explain_backend(
     deterministic: bool = False,
     backend: str = "auto",
     precision: str = "native",
+    length: int = 0,
 ) -> Explanation:
     """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
 
@@ -106,6 +121,7 @@ def explain_backend(
         hardware: another machine, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` of your own; instead of device.
         dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older ones, else float32.
         backend: ``"auto"``, or a name whose refusal is to be explained.
+        length: rows of a problem, the largest segment length / dilation rate; measured times are looked up by it. 0: long.
 
     The other arguments are those of ``dilated_attention``.
     """
@@ -130,9 +146,12 @@ def explain_backend(
         deterministic=deterministic,
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
+        length=length,
     )
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
+    if not isinstance(length, int) or length < 0:
+        raise ValueError(f"length is {length!r}; expected rows of a problem, or 0 for a long one")
     forward_table = registry.table(request)
     backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
     rows = tuple(
@@ -141,7 +160,17 @@ def explain_backend(
     request = replace(request, needs_grad=needs_grad)
     forward = _taken(replace(request, needs_grad=False), backend)
     backward = _taken(request, backend) if needs_grad else None
-    return Explanation(request, rows, forward, backward)
+    bases = (
+        _basis(replace(request, needs_grad=False), forward, backend),
+        _basis(request, backward, backend),
+    )
+    return Explanation(request, rows, forward, backward, *bases)
+
+
+def _basis(request: Request, taken: str | None, backend: str) -> str:
+    if taken is None:
+        return ""
+    return "asked for by name" if taken == backend else registry.ranking(request).basis_of(taken)
 
 
 def _taken(request: Request, backend: str) -> str | None:

@@ -1,0 +1,312 @@
+"""Measured preference: tables of backends in order of time, from this machine's own file or shipped with the package.
+
+A row holds the times of one kind of call: pass, dtype class, head dim, rows of a problem, causal. For a request the row is taken
+whose head dim is the smallest measured one that is not below the request's (kernels round up), else the largest; among those the
+one whose length is nearest by ratio, ties to the longer. An unknown length takes the longest. Pass, dtype class and causal must be
+equal. Rows were timed without masks, windows, dropout and deterministic gradients, so a request with any of these has none.
+
+A table orders and nothing more: whether a backend can is said by its ``why_not``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilated_attention.backends.hardware import Hardware
+
+if TYPE_CHECKING:
+    from dilated_attention.backends.base import Request
+
+logger = logging.getLogger("dilated_attention")
+
+FORMAT = 1
+RERUN = "python -m dilated_attention bench --tune"
+_DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
+_PASSES = ("forward", "backward")
+_SHIPPED = Path(__file__).parent / "shipped"
+# how often tables were forgotten; who keeps answers made from them compares it
+_generation = 0
+
+
+class PreferenceError(ValueError):
+    """A file is no preference table. The text names it, what is wrong, and the way out."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One backend's time for a row's problem; ``ms`` is None where only a rate was published."""
+
+    backend: str
+    ms: float | None
+    tflops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of call and the backends that did it right, fastest first."""
+
+    which: str
+    dtype: str
+    head_dim: int
+    length: int
+    causal: bool
+    timings: tuple[Timing, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(timing.backend for timing in self.timings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows with where they come from. ``environment`` is what a measured table holds for (see ``environment``).
+
+    Args:
+        architecture: as ``Hardware.architecture``.
+        date: of the measurement, ISO.
+        source: in words, what was measured and how.
+        path: the file it was read from, if any.
+    """
+
+    architecture: str
+    environment: dict[str, Any] = field(hash=False)
+    date: str
+    source: str
+    rows: tuple[Row, ...]
+    path: Path | None = field(default=None, compare=False)
+
+    def row_for(self, request: Request) -> Row | None:
+        """The row that speaks for ``request`` (rule: above), or None."""
+        dtype = _DTYPE_CLASSES.get(request.dtype)
+        unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
+        if dtype is None or unmeasured or request.precision != "native":
+            return None
+        rows = self._by_kind.get((_PASSES[request.needs_grad], dtype, request.causal), ())
+        if not rows:
+            return None
+        dims = {row.head_dim for row in rows}
+        head_dim = min((dim for dim in dims if dim >= request.head_dim), default=max(dims))
+        same = [row for row in rows if row.head_dim == head_dim]
+        if request.length <= 0:
+            return max(same, key=lambda row: row.length)
+        return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[tuple[str, str, bool], list[Row]]:
+        kinds: dict[tuple[str, str, bool], list[Row]] = {}
+        for row in self.rows:
+            kinds.setdefault((row.which, row.dtype, row.causal), []).append(row)
+        return kinds
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Backends in order of preference for one request; ``bases`` are (names, what put them there), in the same order."""
+
+    bases: tuple[tuple[tuple[str, ...], str], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for names, _ in self.bases for name in names)
+
+    def basis_of(self, name: str) -> str:
+        return next((basis for names, basis in self.bases if name in names), "")
+
+
+def environment(hardware: Hardware) -> dict[str, Any]:
+    """All that a measurement here depends on. Other values make another fingerprint, and so another file."""
+    return {
+        "architecture": hardware.architecture,
+        "device": hardware.name or hardware.device_type,
+        "cudnn": hardware.cudnn_version,
+        "packages": sorted(hardware.packages),
+        "versions": list(hardware.versions),
+    }
+
+
+def fingerprint(hardware: Hardware) -> str:
+    """Short and safe in a file name: the architecture and a hash of ``environment``."""
+    text = json.dumps(environment(hardware), sort_keys=True)
+    return f"{hardware.architecture}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def cache_path(hardware: Hardware) -> Path:
+    """Where this hardware's own table lies: ``$DILATED_ATTENTION_CACHE`` (a folder, or one ``.json`` file), else the user's cache."""
+    named = os.environ.get("DILATED_ATTENTION_CACHE")
+    if named and named.endswith(".json"):
+        return Path(named).expanduser()
+    folder = Path(named).expanduser() if named else _user_cache() / "dilated_attention"
+    return folder / f"preference-{fingerprint(hardware)}.json"
+
+
+def _user_cache() -> Path:
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or "~/AppData/Local").expanduser()
+    return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
+
+
+def refresh() -> None:
+    """Forget all tables; the next choice reads them again."""
+    global _generation
+    _generation += 1
+    measured_here.cache_clear()
+    shipped.cache_clear()
+
+
+def generation() -> int:
+    return _generation
+
+
+@functools.lru_cache(maxsize=32)
+def measured_here(hardware: Hardware) -> Table | None:
+    """The table measured on this very hardware with these versions, read once; None if there is none.
+
+    A record made by hand (no ``versions``) describes another machine, so no file is looked for.
+
+    Raises:
+        PreferenceError: the file is there and is no table.
+    """
+    if not hardware.versions:
+        return None
+    try:
+        path = cache_path(hardware)
+        if not path.is_file():
+            _tell_of_others(path)
+            return None
+        table = load(path)
+    except (OSError, RuntimeError) as error:
+        # an unreadable folder or an unknown home is no reason to stop a training run
+        logger.info("no measured preference: %s", error)
+        return None
+    if table is None:
+        return None
+    here = environment(hardware)
+    other = [f"{key} {table.environment.get(key)!r}, here {value!r}" for key, value in here.items() if table.environment.get(key) != value]
+    if other:
+        logger.info("measured preference in %s ignored, it was measured elsewhere: %s. To measure here: %s", path, "; ".join(other), RERUN)
+        return None
+    logger.info("preference measured here on %s, from %s", table.date, path)
+    return table
+
+
+def _tell_of_others(path: Path) -> None:
+    others = sorted(other.name for other in path.parent.glob("preference-*.json"))
+    if others:
+        text = "measured preference in %s ignored, of other hardware or versions: %s. To measure here: %s"
+        logger.info(text, path.parent, ", ".join(others), RERUN)
+
+
+@functools.lru_cache(maxsize=32)
+def shipped(architecture: str) -> Table | None:
+    """The table that comes with the package for this architecture; None if none was measured."""
+    path = _SHIPPED / f"{architecture}.json"
+    return load(path) if path.is_file() else None
+
+
+def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
+    """Names by this machine's table, then the shipped one's, then its architecture's, then as registered; each once."""
+    groups: list[tuple[tuple[str, ...], str]] = []
+    here = measured_here(request.hardware)
+    if here is not None and (row := here.row_for(request)) is not None:
+        groups.append((row.names, f"measured here ({here.path}, {here.date})"))
+    general = shipped(request.hardware.architecture)
+    if general is not None and (row := general.row_for(request)) is not None:
+        groups.append((row.names, f"shipped table ({general.source}, {general.date})"))
+    groups += [(by_architecture, "architecture order"), (registered, "order of registration")]
+    seen: set[str] = set()
+    bases = []
+    for names, basis in groups:
+        # a table may name what this release, or a registry of one's own, does not have
+        new = tuple(name for name in names if name in registered and name not in seen)
+        seen.update(new)
+        bases.append((new, basis))
+    return Ranking(tuple(bases))
+
+
+def save(table: Table, path: Path) -> None:
+    """Write ``table`` as JSON, one row a line; a reader sees the old file or the new one, never half of one."""
+    head = {
+        "format": FORMAT,
+        "architecture": table.architecture,
+        "environment": table.environment,
+        "date": table.date,
+        "source": table.source,
+        "timings": "each: backend, milliseconds, TFLOP/s; fastest first",
+    }
+    rows = [json.dumps(as_dict(row), ensure_ascii=False) for row in table.rows]
+    text = json.dumps(head, indent=2, ensure_ascii=False)[:-2] + ',\n  "rows": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    return {
+        "pass": row.which,
+        "dtype": row.dtype,
+        "head_dim": row.head_dim,
+        "length": row.length,
+        "causal": row.causal,
+        "timings": [[timing.backend, timing.ms, timing.tflops] for timing in row.timings],
+    }
+
+
+def load(path: Path) -> Table | None:
+    """The table in ``path``; None, with a log line, if a release with another format wrote it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _refused(path, f"it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise _refused(path, f"it holds a {type(content).__name__}, expected an object")
+    if isinstance(content.get("format"), int) and content["format"] != FORMAT:
+        logger.info("measured preference in %s ignored: format %s, this release reads %s", path, content["format"], FORMAT)
+        return None
+    for key, kind in (("format", int), ("architecture", str), ("environment", dict), ("date", str), ("source", str), ("rows", list)):
+        if not isinstance(content.get(key), kind):
+            raise _refused(path, f"{key} is {content.get(key)!r}, expected {kind.__name__}")
+    rows = tuple(_row(path, number, row) for number, row in enumerate(content["rows"]))
+    return Table(
+        architecture=content["architecture"],
+        environment=content["environment"],
+        date=content["date"],
+        source=content["source"],
+        rows=rows,
+        path=path,
+    )
+
+
+def _row(path: Path, number: int, row: Any) -> Row:
+    try:
+        timings = tuple(Timing(str(name), None if ms is None else float(ms), float(tflops)) for name, ms, tflops in row["timings"])
+        made = Row(
+            which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refused(path, f"row {number} is {str(row)[:200]}, which lacks or mistypes {error}") from error
+    sizes = (made.head_dim, made.length)
+    whole = all(isinstance(size, int) and size >= 1 for size in sizes) and isinstance(made.causal, bool)
+    if not whole or made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values():
+        raise _refused(path, f"row {number} is {str(row)[:200]}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
+    return made
+
+
+def _refused(path: Path, what: str) -> PreferenceError:
+    return PreferenceError(f"{path} is no preference table: {what}; delete it, or write it anew with {RERUN}")
