@@ -239,7 +239,7 @@ def test_the_shipped_table_speaks_for_its_architecture_on_any_machine() -> None:
     entry = shipped.row_for(hopper)
     assert entry is not None
     assert registry.order(hopper)[: len(entry.names)] == entry.names
-    assert registry.ranking(hopper).basis_of(entry.names[0]).startswith("shipped table (H200")
+    assert registry.ranking(hopper).basis_of(entry.names[0]) == f"shipped table ({shipped.source}, {shipped.date})"
     # refused gradients stay refused, whatever the table says of the head dim that stands for this one
     assert registry.select(ask(hardware=EXAMPLES["hopper"], dtype=BF16, head_dim=48, needs_grad=True)).name != "flash4"
     assert registry.ranking(ask(hardware=EXAMPLES["ampere"], dtype=BF16)).bases[0][1] == "architecture order"
@@ -248,16 +248,19 @@ def test_the_shipped_table_speaks_for_its_architecture_on_any_machine() -> None:
     assert [registry.select(replace(hopper, length=2**i)).name for i in range(18)] == before
 
 
-def test_what_was_measured_here_goes_before_what_was_shipped() -> None:
+def test_what_was_measured_here_goes_before_what_was_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "_SHIPPED", tmp_path / "shipped")
+    write(row("flash2", "math", "flash3", dtype="half"), hardware=EXAMPLES["hopper"], path=tmp_path / "shipped" / "sm90.json")
     mine = replace(EXAMPLES["hopper"], versions=("torch 2.13.0",))
     write(row("sdpa_flash", "math", dtype="half"), hardware=mine)
     request = ask(hardware=mine, dtype=BF16)
-    assert registry.order(request)[:3] == ("sdpa_flash", "math", "flash4")
+    assert registry.order(request)[:5] == ("sdpa_flash", "math", "flash2", "flash3", "flash4")
     ranking = registry.ranking(request)
     assert ranking.basis_of("math").startswith("measured here (")
-    assert ranking.basis_of("flash4").startswith("shipped table (")
-    assert ranking.basis_of("flex") == "architecture order"
+    assert ranking.basis_of("flash3") == "shipped table (a test, 2026-01-02)"
+    assert ranking.basis_of("flash4") == "architecture order"
     assert ranking.basis_of("sdpa_cpu") == "order of registration"
+    assert registry.order(replace(request, hardware=EXAMPLES["hopper"]))[:3] == ("flash2", "math", "flash3")
 
 
 def test_the_explanation_says_what_made_the_order() -> None:
