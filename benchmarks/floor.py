@@ -3,6 +3,7 @@
     python benchmarks/floor.py --save floor.jsonl            # what "auto" takes, against FlashAttention-4
     python benchmarks/floor.py --backend flash4 sdpa_cudnn --lengths 49152
 
+FLASH3_LIBRARY (and FLASH3_CUDART) in the environment load FlashAttention-3's library for --backend flash3.
 ratio = floor time ÷ our time, in the same run, turn by turn. Errors of sampled rows against float64 come first: a wrong result
 has no speed.
 """
@@ -10,6 +11,7 @@ has no speed.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from _timing import inputs, interleaved, machine, sampled_error, save
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import Backend, Options, Request, detect, registry
+from dilated_attention.backends import Backend, Options, Request, detect, flash3, registry
 from dilated_attention.engine.plan import Shape, make_plan
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
@@ -114,6 +116,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU: this benchmark measures GPU kernels; benchmarks/cpu_speed.py is the CPU's")
+    if os.environ.get("FLASH3_LIBRARY"):
+        flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
     for backend in args.backend:
         for name in args.shapes:
             request = Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=SHAPES[name][1], needs_grad=True)
