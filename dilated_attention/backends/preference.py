@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dilated_attention")
 
 FORMAT = 1
+# rates of a shipped table that differ by less say nothing about another machine
+_SAME_RATE = 0.03
 RERUN = "python -m dilated_attention bench --tune"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
 _PASSES = ("forward", "backward")
@@ -224,7 +226,7 @@ def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[s
         groups.append((row.names, f"measured here ({here.path}, {here.date})"))
     general = shipped(request.hardware.architecture)
     if general is not None and (row := general.row_for(request)) is not None:
-        groups.append((row.names, f"shipped table ({general.source}, {general.date})"))
+        groups.append((_ranked(row, by_architecture), f"shipped table ({general.source}, {general.date})"))
     groups += [(by_architecture, "architecture order"), (registered, "order of registration")]
     seen: set[str] = set()
     bases = []
@@ -234,6 +236,19 @@ def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[s
         seen.update(new)
         bases.append((new, basis))
     return Ranking(tuple(bases))
+
+
+def _ranked(row: Row, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
+    """The row's names by rate; among rates that another machine might turn round, in the architecture's order."""
+    left = sorted(row.timings, key=lambda timing: -timing.tflops)
+    names = []
+    while left:
+        close = [timing for timing in left if timing.tflops >= left[0].tflops * (1 - _SAME_RATE)]
+        place = {name: index for index, name in enumerate(by_architecture)}
+        first = min(close, key=lambda timing: place.get(timing.backend, len(place)))
+        left.remove(first)
+        names.append(first.backend)
+    return tuple(names)
 
 
 def save(table: Table, path: Path) -> None:

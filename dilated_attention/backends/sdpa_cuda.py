@@ -109,7 +109,7 @@ class SdpaCudnnBackend(Backend):
         head_dim_multiple=8,
         max_head_dim=128,
         max_batch=_MAX_GRID,
-        # an illegal memory access was seen once with launches on several streams, none without
+        # not known to be safe on several streams at once
         concurrent=False,
         source="H200, torch 2.11, cuDNN 9.19: 460/440 TFLOP/s forward/backward at D = 64, 640/530 at 128",
     )
@@ -148,7 +148,9 @@ class SdpaCudnnBackend(Backend):
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        # torch keeps one plan for all calls of equal q, k and v, whatever the strides of out that it was built for; so out always has
+        # those of its shape. (With others an earlier plan was run: an illegal memory access, seen on torch 2.11.)
+        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out.contiguous()))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
             lse.contiguous()[..., None],

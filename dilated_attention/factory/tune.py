@@ -269,12 +269,26 @@ class _Bench:
 
 
 def _call(backend: Backend, which: str, tensors: Tensors, options: Options) -> Callable[[], Tensors]:
-    """``tensors`` are dout, q, k, v and, for the backward, out and lse."""
+    """As the engine calls it, results into memory that it is handed. ``tensors`` are dout, q, k, v and, for the backward, out and lse."""
     dout, q, k, v, *saved = tensors
     if which == "forward":
-        return lambda: backend.forward(q, k, v, options)
+        P, L, G, _ = q.shape
+        lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        result, rows = torch.empty_like(q), torch.empty((P, G, L), dtype=lse_dtype, device=q.device)
+
+        def forward() -> Tensors:
+            backend.forward_into(q, k, v, options, result, rows)
+            return result, rows
+
+        return forward
     out, lse = saved
-    return lambda: backend.backward(dout, q, k, v, out, lse, options)
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+
+    def backward() -> Tensors:
+        backend.backward_into(dout, q, k, v, out, lse, options, grads)
+        return grads
+
+    return backward
 
 
 def _first_line(error: BaseException) -> str:
