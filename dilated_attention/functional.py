@@ -8,6 +8,7 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
+from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.op import dilated_attention_op
 from dilated_attention.pattern import DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of

@@ -1,19 +1,7 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
 from dilated_attention.backends import preference
-from dilated_attention.backends.base import (
-    NESTED,
-    PRECISIONS,
-    Backend,
-    BackendUnavailable,
-    Dropout,
-    Facts,
-    Mask,
-    Options,
-    Registry,
-    Request,
-    registry,
-)
+from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request
 from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
@@ -23,6 +11,7 @@ from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refr
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
+from dilated_attention.backends.selection import NESTED, BackendUnavailable, Registry, registry
 from dilated_attention.backends.xformers import XformersBackend
 
 registry.register(Flash4Backend())

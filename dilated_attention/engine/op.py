@@ -1,4 +1,4 @@
-"""The custom op of dilated attention: schema, fake, autograd, FLOP formula. Opaque to torch.compile, so nothing breaks a graph.
+"""The custom op of dilated attention: schema, fake, autograd. Opaque to torch.compile, so nothing breaks a graph.
 
 ``torch.ops.dilated_attention.dilated_attention`` is what a selective-checkpointing policy lists as must-save.
 """
@@ -11,16 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
 from dilated_attention.engine import families, schedule
-from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.plan import Shape
 from dilated_attention.engine.run import Call, accumulation_dtype
 from dilated_attention.pattern import DilatedPattern
 
 # queries a windowed problem holds on a backend that masks instead of skipping
-_WINDOW_BLOCK = 512
+WINDOW_BLOCK = 512
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,7 +183,7 @@ def _prepare(
         documents=documents,
         is_causal=is_causal,
         window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
-        window_block=None if chosen.facts.native_window else _WINDOW_BLOCK,
+        window_block=None if chosen.facts.native_window else WINDOW_BLOCK,
         shifted_heads=key_padding_mask is None and dropout_p == 0,
     )
     call = Call(
@@ -205,9 +204,9 @@ def _is_nested(
     request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, scale: float, backend: str
 ) -> bool:
     """Whether the forward visits the pairs of nested branches once: where it can, if no other kernel is asked for by name."""
-    if backend not in ("auto", NESTED):
+    q, k, v = views[:3]
+    if backend != NESTED and (backend != "auto" or q.device.type not in schedule.FUSED_DEVICES):
         return False
-    q, k, v = views
     reasons = []
     for wanted, text in (
         (request.key_mask, "takes no key_padding_mask"),
@@ -301,41 +300,3 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 
 dilated_attention_op.register_autograd(_backward, setup_context=_setup_context)
 dilated_attention_backward_op.register_autograd(_no_double_backward)
-
-
-def _flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:
-    segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, _, query_offset = arguments[:10]
-    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    B, Nq, H, D = q_shape
-    Nk, Hk = k_shape[1:3]
-    bounds = tuple(None if x < 0 else x for x in window) if window else None
-    shape = Shape(H, Hk, (query_offset, query_offset + Nq), (0, Nk), ((0, Nk),), is_causal, bounds, _WINDOW_BLOCK)  # type: ignore[arg-type]
-    return per_pair * D * B * make_plan(pattern, shape).pairs
-
-
-@register_flop_formula(torch.ops.dilated_attention.dilated_attention)
-def _forward_flops(
-    q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
-) -> int:
-    """4·D per pair. Packed documents count as one sequence: their bounds are data, which a formula does not see."""
-    return _flops(q_shape, k_shape, arguments, 4)
-
-
-@register_flop_formula(torch.ops.dilated_attention.dilated_attention_backward)
-def _backward_flops(
-    dout: Any,
-    dlse: Any,
-    q_shape: Any,
-    k_shape: Any,
-    v_shape: Any,
-    out: Any,
-    lse: Any,
-    mask: Any,
-    cu: Any,
-    seed: Any,
-    *arguments: Any,
-    out_shape: Any = None,
-    **_: Any,
-) -> int:
-    """10·D per pair: five matrix products, of which one repeats the forward's scores."""
-    return _flops(q_shape, k_shape, arguments, 10)

@@ -1,0 +1,119 @@
+"""The registry of kernel libraries, and which one is taken.
+
+Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by handing in
+another ``Hardware``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from dilated_attention.backends import preference
+from dilated_attention.backends.base import Backend, Request
+
+logger = logging.getLogger("dilated_attention")
+
+_MOST_ANSWERS = 4096
+# a name that ``backend=`` takes beside those of kernel libraries: pairs that nested branches share are visited once, by a kernel
+# of the engine itself; all else by the preferred library
+NESTED = "nested"
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend asked for by name cannot do the work, or none can. The text lists every reason and who could."""
+
+
+class Registry:
+    """The one ordered table: backends by name, and their order of preference by measurement, else by architecture."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+        self._families: dict[str, tuple[str, ...]] = {}
+        self._orders: dict[str, tuple[str, ...]] = {}
+        self._told: set[str] = set()
+        # a training step asks the same few questions over and over, and an answer depends on nothing but the request
+        self._answers: dict[tuple[Request, str], Backend] = {}
+        self._generation = preference.generation()
+
+    def register(self, backend: Backend, *, family: str | None = None) -> None:
+        """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
+        if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
+            raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
+        self._backends[backend.name] = backend
+        self._answers.clear()
+        if family is not None:
+            self._families[family] = (*self._families.get(family, ()), backend.name)
+
+    def set_order(self, architecture: str, names: tuple[str, ...]) -> None:
+        self._orders[architecture] = names
+        self._answers.clear()
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._backends)
+
+    def choices(self) -> tuple[str, ...]:
+        """What ``backend=`` accepts."""
+        return ("auto", *self._families, *self._backends, NESTED)
+
+    def get(self, name: str) -> Backend:
+        return self._backends[name]
+
+    def order(self, request: Request) -> tuple[str, ...]:
+        """All names in order of preference for this request."""
+        return self.ranking(request).names
+
+    def ranking(self, request: Request) -> preference.Ranking:
+        """``order`` with what put each name in its place: a table measured here, the shipped one, or the architecture's order."""
+        hardware = request.hardware
+        first = self._orders.get(hardware.architecture)
+        if first is None and hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
+            first = self._orders.get(f"sm{hardware.capability[0]}x")
+        first = first or self._orders.get(hardware.device_type, ())
+        return preference.rank(request, first, self.names())
+
+    def table(self, request: Request) -> list[tuple[str, list[str]]]:
+        """(name, reasons against it) in order of preference."""
+        return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
+
+    def check_name(self, name: object) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"backend is {name!r} ({type(name).__name__}); expected a name, one of {', '.join(self.choices())}")
+        if name not in self.choices():
+            raise ValueError(f"backend is {name!r}; expected one of {', '.join(self.choices())}")
+
+    def select(self, request: Request, name: str = "auto") -> Backend:
+        """The preferred backend that can, or the one asked for by name – never another in its place.
+
+        Raises:
+            BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
+        """
+        if self._generation != preference.generation():
+            self._answers.clear()
+            self._generation = preference.generation()
+        known = self._answers.get((request, name))
+        if known is not None:
+            return known
+        self.check_name(name)
+        table = self.table(request)
+        wanted = set(self.names()) if name in ("auto", NESTED) else set(self._families.get(name, (name,)))
+        for candidate, reasons in table:
+            if candidate in wanted and not reasons:
+                how = "chosen" if name == "auto" else f"asked for as {name!r}"
+                self.tell_once(f"backend {candidate} ({how}) for {request.describe()}")
+                if len(self._answers) >= _MOST_ANSWERS:
+                    self._answers.clear()
+                self._answers[request, name] = self._backends[candidate]
+                return self._backends[candidate]
+        refused = "\n".join(f"  {n}: {'; '.join(reasons)}" for n, reasons in table if n in wanted)
+        able = [n for n, reasons in table if not reasons]
+        out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
+        raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
+
+    def tell_once(self, line: str) -> None:
+        """Log a choice the first time it is made."""
+        if line not in self._told:
+            self._told.add(line)
+            logger.info(line)
+
+
+registry = Registry()
