@@ -33,6 +33,12 @@ if os.environ.get("FLASH3_FP8_LIBRARY") and torch.cuda.is_available():
     flash3_fp8.load_library(os.environ["FLASH3_FP8_LIBRARY"])
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Errors of 8-bit arithmetic are a matter of the draw: every run has the same."""
+    torch.manual_seed(0)
+
+
 def reasons(**changes: Any) -> list[str]:
     return BACKEND.why_not(Request(**(FP8 | changes)))
 
