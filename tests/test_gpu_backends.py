@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dilated_attention import BackendUnavailable, attention, dilated_attention
-from dilated_attention.backends import Request, detect, flash3, registry
+from dilated_attention.backends import Options, Request, detect, flash3, registry
 from tests import gpu_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -266,3 +266,22 @@ def test_cuda_compile_equals_eager() -> None:
     torch.testing.assert_close(compiled, eager, atol=0.03, rtol=0.03)
     for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want, atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+def test_backward_takes_out_in_any_layout(backend: str) -> None:
+    """Equal q, k, v, then another layout of out: torch keeps one cuDNN plan for both, built for the strides of the first."""
+    if not usable(backend):
+        pytest.skip("not usable here")
+    kernels, options = registry.get(backend), Options(scale=0.125)
+    q, k, v, dout = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = kernels.forward(q, k, v, options)
+    wide = torch.zeros(2, 600, 8, 64, device="cuda", dtype=torch.bfloat16)[:, ::2, ::2]
+    wide.copy_(out)
+    heads_first = out.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = None
+    for layout in (out.contiguous(), wide, heads_first, out.contiguous()):
+        grads = kernels.backward(dout, q, k, v, layout, lse, options)
+        expected = expected or grads
+        for found, true in zip(grads, expected, strict=True):
+            torch.testing.assert_close(found.float(), true.float(), atol=0.02, rtol=0.02)
