@@ -177,3 +177,22 @@ def test_merge_of_empty_and_of_huge_parts() -> None:
     parts.merge_layers(layers, out, lse, [None, part], lses)
     assert lse[0, :, 0].tolist() == pytest.approx([-torch.inf, 1e4 + 0.6931, 90.0, -torch.inf])
     assert out[0, :, 0, 0].tolist() == pytest.approx([0.0, 2.0, 3.0, 0.0])
+
+
+def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What recorded launches are found by: two layers of one model share them, other lengths do not, and nothing is kept for ever."""
+    keys: list[object] = []
+    math = registry.get("math")
+    original = type(math).forward_into
+    monkeypatch.setattr(type(math), "forward_into", lambda *args: (keys.append(args[4].geometry), original(*args))[1])
+    found = []
+    for n in (64, 64, 72):
+        keys.clear()
+        fused._geometry.cache_clear()
+        q, k, v = torch.randn(3, 1, n, 4, 8)
+        dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
+        found.append(list(keys))
+    assert found[0] and found[0] == found[1]
+    assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
+    assert found[0] != found[2][: len(found[0])]
+    assert fused._geometry.cache_info().maxsize is not None

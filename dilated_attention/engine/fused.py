@@ -7,7 +7,7 @@ run the same Plan on the same backends.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -157,10 +157,25 @@ class _Geometry:
     """Views of one launch, (size, stride, offset) each, and a key that no launch of other shapes and strides has."""
 
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
-    key: int
+    key: _Key
 
 
-_KEYS_OF_SHAPES: dict[Hashable, int] = {}
+class _Key:
+    """Shapes and strides of a launch, hashed once: a tuple of tuples is hashed anew at every look-up."""
+
+    __slots__ = ("_hash", "shapes")
+
+    def __init__(self, shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> None:
+        self.shapes = shapes
+        self._hash = hash(shapes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Key) and self.shapes == other.shapes)
+
+
 _NO_MASK = Mask()
 
 
@@ -208,7 +223,6 @@ def _geometry(
     cut = launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows)
     made = []
     for group in cut:
-        same = tuple((tuple(x.shape), x.stride()) for x in group)
-        key = _KEYS_OF_SHAPES.setdefault(same, len(_KEYS_OF_SHAPES))
+        key = _Key(tuple((tuple(x.shape), x.stride()) for x in group))
         made.append(_Geometry(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
     return tuple(made)
