@@ -194,5 +194,5 @@ def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str],
         found.append(list(keys))
     assert found[0] and found[0] == found[1]
     assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
-    assert found[0] != found[2][: len(found[0])]
+    assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
     assert fused._geometry.cache_info().maxsize is not None
