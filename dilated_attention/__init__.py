@@ -1,6 +1,7 @@
 """Exact long-sequence attention on PyTorch: dilated (LongNet), dense, and what is built from them."""
 
 from dilated_attention.backends import BackendUnavailable
+from dilated_attention.distributed import local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
 from dilated_attention.functional import attention, dilated_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
@@ -17,6 +18,9 @@ __all__ = [
     "dilated_attention",
     "explain_backend",
     "list_backends",
+    "local_positions",
+    "shard_sequence",
+    "unshard_sequence",
 ]
 
 __version__ = "0.1.0"

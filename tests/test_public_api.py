@@ -18,6 +18,9 @@ PUBLIC = {
     "dilated_attention",
     "explain_backend",
     "list_backends",
+    "local_positions",
+    "shard_sequence",
+    "unshard_sequence",
 }
 
 

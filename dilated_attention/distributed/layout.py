@@ -1,0 +1,183 @@
+"""Which positions each process holds, for any length: contiguous, zigzag and striped.
+
+    contiguous  W runs; rank r holds the r-th                      natural order, unbalanced if causal
+    zigzag      2W runs; rank r holds the r-th and the (2W−1−r)-th  balanced if causal
+    striped     rank r holds every position ≡ r (mod W)             balanced if causal, finest
+
+Runs differ by at most one position, the first ones being the longer ones, so no length need divide and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.group import Members, members_of
+from dilated_attention.pattern.checks import one_of
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+Span = tuple[int, int, int]
+
+
+def spans(seq_len: int, rank: int, size: int, layout: str) -> tuple[Span, ...]:
+    """(start, stop, step) of the positions of one rank, in the order in which it holds them."""
+    one_of("layout", layout, LAYOUTS)
+    if layout == "striped":
+        return ((min(rank, seq_len), seq_len, size),)
+    if layout == "contiguous":
+        return ((*_run(seq_len, size, rank), 1),)
+    return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
+
+
+def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:
+    length, longer = divmod(seq_len, runs)
+    start = index * length + min(index, longer)
+    return start, start + length + (index < longer)
+
+
+def local_length(seq_len: int, rank: int, size: int, layout: str) -> int:
+    return sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
+
+
+def local_positions(
+    group_or_mesh: Any, seq_len: int, *, layout: str = "contiguous", device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Positions (n,) int64 in the whole sequence of this rank's rows, for rotary embeddings and position ids.
+
+    Args:
+        group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
+        seq_len: N, of the whole sequence.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``.
+    """
+    members = members_of(group_or_mesh)
+    return _positions(seq_len, members.rank, members.size, layout, device)
+
+
+def _positions(seq_len: int, rank: int, size: int, layout: str, device: torch.device | str | None) -> torch.Tensor:
+    return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
+
+
+def shard_sequence(
+    group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str = "contiguous"
+) -> list[torch.Tensor]:
+    """This rank's part of tensors that every rank holds whole, each along its sequence dimension. Differentiable, no communication.
+
+    Args:
+        group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
+        buffers: whole tensors.
+        seq_dims: the sequence dimension of each.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``.
+
+    Returns:
+        New contiguous tensors, of ceil or floor of N/W positions (zigzag: of two runs of N/(2W)).
+
+    Raises:
+        ValueError, TypeError: as many dimensions as buffers are needed, each within its tensor; a group that lacks this rank.
+    """
+    members = members_of(group_or_mesh)
+    dims = _check(buffers, seq_dims)
+    parts = []
+    for x, dim in zip(buffers, dims, strict=True):
+        pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in spans(x.shape[dim], members.rank, members.size, layout)]
+        parts.append(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format))
+    return parts
+
+
+def unshard_sequence(
+    group_or_mesh: Any,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    *,
+    layout: str = "contiguous",
+    seq_len: int | None = None,
+) -> list[torch.Tensor]:
+    """The whole tensors on every rank, from every rank's part: the inverse of ``shard_sequence``. All ranks must call it.
+
+    Differentiable: a gradient of the whole comes back to each rank's part summed over all ranks, as if the loss were the sum of
+    theirs.
+
+    Args:
+        seq_len: N, to be checked; None for the sum of all ranks' lengths.
+
+    Raises:
+        ValueError: the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
+    """
+    members = members_of(group_or_mesh)
+    one_of("layout", layout, LAYOUTS)
+    dims = _check(buffers, seq_dims)
+    lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
+    totals = [sum(column) for column in zip(*lengths, strict=True)]
+    for index, total in enumerate(totals):
+        expected = [local_length(seq_len if seq_len is not None else total, rank, members.size, layout) for rank in range(members.size)]
+        found = [row[index] for row in lengths]
+        if found != expected:
+            raise ValueError(
+                f"buffers[{index}] has {found} positions on the group's ranks; a {layout} sequence of "
+                f"{seq_len if seq_len is not None else total} has {expected}: shard it by shard_sequence with the same layout and seq_len"
+            )
+    if members.size == 1:
+        return [x.clone(memory_format=torch.contiguous_format) for x in buffers]
+    return [_Gather.apply(x, dim, total, layout, members) for x, dim, total in zip(buffers, dims, totals, strict=True)]
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts, in order of position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
+        ctx.settings = (dim, layout, members)
+        most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
+        moved = x.movedim(dim, 0)
+        # collectives move bytes: no library carries bool everywhere
+        is_bool = x.dtype is torch.bool
+        mine = moved.new_zeros((most, *moved.shape[1:]), dtype=torch.uint8 if is_bool else x.dtype)
+        mine[: moved.shape[0]] = moved
+        parts = [torch.empty_like(mine) for _ in range(members.size)]
+        dist.all_gather(parts, mine, group=members.group)
+        whole = mine.new_empty((seq_len, *moved.shape[1:]))
+        for rank, part in enumerate(parts):
+            start = 0
+            for span in spans(seq_len, rank, members.size, layout):
+                count = len(range(*span))
+                whole[slice(*span)] = part[start : start + count]
+                start += count
+        return (whole.bool() if is_bool else whole).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dim, layout, members = ctx.settings
+        grad = grad.contiguous()
+        # not in place on what autograd may hand to others
+        grad = grad.clone()
+        dist.all_reduce(grad, group=members.group)
+        pieces = [grad[(slice(None),) * dim + (slice(*span),)] for span in spans(grad.shape[dim], members.rank, members.size, layout)]
+        return torch.cat(pieces, dim), None, None, None, None
+
+
+def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:
+    if isinstance(buffers, torch.Tensor):
+        raise TypeError("buffers is a tensor; expected a list of tensors, e.g. [q, k, v]")
+    if isinstance(seq_dims, int) or len(seq_dims) != len(buffers):
+        raise ValueError(f"seq_dims is {seq_dims} for {len(buffers)} buffers; give one sequence dimension for each")
+    dims = []
+    for index, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"buffers[{index}] is a {type(x).__name__}; expected a tensor")
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"seq_dims[{index}] is {dim} for a tensor of shape {tuple(x.shape)}; expected {-x.dim()} to {x.dim() - 1}")
+        dims.append(dim % x.dim())
+    return dims
+
+
+def _exchange_lengths(members: Members, mine: list[int], buffers: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Every rank's lengths: checked on all of them alike, so that none waits for one that has refused."""
+    if members.size == 1 or not mine:
+        return [mine] * members.size
+    device = buffers[0].device
+    local = torch.tensor(mine, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(local) for _ in range(members.size)]
+    dist.all_gather(rows, local, group=members.group)
+    return [row.tolist() for row in rows]
