@@ -149,7 +149,7 @@ class SdpaCudnnBackend(Backend):
             return _MATH.backward(dout, q, k, v, out, lse, options)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         # torch keeps one plan for all calls of equal q, k and v, whatever the strides of out that it was built for; so out always has
-        # those of its shape. (With others an earlier plan was run: an illegal memory access, seen on torch 2.11.)
+        # those of its shape. (The likely cause of an illegal memory access seen on torch 2.11.)
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out.contiguous()))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
