@@ -10,11 +10,11 @@ from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.op import dilated_attention_op
-from dilated_attention.pattern import DilatedPattern, HeadOffsets
+from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 # a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
-_WHOLE_SEQUENCE = 2**62
+_WHOLE_SEQUENCE = MAX_LENGTH
 
 
 def dilated_attention(

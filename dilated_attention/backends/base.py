@@ -154,9 +154,7 @@ class Backend(ABC):
 
     def why_not(self, request: Request) -> list[str]:
         """Every reason against this backend for this request; empty if it can."""
-        reasons = hardware_reasons(self.facts, request.hardware)
-        reasons += _request_reasons(self.facts, request)
-        return reasons + self.more_reasons(request)
+        return reasons_of(self.facts, request) + self.more_reasons(request)
 
     def more_reasons(self, request: Request) -> list[str]:
         """Rules that are no plain fact; a backend overrides this where it has some."""
@@ -203,6 +201,43 @@ class Backend(ABC):
         """``backward`` with its shares written into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
+
+
+class WritingBackend(Backend):
+    """A library that writes its results where it is told: ``forward_into`` and ``backward_into`` are its raw functions."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        P, L, G, _ = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((P, G, L), dtype=accumulation_dtype(q.dtype), device=q.device)
+        self.forward_into(q, k, v, options, out, lse)
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # dense, whatever the strides of q, k and v
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
+        return dq, dk, dv
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What results of inputs in ``dtype`` are summed in, and what lse has."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def reasons_of(facts: Facts, request: Request) -> list[str]:
+    """Every plain reason that ``facts`` give against ``request``."""
+    return hardware_reasons(facts, request.hardware) + _request_reasons(facts, request)
 
 
 def hardware_reasons(facts: Facts, hardware: Hardware) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
 from dilated_attention.backends.hardware import refresh
 from dilated_attention.backends.masks import window_sizes
 
 
-class Flash3Backend(Backend):
+class Flash3Backend(WritingBackend):
     """``flash_attn_3::fwd`` and ``::bwd`` (Hopper): external out and lse, strided views, windows, grouped heads.
 
     The bundled build carries head dims 64, 96, 128, 192 and 256; the kernels take others (multiples of 8) by rounding up
@@ -50,22 +50,6 @@ class Flash3Backend(Backend):
     ) -> None:
         lse.copy_(_forward(q, k, v, options, out)[1])
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # the bundled build returns nothing of use when handed no buffers: dq, dk, dv are always given
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
-        return dq, dk, dv
-
     def backward_into(
         self,
         dout: torch.Tensor,
@@ -87,6 +71,7 @@ class Flash3Backend(Backend):
             v,
             out,
             lse.contiguous(),
+            # the bundled build returns nothing of use when handed no buffers
             *grads,
             *(None,) * 6,
             options.scale,

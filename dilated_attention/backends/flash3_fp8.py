@@ -35,7 +35,7 @@ class Flash3Fp8Backend(Backend):
     * A constant in the keys costs mantissa bits that the scores need: their mean is taken out too.
 
     Measured on an H200 by benchmarks/fp8_forward.py. In time it all breaks even at 32,768 dense keys and pays off beyond (131,072:
-    1.15 times the fastest bf16 at D = 64, 1.26 at 128), never on segments of 2048 rows: rounding those takes longer than the faster
+    1.08 times the fastest bf16 at D = 64, 1.14 at 128), never on segments of 2048 rows: rounding those takes longer than the faster
     products save.
     """
 
@@ -50,7 +50,7 @@ class Flash3Fp8Backend(Backend):
         head_dim_multiple=16,
         backward=False,
         max_batch=65_535,
-        source="H200, fa3-fwd 0.0.3, dense 131,072 keys, quantising included: 617 TFLOP/s at D = 64, 836 at 128",
+        source="H200, fa3-fwd 0.0.3, dense 131,072 keys, quantising included: 590 TFLOP/s at D = 64, 798 at 128",
     )
 
     def __init__(self, quantise: Callable[..., Quantised] = quantise, keys_a_sum: int = KEYS_A_SUM) -> None:

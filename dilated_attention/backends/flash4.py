@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
 from dilated_attention.backends.flash4_replay import Replay
 from dilated_attention.backends.masks import window_sizes
 
 
-class Flash4Backend(Backend):
+class Flash4Backend(WritingBackend):
     """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
 
     Never through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has grown since, and flex's FLASH backend returns
@@ -57,13 +57,6 @@ class Flash4Backend(Backend):
             reasons.append(f"head_dim is at least 8, not {request.head_dim}")
         return reasons
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        P, L, G, _ = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
-        self.forward_into(q, k, v, options, out, lse)
-        return out, lse
-
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -89,22 +82,6 @@ class Flash4Backend(Backend):
         _replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
         if rows is not lse:
             lse.copy_(rows)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # left to itself it makes gradients like q, k and v, with whatever strides those views have
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
-        return dq, dk, dv
 
     def backward_into(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dilated_attention.backends.base import ALL_FLOATS, Backend, Facts, Options
+from dilated_attention.backends.base import ALL_FLOATS, Backend, Facts, Options, accumulation_dtype
 from dilated_attention.backends.dropout import keep_mask
 
 # scores of one block of query rows: small enough to stay near the caches and to bound memory at any length
@@ -30,7 +30,7 @@ class MathBackend(Backend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         P, L, G, D = q.shape
-        acc = _compute_dtype(q.dtype)
+        acc = accumulation_dtype(q.dtype)
         out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
         lse = torch.empty((P, G, L), dtype=acc, device=q.device)
         k_PGDS, v_PGSD = _heads_first(k, G, acc).transpose(-1, -2), _heads_first(v, G, acc)
@@ -58,7 +58,7 @@ class MathBackend(Backend):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         P, L, G, D = q.shape
         K, S = k.shape[2], k.shape[1]
-        acc = _compute_dtype(q.dtype)
+        acc = accumulation_dtype(q.dtype)
         k_PGSD, v_PGSD = _heads_first(k, G, acc), _heads_first(v, G, acc)
         dq = torch.empty((P, L, G, D), dtype=acc, device=q.device)
         dk_PGSD = torch.zeros((P, G, S, D), dtype=acc, device=q.device)
@@ -121,10 +121,6 @@ def _heads_first(x: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.T
     """(P, S, K, D) → (P, G, S, D), each key/value head repeated for its group of query heads."""
     x = x.transpose(1, 2).to(dtype)
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:

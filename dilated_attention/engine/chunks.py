@@ -92,18 +92,13 @@ def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPa
     """
     if cut(pattern).fits:
         return [pattern]
-    offsets = pattern.offsets(num_heads)
     order = sorted(range(pattern.num_branches), key=lambda b: pattern.segment_lengths[b])
-
-    def of(branches: list[int]) -> DilatedPattern:
-        lengths, rates = tuple(pattern.segment_lengths[b] for b in branches), tuple(pattern.dilation_rates[b] for b in branches)
-        return DilatedPattern(lengths, rates, tuple(offsets[b] for b in branches), "all", pattern.tail)
 
     if pattern.branch_heads == "all":
         for first_long in range(len(order) - 1, 0, -1):
-            short = of(sorted(order[:first_long]))
+            short = pattern.with_branches(sorted(order[:first_long]), num_heads)
             if cut(short).fits:
-                return [short, of(sorted(order[first_long:]))]
+                return [short, pattern.with_branches(sorted(order[first_long:]), num_heads)]
     return [pattern]
 
 

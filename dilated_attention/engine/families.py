@@ -7,20 +7,30 @@ sequence of its own.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.engine.nested import NestedFamily, nested_family
+from dilated_attention.backends.base import HALVES, Facts, Request, reasons_of
+from dilated_attention.engine.nested import HEAD_DIMS, NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # Below this the kernel's launches, one a level, outweigh the pairs saved: floating-point operations of one call. On an H200 a call
 # costs the CPU about a millisecond.
 MIN_OPERATIONS = 5e11
 _TILE = 128
-_WHOLE = 2**62
+# of the kernel, as a kernel library declares them
+FACTS = Facts(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    package="triton",
+    install="pip install triton",
+    capabilities=((9, 0), (9, 0)),
+    head_dims=frozenset(HEAD_DIMS),
+    backward=False,
+    source="H200, Triton 3.6: 424/569 TFLOP/s on pairs that differ at D = 64/128",
+)
 
 
 @dataclass(frozen=True)
@@ -67,25 +77,30 @@ def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], 
     return family
 
 
-def why_not(pattern: DilatedPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> list[str]:
-    """Every reason against the nested kernel for this self-attention; empty if it can."""
+def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float) -> list[str]:
+    """Every reason against the nested kernel for a forward of q, k, v; empty if it can."""
+    q, k, v = tensors
     num_heads, num_positions = q.shape[2], q.shape[1]
+    reasons = reasons_of(FACTS, request)
+    if num_documents != 1:
+        reasons.append("takes one document a call, not packed ones")
     if k.shape[1] != num_positions:
-        return ["visits each pair once only where queries and keys are one whole sequence"]
-    if pattern.tail == "zero_keys" and not is_causal:
-        return ["knows no zero keys"]
+        return [*reasons, "visits each pair once only where queries and keys are one whole sequence"]
+    if pattern.tail == "zero_keys" and not request.causal:
+        reasons.append("knows no zero keys")
     piece = make_pieces(pattern, num_heads, num_positions)[0]
     if piece.split is None:
         return [
+            *reasons,
             f"no two branches nest on {num_positions} positions: lengths and rates must divide the next, offsets agree, the first rate be "
-            f"1, the shortest segment hold {_TILE} positions of the largest rate, and the sequence whole segments"
+            f"1, the shortest segment hold {_TILE} positions of the largest rate, and the sequence whole segments",
         ]
-    if importlib.util.find_spec("triton") is None:
-        return ["triton is not installed: pip install triton"]
+    if "triton" not in request.hardware.packages:
+        return reasons
     from dilated_attention.engine import nested_triton
 
     family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
-    return nested_triton.why_not(family, q, k, v, scale)
+    return reasons + nested_triton.why_not(family, q, k, v, scale)
 
 
 def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
@@ -115,13 +130,9 @@ def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
             best = saved, tuple(chosen)
     if best is None:
         return None
-    offsets = pattern.offsets(num_heads)
     left = [b for b in range(pattern.num_branches) if b not in best[1]]
-    lengths, rates = tuple(pattern.segment_lengths[b] for b in left), tuple(pattern.dilation_rates[b] for b in left)
-    others = DilatedPattern(lengths, rates, tuple(offsets[b] for b in left)) if left else None
-    zeros = (0,) * num_heads
-    layers = DilatedPattern((_WHOLE, *lengths), (1, *rates), (zeros, *(offsets[b] for b in left)))
-    return Split(best[1], others, layers, best[0])
+    others = pattern.with_branches(left, num_heads) if left else None
+    return Split(best[1], others, pattern.with_branches(left, num_heads, onto_all=True), best[0])
 
 
 def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num_positions: int) -> int:
@@ -141,6 +152,7 @@ def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num
     return (family.branch_pairs() - family.pairs()) * num_positions // family.num_positions
 
 
+@functools.lru_cache(maxsize=256)
 def _family(pattern: DilatedPattern, chosen: tuple[int, ...], heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
     offsets = pattern.offsets(num_heads)
     lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Mask, Options
+from dilated_attention.backends.base import Mask, Options, accumulation_dtype
 from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.parts import Layers, of_problem
 from dilated_attention.engine.plan import Plan, Problem
-from dilated_attention.engine.run import Call, accumulation_dtype, launches_of, max_rows, without_padding
+from dilated_attention.engine.run import Call, launches_of, max_rows, without_padding
 from dilated_attention.engine.views import key_rows, launches, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
@@ -157,23 +157,7 @@ class _Geometry:
     """Views of one launch, (size, stride, offset) each, and a key that no launch of other shapes and strides has."""
 
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
-    key: _Key
-
-
-class _Key:
-    """Shapes and strides of a launch, hashed once: a tuple of tuples is hashed anew at every look-up."""
-
-    __slots__ = ("_hash", "shapes")
-
-    def __init__(self, shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> None:
-        self.shapes = shapes
-        self._hash = hash(shapes)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Key) and self.shapes == other.shapes)
+    key: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 _NO_MASK = Mask()
@@ -223,6 +207,6 @@ def _geometry(
     cut = launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows)
     made = []
     for group in cut:
-        key = _Key(tuple((tuple(x.shape), x.stride()) for x in group))
+        key = tuple((tuple(x.shape), x.stride()) for x in group)
         made.append(_Geometry(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
     return tuple(made)

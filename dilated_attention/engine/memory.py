@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.chunks import Cut, make_tiers
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.run import PART_BYTES, accumulation_dtype
-from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut
+from dilated_attention.engine.run import PART_BYTES
+from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
 
@@ -131,7 +132,7 @@ def attention_memory(
         if not needs_grad:
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
         grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
-        if num_kv_heads in (None, H) or (len(plan.problems) == 1 and plan.covered):
+        if has_own_keys(pattern, shape):
             cut = backward_cut(pattern, shape, queries, keys)
             grads.append(("parts", _parts(pattern, shape, lambda tier: backward_cut(tier, shape, queries, keys), B, 3 * D * e, 0)))
         else:

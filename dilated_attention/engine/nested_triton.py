@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.engine.nested import HEAD_DIMS, NestedFamily, device_offsets, device_table, level_constants
 
-HEAD_DIMS = (64, 128)
 # of the Gluon kernel: query rows and keys of a tile, branches with a rate of their own
 TILE_ROWS = 128
 TILE_KEYS = 128

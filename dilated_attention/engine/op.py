@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import families, schedule
 from dilated_attention.engine.plan import Shape
-from dilated_attention.engine.run import Call, accumulation_dtype
+from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
 
 # queries a windowed problem holds on a backend that masks instead of skipping
@@ -207,27 +208,22 @@ def _is_nested(
     q, k, v = views[:3]
     if backend != NESTED and (backend != "auto" or q.device.type not in schedule.FUSED_DEVICES):
         return False
-    reasons = []
-    for wanted, text in (
-        (request.key_mask, "takes no key_padding_mask"),
-        (request.window, "takes no window"),
-        (request.dropout, "has no dropout"),
-        (request.precision != "native", "computes in the inputs' precision only"),
-        (len(shape.documents) != 1, "takes one document a call, not packed ones"),
-    ):
-        if wanted:
-            reasons.append(text)
-    reasons = reasons or families.why_not(pattern, q, k, v, shape.is_causal, scale)
+    reasons = families.why_not(request, pattern, (q, k, v), len(shape.documents), scale)
     if reasons and backend == NESTED:
         raise BackendUnavailable(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
             "  backend='auto' takes it wherever it can, and other kernels elsewhere"
         )
-    if backend == "auto" and not reasons and not families.is_worth_it(pattern, q, shape.is_causal):
+    if reasons or (backend == "auto" and not families.is_worth_it(pattern, q, shape.is_causal)):
         return False
-    if not reasons:
-        registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
-    return not reasons
+    _tell_nested(request)
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_nested(request: Request) -> None:
+    """Once for a kind of call: a training step makes the same ones over and over."""
+    registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.plan import Problem
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
@@ -143,8 +144,7 @@ def merge_layers(
 
 def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
     """grad (B, N, H, D) from the layers, in place, summed in float32; ``grad`` holds the direct branch's share already."""
-    acc_dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
-    acc = torch.zeros(grad.shape, dtype=acc_dtype, device=grad.device)
+    acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
     for b, part in enumerate(parts):
         acc += grad if part is None else _spread(layers, b, part, 0.0)
     grad.copy_(acc)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options, accumulation_dtype
 from dilated_attention.engine.merge import add_zero_keys, merge_
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
@@ -47,10 +47,6 @@ class Call:
     detached: bool = False
     is_causal: bool = False
     nested: bool = False
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

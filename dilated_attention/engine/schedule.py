@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from dilated_attention.backends import detect
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import fused
 from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, make_tiers, transient_budget
 from dilated_attention.engine.families import Piece, chunk_family, make_pieces
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.nested import NestedFamily
-from dilated_attention.engine.parts import make_layers
+from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
-from dilated_attention.engine.run import PART_BYTES, Call, accumulation_dtype, run_backward, run_forward
-from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
+from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
+from dilated_attention.pattern import DilatedPattern
 
 logger = logging.getLogger("dilated_attention")
 
 # on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
 FUSED_DEVICES = {"cuda"}
+Tensors = tuple[torch.Tensor, ...]
 
 
 def forward(
@@ -44,37 +46,40 @@ def forward(
     return out, lse
 
 
-Tensors = tuple[torch.Tensor, ...]
-
-
 def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
     """A stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
-    tiers = make_tiers(pattern, shape.num_heads, lambda tier: forward_cut(tier, shape, q, k))
-    for tier, branches in enumerate(tiers):
-        waiting = _onto_result(branches, shape.num_heads) if tier else branches
 
-        def run(chunk: Chunk, beside: bool, branches: DilatedPattern = branches, waiting: DilatedPattern = waiting) -> None:
+    def run_tier(branches: DilatedPattern, onto: bool) -> None:
+        def run(chunk: Chunk, beside: bool) -> None:
             part = _shape_of(shape, chunk)
-            layers = make_layers(waiting, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
             out_, lse_ = _narrow(shape, chunk, out, lse)
-            there = None
-            if waiting is not branches:
-                before = lse_.transpose(1, 2)
-                there = lambda direct_lse: direct_lse.copy_(before)  # noqa: E731
-            plan = make_plan(branches, part)
-            results = (out_, lse_)
-            fused.forward(plan, layers, _narrow(shape, chunk, q, k, v), results, _call_of(call, chunk), beside=beside, direct=there)
+
+            def before(direct_lse: torch.Tensor) -> None:
+                direct_lse.copy_(lse_.transpose(1, 2))
+
+            fused.forward(
+                make_plan(branches, part),
+                _layers_of(branches, part, chunk, onto),
+                _narrow(shape, chunk, q, k, v),
+                (out_, lse_),
+                _call_of(call, chunk),
+                beside=beside,
+                direct=before if onto else None,
+            )
 
         _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, call, run)
 
+    for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_cut(tier, shape, q, k))):
+        run_tier(branches, onto=tier > 0)
 
-def _onto_result(pattern: DilatedPattern, num_heads: int) -> DilatedPattern:
-    """The branches behind one that takes everything: the result so far."""
-    offsets = pattern.offsets(num_heads)
-    lengths, rates = (MAX_LENGTH, *pattern.segment_lengths), (1, *pattern.dilation_rates)
-    return DilatedPattern(lengths, rates, ((0,) * num_heads, *offsets), "all", pattern.tail)
+
+def _layers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> Layers:
+    """Layers of a chunk; ``onto`` the result so far, which takes everything."""
+    if onto:
+        branches = branches.with_branches(range(branches.num_branches), part.num_heads, onto_all=True)
+    return make_layers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
 
 
 def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
@@ -84,29 +89,26 @@ def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: 
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
 
+    if split.others is None:
+        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
+        _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
+        return
+    others = split.others
+
     def run(chunk: Chunk, beside: bool) -> None:
         part = _shape_of(shape, chunk)
         family = chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1])
         out_, lse_ = _narrow(shape, chunk, out, lse)
         views = _narrow(shape, chunk, q, k, v)
-        if split.others is None:
-            _nested_forward(family, views, out_, lse_.transpose(1, 2), call)
-            return
-        layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
 
         def direct(direct_lse: torch.Tensor) -> None:
             _nested_forward(family, views, out_, direct_lse, call)
 
-        plan = make_plan(split.others, part)
-        fused.forward(plan, layers, views, (out_, lse_), call, beside=beside, direct=direct)
+        layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+        fused.forward(make_plan(others, part), layers, views, (out_, lse_), call, beside=beside, direct=direct)
 
-    if split.others is None:
-        run(Chunk((0, shape.num_heads), shape.queries), False)
-    else:
-        # a chunk begins with segments of all branches, and what waits in memory is the others' results
-        row_bytes = q.shape[3] * q.element_size() + 4
-        cut = _cut(pattern, shape, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting=split.layers)
-        _in_chunks(cut, shape, q.device, call, run)
+    # a chunk begins with segments of all branches, and what waits in memory is the others' results
+    _in_chunks(forward_cut(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
 
 
 def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
@@ -126,15 +128,10 @@ def backward(
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
         return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    whole = make_plan(pattern, shape)
-    own_keys = shape.num_heads == shape.num_kv_heads or (len(whole.problems) == 1 and whole.covered)
-    in_layers = own_keys and not call.detached and (dlse is None or call.backend.facts.lse_grad)
+    in_layers = has_own_keys(pattern, shape) and not call.detached and (dlse is None or call.backend.facts.lse_grad)
 
-    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_cut(tier, shape, q, k)) if in_layers else [pattern]
-    for tier, branches in enumerate(tiers):
-        waiting = _onto_result(branches, shape.num_heads) if tier else branches
-
-        def run(chunk: Chunk, beside: bool, branches: DilatedPattern = branches, waiting: DilatedPattern = waiting) -> None:
+    def run_tier(branches: DilatedPattern, onto: bool) -> None:
+        def run(chunk: Chunk, beside: bool) -> None:
             part = _shape_of(shape, chunk)
             dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
             dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
@@ -143,36 +140,44 @@ def backward(
             if in_layers:
                 # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
                 lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
-                layers = make_layers(waiting, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-                tensors_, onto = (dout_, q_, k_, v_, out_, lse_), waiting is not branches
-                fused.backward(plan, layers, tensors_, grads_, part_call, dlse_, beside=beside, onto=onto)
+                layers = _layers_of(branches, part, chunk, onto)
+                fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, beside=beside, onto=onto)
             else:
                 for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                     grad.copy_(share)
 
         _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, call, run)
+
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_cut(tier, shape, q, k)) if in_layers else [pattern]
+    for tier, branches in enumerate(tiers):
+        run_tier(branches, onto=tier > 0)
     return grads
 
 
-def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor) -> Cut:
-    """Chunks of a forward: a part keeps out in the inputs' dtype and a lse."""
+def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
+    """No gradient of a key is shared between problems of one branch, so a layer can hold it."""
+    plan = make_plan(pattern, shape)
+    return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
+
+
+def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None) -> Cut:
+    """Chunks of a forward: a part keeps out in the inputs' dtype and a lse. ``waiting``: as of ``make_cut``."""
     row_bytes = q.shape[3] * q.element_size() + 4
-    return _cut(pattern, shape, q, k, row_bytes, transient_budget(_input_bytes(q, k)))
+    return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
 
 
 def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
     """Chunks of a backward: a part keeps dq, dk and dv; beside them each lane's launch accumulates dq in float32."""
     budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
     if in_layers:
-        return _cut(pattern, shape, q, k, 3 * q.shape[3] * q.element_size(), budget)
+        return _cut(pattern, q, k, 3 * q.shape[3] * q.element_size(), budget)
     # problem by problem, dq, dk and dv of the chunk are summed in float32: as much as one layer that takes everything
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
-    return _cut(everything, shape, q, k, 3 * q.shape[3] * 4, budget)
+    return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
 
 
 def _cut(
     pattern: DilatedPattern,
-    shape: Shape,
     q: torch.Tensor,
     k: torch.Tensor,
     row_bytes: int,
@@ -201,12 +206,12 @@ def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
     whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
     if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
         return False
-    return q.device.type != "cuda" or (q.dtype is not torch.float64 and _has_triton())
+    return q.device.type != "cuda" or (q.dtype is not torch.float64 and _has_triton(q.device))
 
 
-@functools.lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    found = importlib.util.find_spec("triton") is not None
+@functools.lru_cache(maxsize=8)
+def _has_triton(device: torch.device) -> bool:
+    found = "triton" in detect(device).packages
     if not found:
         logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
     return found

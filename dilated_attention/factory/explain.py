@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import PRECISIONS, BackendUnavailable, Hardware, Request, detect, registry
+from dilated_attention.backends import NESTED, PRECISIONS, BackendUnavailable, Hardware, Request, detect, registry
+from dilated_attention.backends.base import reasons_of
+from dilated_attention.engine import families
 from dilated_attention.pattern.checks import one_of
 
 
@@ -48,6 +50,7 @@ class Explanation:
         forward, backward: the backend taken for each pass; None if none can, ``backward`` also if no gradient is asked for.
         forward_basis, backward_basis: what put it first: ``measured here (file, date)``, ``shipped table (source, date)``,
             ``architecture order`` or ``order of registration``; ``asked for by name``; empty if none can.
+        nested_reasons: every reason against ``backend="nested"`` that does not depend on the branches and the length.
     """
 
     request: Request
@@ -56,6 +59,7 @@ class Explanation:
     backward: str | None
     forward_basis: str = ""
     backward_basis: str = ""
+    nested_reasons: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> str | None:
@@ -70,6 +74,7 @@ class Explanation:
             "backward": self.backward,
             "forward_basis": self.forward_basis,
             "backward_basis": self.backward_basis,
+            "nested": {"usable": not self.nested_reasons, "reasons": list(self.nested_reasons)},
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
@@ -92,6 +97,9 @@ class Explanation:
             if passes and row.reasons:
                 text = f"{' and '.join(passes)} only: {text}"
             lines.append(f"  {mark} {row.name:<{width}}  {text}")
+        nested = "; ".join(self.nested_reasons)
+        can = "can: auto takes it in the forward of long sequences whose branches nest, and visits the pairs they share once"
+        lines.append(f"  {'✗' if nested else '·'} {NESTED:<{width}}  {nested or can}")
         lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference.")
         return "\n".join(lines)
 
@@ -164,7 +172,7 @@ def explain_backend(
         _basis(replace(request, needs_grad=False), forward, backend),
         _basis(request, backward, backend),
     )
-    return Explanation(request, rows, forward, backward, *bases)
+    return Explanation(request, rows, forward, backward, *bases, tuple(reasons_of(families.FACTS, replace(request, needs_grad=False))))
 
 
 def _basis(request: Request, taken: str | None, backend: str) -> str:

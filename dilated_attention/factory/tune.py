@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dilated_attention.backends import Backend, Hardware, Options, Request, detect, preference, registry
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.preference import Row, Table, Timing
 
 Tensors = tuple[torch.Tensor, ...]
@@ -273,8 +274,7 @@ def _call(backend: Backend, which: str, tensors: Tensors, options: Options) -> C
     dout, q, k, v, *saved = tensors
     if which == "forward":
         P, L, G, _ = q.shape
-        lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        result, rows = torch.empty_like(q), torch.empty((P, G, L), dtype=lse_dtype, device=q.device)
+        result, rows = torch.empty_like(q), torch.empty((P, G, L), dtype=accumulation_dtype(q.dtype), device=q.device)
 
         def forward() -> Tensors:
             backend.forward_into(q, k, v, options, result, rows)

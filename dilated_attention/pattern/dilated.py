@@ -135,6 +135,18 @@ class DilatedPattern(Pattern):
             raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
         return self.head_offsets
 
+    def with_branches(self, branches: Sequence[int], num_heads: int, *, onto_all: bool = False) -> DilatedPattern:
+        """Some branches as a pattern of their own, for ``num_heads`` heads, which must all run them.
+
+        Args:
+            onto_all: before them a branch that takes every position of the whole sequence.
+        """
+        offsets = self.offsets(num_heads)
+        lengths = [MAX_LENGTH] * onto_all + [self.segment_lengths[b] for b in branches]
+        rates = [1] * onto_all + [self.dilation_rates[b] for b in branches]
+        rows = [(0,) * num_heads] * onto_all + [offsets[b] for b in branches]
+        return DilatedPattern(tuple(lengths), tuple(rates), tuple(rows), "all", self.tail)
+
     def zero_keys(self, branch: int, num_positions: int, num_taken: int) -> int:
         """z, the zero keys that TorchScale's padding adds to a segment of which ``num_taken`` real positions are taken.
 
