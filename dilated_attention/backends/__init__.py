@@ -1,7 +1,7 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
 from dilated_attention.backends import preference
-from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request
+from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request, reasons_of
 from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
@@ -11,7 +11,7 @@ from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refr
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
-from dilated_attention.backends.selection import NESTED, BackendUnavailable, Registry, registry
+from dilated_attention.backends.selection import NESTED, NESTED_FACTS, BackendUnavailable, Registry, registry
 from dilated_attention.backends.xformers import XformersBackend
 
 registry.register(Flash4Backend())
@@ -40,6 +40,7 @@ registry.set_order("rocm", ("math",))
 
 __all__ = [
     "NESTED",
+    "NESTED_FACTS",
     "PACKAGES",
     "PRECISIONS",
     "Backend",
@@ -53,6 +54,7 @@ __all__ = [
     "Request",
     "detect",
     "preference",
+    "reasons_of",
     "refresh",
     "registry",
 ]

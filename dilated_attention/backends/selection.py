@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from dilated_attention.backends import preference
-from dilated_attention.backends.base import Backend, Request
+from dilated_attention.backends.base import HALVES, Backend, Facts, Request
 
 logger = logging.getLogger("dilated_attention")
 
@@ -17,6 +17,17 @@ _MOST_ANSWERS = 4096
 # a name that ``backend=`` takes beside those of kernel libraries: pairs that nested branches share are visited once, by a kernel
 # of the engine itself; all else by the preferred library
 NESTED = "nested"
+# that kernel, as a kernel library declares itself
+NESTED_FACTS = Facts(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    package="triton",
+    install="pip install triton",
+    capabilities=((9, 0), (9, 0)),
+    head_dims=frozenset({64, 128}),
+    backward=False,
+    source="H200, Triton 3.6: 424/569 TFLOP/s on pairs that differ at D = 64/128",
+)
 
 
 class BackendUnavailable(RuntimeError):

@@ -12,25 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Request, reasons_of
-from dilated_attention.engine.nested import HEAD_DIMS, NestedFamily, nested_family
+from dilated_attention.backends import NESTED_FACTS, Request, reasons_of
+from dilated_attention.engine.nested import NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # Below this the kernel's launches, one a level, outweigh the pairs saved: floating-point operations of one call. On an H200 a call
 # costs the CPU about a millisecond.
 MIN_OPERATIONS = 5e11
 _TILE = 128
-# of the kernel, as a kernel library declares them
-FACTS = Facts(
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    package="triton",
-    install="pip install triton",
-    capabilities=((9, 0), (9, 0)),
-    head_dims=frozenset(HEAD_DIMS),
-    backward=False,
-    source="H200, Triton 3.6: 424/569 TFLOP/s on pairs that differ at D = 64/128",
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tens
     """Every reason against the nested kernel for a forward of q, k, v; empty if it can."""
     q, k, v = tensors
     num_heads, num_positions = q.shape[2], q.shape[1]
-    reasons = reasons_of(FACTS, request)
+    reasons = reasons_of(NESTED_FACTS, request)
     if num_documents != 1:
         reasons.append("takes one document a call, not packed ones")
     if k.shape[1] != num_positions:

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-# what the Hopper kernel is written for
-HEAD_DIMS = (64, 128)
 # table entries of one launch: heads × query tiles of the longest segment × key tiles of a query; 4 bytes each, 20 more for one head
 MAX_TABLE = 2**24
 

@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.engine.nested import HEAD_DIMS, NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.backends import NESTED_FACTS
+from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
 
+HEAD_DIMS = tuple(sorted(NESTED_FACTS.head_dims or ()))
 # of the Gluon kernel: query rows and keys of a tile, branches with a rate of their own
 TILE_ROWS = 128
 TILE_KEYS = 128

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import NESTED, PRECISIONS, BackendUnavailable, Hardware, Request, detect, registry
-from dilated_attention.backends.base import reasons_of
-from dilated_attention.engine import families
+from dilated_attention.backends import NESTED, NESTED_FACTS, PRECISIONS, BackendUnavailable, Hardware, Request, detect, reasons_of, registry
 from dilated_attention.pattern.checks import one_of
 
 
@@ -172,7 +170,7 @@ def explain_backend(
         _basis(replace(request, needs_grad=False), forward, backend),
         _basis(request, backward, backend),
     )
-    return Explanation(request, rows, forward, backward, *bases, tuple(reasons_of(families.FACTS, replace(request, needs_grad=False))))
+    return Explanation(request, rows, forward, backward, *bases, tuple(reasons_of(NESTED_FACTS, replace(request, needs_grad=False))))
 
 
 def _basis(request: Request, taken: str | None, backend: str) -> str:
