@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.engine import op as op_module
+from dilated_attention.engine import prepare as prepare_module
 from dilated_attention.engine import schedule
 from dilated_attention.engine.reference import reference_attention
 
@@ -143,8 +143,8 @@ def test_only_inputs_that_need_a_gradient_get_one() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_backend_is_asked_for_a_backward_only_where_autograd_records(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    select = op_module.registry.select
-    monkeypatch.setattr(op_module.registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
+    select = prepare_module.registry.select
+    monkeypatch.setattr(prepare_module.registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
     with torch.set_grad_enabled(enabled):
         dilated_attention(*make_qkv(1, 4, 4, 1, 1, 2), [4], [1])
     assert asked and any(asked) is enabled

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import Backend, Options, Request, math, registry
-from dilated_attention.engine import op, run
+from dilated_attention.engine import prepare, run
 from dilated_attention.engine.heads import HeadGroup
 from dilated_attention.engine.merge import merge
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
@@ -434,7 +434,7 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    op._prepare(False, tensors, None, None, None, pattern, [], False, 1.0, 0, 0.0, False, False, False, "auto", "native")
+    prepare.prepare(False, tensors, pattern, prepare.Settings([], False, 1.0, 0.0, False, False, False, "auto", "native"))
     return asked[0]
 
 

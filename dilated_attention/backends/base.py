@@ -87,6 +87,8 @@ class Facts:
     max_extent: int | None = None
     # writes its results where it is told; others return them, to be copied there
     writes_views: bool = False
+    # a causal launch may have more keys than queries: the last query sees the last key
+    aligned_last: bool = False
     # its launches may run beside each other, on several streams
     concurrent: bool = True
     # where these facts were read or measured
@@ -128,7 +130,10 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Options:
-    """What both passes of one launch need beside the tensors. ``causal`` means a square problem, key ≤ query."""
+    """What both passes of one launch need beside the tensors.
+
+    ``causal``: the last query sees the last key, and each one before it one key less; square unless ``facts.aligned_last``.
+    """
 
     scale: float
     causal: bool = False

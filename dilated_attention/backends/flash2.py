@@ -27,6 +27,7 @@ class Flash2Backend(Backend):
         window=True,
         native_window=True,
         max_batch=65_535,
+        aligned_last=True,
         source="written to the interface of flash-attn 2.8.3; its kernels were run here only as torch bundles them",
     )
 

@@ -32,6 +32,7 @@ class Flash4Backend(WritingBackend):
         native_window=True,
         lse_grad=True,
         max_batch=65_535,
+        aligned_last=True,
         writes_views=True,
         source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
     )

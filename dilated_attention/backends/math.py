@@ -24,6 +24,7 @@ class MathBackend(Backend):
         window=True,
         dropout=True,
         lse_grad=True,
+        aligned_last=True,
         rocm=True,
         source="plain torch; no limits of its own",
     )
@@ -87,7 +88,7 @@ class MathBackend(Backend):
 
     def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options) -> torch.Tensor:
         s_PGLS = (q[:, rows].transpose(1, 2).to(k_PGDS.dtype) * options.scale) @ k_PGDS
-        band = (None, 0) if options.causal else options.mask.band
+        band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:
             s_PGLS.masked_fill_(~band_mask(band, q.shape[1], k_PGDS.shape[-1], q.device, rows), -torch.inf)
         if options.mask.padding is not None:

@@ -16,11 +16,25 @@ class Members:
         group: None where there is one process, which needs no communication.
         rank: this process's place in the group.
         size: W, the number of processes.
+        ranks: a part of a group: its members' ranks within the group. () for a whole group.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    ranks: tuple[int, ...] = ()
+
+    def peer(self, member: int) -> int:
+        """The rank within the group."""
+        return self.ranks[member] if self.ranks else member
+
+
+def members_named(name: str) -> Members:
+    """The members of a group by its name, by which custom ops are told of it; "" for one process."""
+    if not name:
+        return Members(None, 0, 1)
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return Members(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def members_of(group_or_mesh: Any) -> Members:

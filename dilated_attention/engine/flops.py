@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention.engine.op import WINDOW_BLOCK, pattern_of
 from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine import op  # noqa: F401  declares what is counted here
+from dilated_attention.engine.prepare import WINDOW_BLOCK, pattern_of
 
 
 def _flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:

@@ -43,3 +43,17 @@ def add_zero_keys(out: torch.Tensor, lse: torch.Tensor, num_zero_keys: int) -> t
     zeros = torch.full_like(lse, float(num_zero_keys)).log_()
     merged, weight, _ = merge_weights(lse, zeros)
     return out * weight[..., None].to(out.dtype), merged
+
+
+def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """``merge_`` into an out of any dtype, rounded once: views (P, L, G, D) and (P, L, G) of any strides."""
+    if out.device.type == "cuda":
+        from dilated_attention.engine.onto_triton import merge_onto as fused
+
+        fused(out, lse, part_out, part_lse)
+    elif out.dtype is lse.dtype:
+        merge_(out, lse, part_out, part_lse)
+    else:
+        merged, weight, part_weight = merge_weights(lse, part_lse)
+        out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
+        lse.copy_(merged)

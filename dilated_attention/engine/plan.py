@@ -1,7 +1,7 @@
 """A pattern and the shapes of one call become a Plan: dense problems on strided views, each exact on its own keys.
 
 Every problem is rectangular and full, or square and causal, or a band (sliding window): nothing a kernel could align in two
-ways. A query range or key range (decoding, a chunk, a rank's shard) cuts problems at its edges and nowhere else.
+ways, but for backends that say how they align a causal rectangle (``aligned_last``). A query range or key range (decoding, a chunk, a rank's shard) cuts problems at its edges and nowhere else.
 
 Positions are those of the whole sequence; ``views.py`` turns them into strides.
 """
@@ -26,7 +26,8 @@ class Problem:
         branch: index of the branch in the pattern.
         q_start, q_len: first query position, and queries a segment.
         k_start, k_len: first key position, and keys a segment.
-        causal: square, key index ≤ query index.
+        causal: query i of q_len sees keys up to i + k_len − q_len: the last query sees the last key. Square but for backends that
+            align their mask so.
         band: allowed range of (key index − query index), for windows.
         zero_keys: z of ``tail="zero_keys"``.
         opens: no earlier problem of the same branch wrote these (query, head) rows.
@@ -53,7 +54,7 @@ class Problem:
         """(query, key) products computed, without the zero keys."""
         rows = self.segments * self.heads.count
         if self.causal:
-            return rows * self.q_len * (self.q_len + 1) // 2
+            return rows * (self.q_len * (self.q_len + 1) // 2 + self.q_len * (self.k_len - self.q_len))
         return rows * self.q_len * self.k_len
 
 
@@ -97,6 +98,8 @@ class Shape:
     heads: Range | None = None
     # heads of several offsets in one problem; masks by position need one offset a problem
     shifted_heads: bool = True
+    # causal problems may have more keys than queries, as the backend lets the last query see the last key
+    aligned_last: bool = False
 
 
 @functools.lru_cache(maxsize=128)
@@ -217,6 +220,9 @@ def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_
         # queries [q0, q1) see keys up to themselves: those before q0 as a rectangle, then the square on the diagonal, and
         # the square's keys again as a rectangle for queries beyond the last key
         opens = True
+        if shape.aligned_last and k0 < q0 and q1 <= k1:
+            yield problem((q0, q1), (k0, q1), True, True)
+            return
         if k0 < min(k1, q0):
             yield problem((q0, q1), (k0, min(k1, q0)), False, True)
             opens = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request, accumulation_dtype
 from dilated_attention.engine.merge import add_zero_keys, merge_
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
@@ -36,6 +36,8 @@ class Call:
         detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
         is_causal: as asked; of a problem, ``options`` say it.
         nested: a forward visits the pairs of nested branches once.
+        request: what the backend was chosen for; None where it was not asked for.
+        origin, first_head: what to add to positions and heads for those of the whole sequence and model, by which dropout is decided.
     """
 
     backend: Backend
@@ -47,6 +49,9 @@ class Call:
     detached: bool = False
     is_causal: bool = False
     nested: bool = False
+    request: Request | None = None
+    origin: int = 0
+    first_head: int = 0
 
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,20 +135,26 @@ def _add_shares(
         if dlse is not None:
             views.append(queries.of(dlse))
         for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
-            lse_ = lse_.transpose(1, 2)
-            dlse_ = rest[0].transpose(1, 2) if rest else None
-            native = dlse_ if call.backend.facts.lse_grad else None
-            part_dq, part_dk, part_dv = call.backend.backward(dout_, q_, k_, v_, out_, lse_, options, native)
+            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
             if problem.first:
                 dq_.copy_(part_dq)
             else:
                 dq_.add_(part_dq)
             dk_.add_(part_dk)
             dv_.add_(part_dv)
-            if dlse_ is not None and native is None:
-                more_dq, more_dk = _lse_share(call.backend, q_, k_, lse_, dlse_, options)
-                dq_.add_(more_dq)
-                dk_.add_(more_dk)
+
+
+def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """A launch's shares (dq, dk, dv), of a gradient of lse too. ``tensors``: dout, q, k, v, out and lse (P, L, G), as ``dlse``."""
+    dout, q, k, v, out, lse = tensors
+    lse = lse.transpose(1, 2)
+    dlse = None if dlse is None else dlse.transpose(1, 2)
+    native = dlse if backend.facts.lse_grad else None
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, native)
+    if dlse is not None and native is None:
+        more_dq, more_dk = _lse_share(backend, q, k, lse, dlse, options)
+        dq, dk = dq + more_dq, dk + more_dk
+    return dq, dk, dv
 
 
 def _lse_share(
@@ -183,7 +194,7 @@ def launches_of(
         B, num_keys = batch_and_keys
         device = views[0].device
         # positions of the whole sequence, so a query row of a cut keeps its own
-        positions = torch.arange(num_keys, device=device).repeat(B, 1)
+        positions = torch.arange(call.origin, call.origin + num_keys, device=device).repeat(B, 1)
         batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
         views += [_of_positions(query_rows(problem, 0), positions), _of_positions(key_rows(problem, 0), positions)]
         views.append(_of_positions(key_rows(problem, 0), batch))
@@ -195,7 +206,7 @@ def launches_of(
         padding = extra.pop(0) if call.padding is not None else None
         options = replace(base, mask=Mask(padding, problem.band))
         if call.dropout_p:
-            heads = torch.arange(problem.heads.count, device=views[0].device) * problem.heads.step + problem.heads.start
+            heads = torch.arange(problem.heads.count, device=views[0].device) * problem.heads.step + problem.heads.start + call.first_head
             options = replace(options, dropout=Dropout(call.dropout_p, call.seed, extra[2][:, 0], heads, extra[0], extra[1]))
         yield group[:num_views], options
 

@@ -147,6 +147,14 @@ class DilatedPattern(Pattern):
         rows = [(0,) * num_heads] * onto_all + [offsets[b] for b in branches]
         return DilatedPattern(tuple(lengths), tuple(rates), tuple(rows), "all", self.tail)
 
+    def with_heads(self, first: int, last: int, num_heads: int) -> DilatedPattern:
+        """The pattern of heads [first, last) of ``num_heads`` alone. Heads that run only some branches have no such pattern."""
+        assert self.branch_heads == "all"
+        if (first, last) == (0, num_heads):
+            return self
+        rows = tuple(row[first:last] for row in self.offsets(num_heads))
+        return DilatedPattern(self.segment_lengths, self.dilation_rates, rows, "all", self.tail)
+
     def zero_keys(self, branch: int, num_positions: int, num_taken: int) -> int:
         """z, the zero keys that TorchScale's padding adds to a segment of which ``num_taken`` real positions are taken.
 

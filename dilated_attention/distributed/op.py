@@ -1,0 +1,131 @@
+"""The custom op of attention over a sequence that several processes share: schema, fake, autograd.
+
+``torch.ops.dilated_attention.ring_attention`` is what a selective-checkpointing policy lists as must-save: then nothing travels a
+second time in the recomputation. Its backward needs its own out and lse alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.distributed.call import RingCall, ring_backward, ring_forward
+from dilated_attention.engine.prepare import Settings, pattern_of
+
+
+@torch.library.custom_op("dilated_attention::ring_attention", mutates_args=())
+def ring_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    head_offsets: str,
+    offset_list: list[int],
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    detached: bool,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+    group_name: str,
+    layout: str,
+    exchange: str,
+    seq_len: int,
+    timeout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out (B, n, H, D), lse (B, H, n), N). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
+    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
+    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
+    ring = RingCall(group_name, layout, exchange, seq_len, timeout)
+    out, lse, whole = ring_forward((q, k, v), key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
+    return out, lse, torch.tensor(whole, dtype=torch.int64)
+
+
+@torch.library.custom_op("dilated_attention::ring_attention_backward", mutates_args=())
+def ring_attention_backward_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    whole: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    head_offsets: str,
+    offset_list: list[int],
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    detached: bool,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+    group_name: str,
+    layout: str,
+    exchange: str,
+    seq_len: int,
+    timeout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
+    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
+    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
+    ring = RingCall(group_name, layout, exchange, int(whole.item()), timeout)
+    return ring_backward((dout, q, k, v, out, lse), dlse, key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
+
+
+@ring_attention_op.register_fake
+def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@ring_attention_backward_op.register_fake
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.settings = inputs[6:]
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse, whole = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, whole, key_padding_mask, cu_seqlens, seed)
+    dq, dk, dv = ring_attention_backward_op(*tensors, *ctx.settings)
+    return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "ring_attention has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use "
+        "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd"
+    )
+
+
+ring_attention_op.register_autograd(_backward, setup_context=_setup_context)
+ring_attention_backward_op.register_autograd(_no_double_backward)

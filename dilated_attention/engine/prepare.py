@@ -1,0 +1,181 @@
+"""What a call needs before it runs: its pattern from an op's flat arguments, its backend, its plan's shape, tensors as kernels take them.
+
+Shared by the op of one process and that of many.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
+from dilated_attention.engine import families, schedule
+from dilated_attention.engine.plan import Range, Shape
+from dilated_attention.engine.run import Call
+from dilated_attention.pattern import DilatedPattern
+
+# queries a windowed problem holds on a backend that masks instead of skipping
+WINDOW_BLOCK = 512
+
+
+class Settings(NamedTuple):
+    """The plain arguments of an op. ``window`` is [] or [left, right], −1 for unbounded."""
+
+    window: list[int]
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    detached: bool
+    deterministic: bool
+    needs_grad: bool
+    backend: str
+    precision: str
+
+
+@functools.lru_cache(maxsize=256)
+def pattern_of(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    offset_list: tuple[int, ...],
+    branch_heads: str,
+    tail: str,
+) -> DilatedPattern:
+    """The pattern of the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, H integers per branch in a row."""
+    if head_offsets != "list":
+        return DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)
+    heads = len(offset_list) // len(segment_lengths)
+    rows = tuple(offset_list[i : i + heads] for i in range(0, len(offset_list), heads))
+    return DilatedPattern(segment_lengths, dilation_rates, rows, branch_heads, tail)
+
+
+def prepare(
+    is_backward: bool,
+    views: tuple[torch.Tensor, ...],
+    pattern: DilatedPattern,
+    settings: Settings,
+    padding: torch.Tensor | None = None,
+    documents: tuple[Range, ...] | None = None,
+    seed: torch.Tensor | None = None,
+    query_offset: int = 0,
+    num_keys: int | None = None,
+) -> tuple[Shape, Call]:
+    """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
+
+    The forward of a call that needs gradients asks for both passes, so BackendUnavailable comes before anything is allocated.
+
+    Args:
+        documents: (start, end) pairs that partition the keys; None for one.
+        num_keys: of the whole sequence, where k holds a part of it.
+    """
+    q, k = views[:2]
+    _, Nq, H, D = q.shape
+    Nk, Hk = num_keys if num_keys is not None else k.shape[1], k.shape[2]
+    documents = ((0, Nk),) if documents is None else documents
+    longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
+    window = settings.window
+    request = Request(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=D,
+        num_heads=H,
+        num_kv_heads=Hk,
+        causal=settings.is_causal,
+        needs_grad=is_backward,
+        key_mask=padding is not None,
+        window=bool(window),
+        dropout=settings.dropout_p > 0,
+        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
+        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=settings.precision,
+        extent=max(_segment_extent(x, longest) for x in views),
+        length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
+    )
+    # each pass has its own choice: every backend's backward takes any other's out and lse
+    chosen = registry.select(request, settings.backend)
+    if settings.needs_grad and not is_backward:
+        registry.select(replace(request, needs_grad=True), settings.backend)
+    shape = Shape(
+        num_heads=H,
+        num_kv_heads=Hk,
+        queries=(query_offset, query_offset + Nq),
+        keys=(0, Nk),
+        documents=documents,
+        is_causal=settings.is_causal,
+        window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
+        window_block=None if chosen.facts.native_window else WINDOW_BLOCK,
+        shifted_heads=padding is None and settings.dropout_p == 0,
+        aligned_last=chosen.facts.aligned_last,
+    )
+    call = Call(
+        backend=chosen,
+        options=Options(scale=settings.scale, deterministic=request.deterministic),
+        query_offset=query_offset,
+        padding=padding,
+        dropout_p=settings.dropout_p,
+        seed=int(seed.item()) if seed is not None else 0,
+        detached=settings.detached,
+        is_causal=settings.is_causal,
+        nested=not is_backward and is_nested(request, pattern, views, shape, settings),
+        request=request,
+    )
+    return shape, call
+
+
+def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: Settings) -> bool:
+    """Whether the forward visits the pairs of nested branches once: where it can, if no other kernel is asked for by name."""
+    q, k, v = views[:3]
+    backend = settings.backend
+    if backend != NESTED and (backend != "auto" or q.device.type not in schedule.FUSED_DEVICES):
+        return False
+    reasons = families.why_not(request, pattern, (q, k, v), len(shape.documents), settings.scale)
+    if reasons and backend == NESTED:
+        raise BackendUnavailable(
+            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
+            "  backend='auto' takes it wherever it can, and other kernels elsewhere"
+        )
+    if reasons or (backend == "auto" and not families.is_worth_it(pattern, q, shape.is_causal)):
+        return False
+    _tell_nested(request)
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_nested(request: Request) -> None:
+    """Once for a kind of call: a training step makes the same ones over and over."""
+    registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
+
+
+def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:
+    """(start, end) of each document. Reads the values, so it waits for the GPU where they lie on one."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
+        shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
+        raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
+    return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
+
+
+def _segment_extent(x: torch.Tensor, length: int) -> int:
+    """Elements between the first and the last one of ``length`` positions of all heads: with heads first, heads lie far apart."""
+    return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
+
+
+def kernel_ready(x: torch.Tensor) -> torch.Tensor:
+    """x as kernels take it: last stride 1 and, on a GPU, 16-byte aligned rows; else a contiguous copy."""
+    if x.stride(-1) != 1 and x.shape[-1] > 0:
+        # not contiguous(), which is no copy where only a dimension of size 1 has another stride: kernels read that stride
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.device.type == "cuda":
+        size = x.element_size()
+        if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
+            return x.contiguous() if not x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def without_autocast(x: torch.Tensor) -> torch.autocast:
+    """The caller's autocast stays on inside an op and would round a backend's float32 arithmetic to half precision."""
+    return torch.autocast(x.device.type, enabled=False)
