@@ -3,7 +3,7 @@
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
-from dilated_attention.functional import attention, dilated_attention
+from dilated_attention.functional import attention, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention.pattern import DilatedPattern
 
@@ -19,6 +19,8 @@ __all__ = [
     "explain_backend",
     "list_backends",
     "local_positions",
+    "ring_attention",
+    "ring_dilated_attention",
     "shard_sequence",
     "unshard_sequence",
 ]

@@ -19,6 +19,8 @@ PUBLIC = {
     "explain_backend",
     "list_backends",
     "local_positions",
+    "ring_attention",
+    "ring_dilated_attention",
     "shard_sequence",
     "unshard_sequence",
 }
@@ -77,9 +79,10 @@ def test_imports_point_one_way() -> None:
         "pattern": {"pattern"},
         "backends": {"backends"},
         "engine": {"pattern", "backends", "engine"},
-        "functional": {"pattern", "backends", "engine", "validation"},
+        "distributed": {"pattern", "backends", "engine", "distributed"},
+        "functional": {"pattern", "backends", "engine", "distributed", "functional", "validation"},
         "validation": {"pattern"},
-        "modules": {"pattern", "engine", "functional", "modules", "validation", "backends"},
+        "modules": {"pattern", "distributed", "engine", "functional", "modules", "validation", "backends"},
         "models": {"pattern", "functional", "modules", "models", "validation"},
         "factory": {"pattern", "backends", "modules", "models", "factory"},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,10 +12,9 @@ from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import local_length
 from dilated_attention.distributed.plan import Job
 from dilated_attention.distributed.regroup import Holding, regroup
-from dilated_attention.distributed.route import Route, make_route
-from dilated_attention.distributed.wire import Wire, wire_of
+from dilated_attention.distributed.route import make_route
+from dilated_attention.distributed.wire import wire_of
 from dilated_attention.engine import schedule
-from dilated_attention.engine.plan import Range, Shape
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, prepare, without_autocast
 from dilated_attention.engine.run import Call, without_padding
 from dilated_attention.pattern import DilatedPattern
@@ -32,6 +30,7 @@ class RingCall:
     layout: str
     exchange: str
     seq_len: int
+    ranks_per_node: int
     timeout: float
 
 
@@ -122,6 +121,7 @@ def _agreed_length(
         "requires_grad": settings.needs_grad,
         "layout": ring.layout,
         "exchange": ring.exchange,
+        "ranks_per_node": ring.ranks_per_node or "None",
         "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
     }
     rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
@@ -174,8 +174,22 @@ class _Work:
         self.heads = (q.shape[2], k.shape[2])
         self.wire = wire_of(members, ring.timeout) if members.size > 1 else None
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        exchange, inner = cost.resolve(ring, members.size, pattern, settings, tensors)
-        self.route = make_route(ring.seq_len, members.size, ring.layout, exchange, *self.heads, inner, settings.is_causal)
+        exchange = ring.exchange
+        if exchange == "auto":
+            exchange = cost.choose(
+                cost.question_of(
+                    q,
+                    k,
+                    pattern,
+                    size=members.size,
+                    layout=ring.layout,
+                    seq_len=ring.seq_len,
+                    is_causal=settings.is_causal,
+                    has_window=bool(settings.window),
+                    needs_grad=settings.needs_grad,
+                )
+            )
+        self.route = make_route(ring.seq_len, members.size, ring.layout, exchange, *self.heads, ring.ranks_per_node, settings.is_causal)
         self.padding = None
         if padding is not None:
             rows = [Holding(holding.spans, (0, 1)) for holding in self.route.given[0]]

@@ -37,7 +37,9 @@ class Route:
 
 
 @functools.lru_cache(maxsize=256)
-def make_route(seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool) -> Route:
+def make_route(
+    seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool
+) -> Route:
     """The route of a resolved ``exchange``; ``inner`` is the number of ranks that share heads out in ``"2d"``."""
     given = [spans(seq_len, rank, size, layout) for rank in range(size)]
     # strided rows are no ranges that kernels could take causally, so they are put in order first

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from dilated_attention.distributed.home import home_backward, home_forward
 from dilated_attention.distributed.plan import Buffer, Job, Launch, Source, Step, rank_plan
 from dilated_attention.distributed.wire import Transfer, Wire
 from dilated_attention.engine.merge import add_zero_keys, merge_onto
-from dilated_attention.engine.run import Call, launches_of, shares, without_padding
+from dilated_attention.engine.run import Call, launches_of, shares
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -55,7 +55,7 @@ def forward(job: Job, members: Members, tensors: Tensors, call: Call, wire: Wire
             fresh = not plan.home and launch.problem.first
             direct = fresh and out.dtype is q.dtype and not launch.problem.zero_keys
             for (q_, k_, v_, out_, lse_), options in launches_of(
-                launch.problem, views, call, (q.shape[0], job.shape.keys[1]), whole=direct and call.backend.facts.writes_views
+                launch.problem, views, call, torch.Size((q.shape[0], job.shape.keys[1])), whole=direct and call.backend.facts.writes_views
             ):
                 if direct:
                     call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
@@ -136,7 +136,7 @@ def _launch_backward(
     if dlse is not None:
         views.append(rows.of(dlse))
     first = not onto and launch.problem.first
-    for group, options in launches_of(launch.problem, views, call, (q.shape[0], job.shape.keys[1])):
+    for group, options in launches_of(launch.problem, views, call, torch.Size((q.shape[0], job.shape.keys[1]))):
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = group
         part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
         (dq_.copy_ if first else dq_.add_)(part_dq)
@@ -246,7 +246,9 @@ class _Returning:
                 rows.of(total).add_(part[:, which].transpose(0, 1).unsqueeze(1))
 
 
-def _send_back(job: Job, members: Members, index: int, step: _Arriving, grads: list[torch.Tensor | None], sums: Tensors, wire: Wire) -> _Returning:
+def _send_back(
+    job: Job, members: Members, index: int, step: _Arriving, grads: list[torch.Tensor | None], sums: Tensors, wire: Wire
+) -> _Returning:
     me = members.rank
     dk, _ = sums
     sends, receives, parts = [], [], []

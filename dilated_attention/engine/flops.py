@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine import op  # noqa: F401  declares what is counted here
+from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.prepare import WINDOW_BLOCK, pattern_of
 
 

@@ -1,4 +1,4 @@
-"""The stateless surface: ``dilated_attention`` and its dense special case ``attention``. Tensors are (B, N, H, D)."""
+"""``dilated_attention`` and its dense special case ``attention``, on one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 # a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
-_WHOLE_SEQUENCE = MAX_LENGTH
+WHOLE_SEQUENCE = MAX_LENGTH
 
 
 def dilated_attention(
@@ -134,7 +134,7 @@ def attention(
         q,
         k,
         v,
-        (_WHOLE_SEQUENCE,),
+        (WHOLE_SEQUENCE,),
         (1,),
         "zero",
         "all",
@@ -177,11 +177,9 @@ def _attend(
     backend: str,
     precision: str,
 ) -> Any:
-    # a device without autocast, such as meta, refuses to be asked whether it is on
-    if isinstance(q, torch.Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
-    offset_name, offset_list = _flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
+    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
     scale = check.check_scale(scale, q.shape[3], q.dtype)
     one_of("mixture_grad", mixture_grad, ("exact", "detached"))
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
@@ -223,7 +221,7 @@ def _attend(
     return out, lse.detach() if mixture_grad == "detached" else lse
 
 
-def _flat_offsets(
+def flat_offsets(
     lengths: tuple[int, ...], rates: tuple[int, ...], head_offsets: HeadOffsets, branch_heads: str, tail: str, num_heads: int
 ) -> tuple[str, list[int]]:
     """head_offsets as the op's two flat arguments, with the whole pattern validated."""
@@ -234,7 +232,15 @@ def _flat_offsets(
     return "list", [offset for row in pattern.offsets(num_heads) for offset in row]
 
 
-def _autocast(x: Any) -> Any:
-    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """The tensors in the dtype that an enabled autocast asks for."""
+    # a device without autocast, such as meta, refuses to be asked whether it is on
+    if not isinstance(q, torch.Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64:
+            return x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    return cast(q), cast(k), cast(v)

@@ -1,0 +1,6 @@
+"""The stateless surface. Tensors are (B, N, H, D); of a sequence spread over processes, each holds its shard (B, n, H, D)."""
+
+from dilated_attention.functional.ring import ring_attention, ring_dilated_attention
+from dilated_attention.functional.single import attention, dilated_attention
+
+__all__ = ["attention", "dilated_attention", "ring_attention", "ring_dilated_attention"]

@@ -1,0 +1,284 @@
+"""``ring_dilated_attention`` and its dense special case ``ring_attention``: sequences that several processes share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.backends import registry
+from dilated_attention.distributed.group import members_of
+from dilated_attention.distributed.layout import LAYOUTS
+from dilated_attention.distributed.op import ring_attention_op
+from dilated_attention.distributed.route import EXCHANGES, why_no_heads
+from dilated_attention.functional.single import WHOLE_SEQUENCE, autocast, flat_offsets
+from dilated_attention.pattern import HeadOffsets
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+
+
+def ring_dilated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment_lengths: Any,
+    dilation_rates: Any,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    layout: str = "contiguous",
+    exchange: str = "auto",
+    seq_len: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    tail: str = "mask",
+    mixture_grad: str = "exact",
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    ranks_per_node: int | None = None,
+    timeout: float = 60.0,
+) -> Any:
+    """``dilated_attention`` of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+
+    Each process gets out for its own rows, and in the backward the gradients of its own rows: what ``dilated_attention`` gives for
+    the whole, cut the same way. With the contiguous layout a branch whose segments lie inside a process moves nothing; of a
+    longer one, only the positions that its heads take move (1/r of K and V), among the processes of that segment, while the
+    shorter branches are computed. Segments need not align with processes, nor lengths divide.
+
+    Args:
+        q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
+        k, v: its keys and values (B, n, Hk, D).
+        segment_lengths, dilation_rates: of the whole sequence, as in ``dilated_attention``.
+        group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
+            one process, nothing is communicated.
+        mesh: a DeviceMesh of one axis, instead of a group.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: who holds which positions. A striped sequence is put in order and back
+            by an exchange of its own.
+        exchange: ``"auto"`` by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``: keys from
+            elsewhere come in one exchange · ``"ring"``: in W − 1, a shard at a time, for memory · ``"all_to_all"``: each process
+            computes some heads of the whole sequence · ``"2d"``: heads within a node, keys between nodes.
+        seq_len: N. None: the processes ask each other in every call (0.2 ms or more); all must give it, or none.
+        cu_seqlens: bounds of packed documents in the whole sequence, equal on all processes.
+        key_padding_mask: (B, n) bool of this process's keys, True = padding.
+        dropout_p: dropped by position in the whole sequence: with equal seeds on all processes, as on one.
+        ranks_per_node: processes of the group that share heads in ``"2d"``, consecutive ranks; None for LOCAL_WORLD_SIZE.
+        timeout: seconds that an exchange may take before an error names it and its peer.
+
+    All other arguments are those of ``dilated_attention``, and equal on all processes, which is checked at the first call of a kind.
+
+    Returns:
+        out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
+
+    Raises:
+        ValueError, TypeError: bad input; arguments that differ between processes, on each of them, naming ranks and values.
+        RingError: a process died, stalled or made another call; with the exchange and the peer.
+        BackendUnavailable: as in ``dilated_attention``.
+
+    Differs from LongNet's published code, which drops a process's own keys where causal, moves whole segments through all processes,
+    and takes no gradient through the mixing weights.
+    """
+    lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
+    return _attend(
+        q,
+        k,
+        v,
+        lengths,
+        rates,
+        head_offsets,
+        branch_heads,
+        tail,
+        [],
+        group_name=group_name_of(group, mesh),
+        layout=layout,
+        exchange=exchange,
+        seq_len=seq_len,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        mixture_grad=mixture_grad,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+        ranks_per_node=ranks_per_node,
+        timeout=timeout,
+    )
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    layout: str = "zigzag",
+    exchange: str = "auto",
+    seq_len: int | None = None,
+    is_causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    ranks_per_node: int | None = None,
+    timeout: float = 60.0,
+) -> Any:
+    """Dense softmax attention of a sequence that the processes of a group hold in shards: ``attention``, spread.
+
+    Args:
+        layout: ``"zigzag"``: two runs to a process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
+        exchange: as in ``ring_dilated_attention``. ``"all_gather"`` brings the keys head by head, so that a group of heads is computed
+            while the next one's travel and nothing is merged. A process gets only keys that its queries see. A window's keys
+            come in one exchange, so ``"ring"`` takes none.
+        window: (left, right) as in ``attention``.
+
+    All other arguments, results and errors are those of ``ring_dilated_attention``.
+    """
+    return _attend(
+        q,
+        k,
+        v,
+        (WHOLE_SEQUENCE,),
+        (1,),
+        "zero",
+        "all",
+        "mask",
+        check.check_window(window),
+        group_name=group_name_of(group, mesh),
+        layout=layout,
+        exchange=exchange,
+        seq_len=seq_len,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        mixture_grad="exact",
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+        ranks_per_node=ranks_per_node,
+        timeout=timeout,
+    )
+
+
+def group_name_of(group: Any, mesh: Any) -> str:
+    """The name by which the op finds the group again; "" for one process."""
+    # a module looks its group up once and hands on the name
+    if isinstance(group, str):
+        return group
+    if group is not None and mesh is not None:
+        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
+    members = members_of(mesh if group is None else group)
+    return "" if members.group is None else str(members.group.group_name)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    head_offsets: HeadOffsets,
+    branch_heads: str,
+    tail: str,
+    window: list[int],
+    *,
+    group_name: str,
+    layout: str,
+    exchange: str,
+    seq_len: int | None,
+    is_causal: bool,
+    scale: float | None,
+    cu_seqlens: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    mixture_grad: str,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+    ranks_per_node: int | None,
+    timeout: float,
+) -> Any:
+    q, k, v = autocast(q, k, v)
+    check.check_tensors(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
+    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
+    scale = check.check_scale(scale, q.shape[3], q.dtype)
+    one_of("mixture_grad", mixture_grad, ("exact", "detached"))
+    one_of("layout", layout, LAYOUTS)
+    one_of("exchange", exchange, ("auto", *EXCHANGES))
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        check.check_bool(name, flag)
+    dropout_p = check.check_probability("dropout_p", dropout_p)
+    check.check_key_padding_mask(key_padding_mask, k)
+    check.check_cu_seqlens(cu_seqlens, q, k)
+    registry.check_name(backend)
+    if window and exchange == "ring":
+        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}; expected a number of seconds > 0")
+    if exchange == "2d" and ranks_per_node is None:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+        if ranks_per_node is None:
+            raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
+    per_node = 0 if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1)
+    if exchange in ("all_to_all", "2d"):
+        _check_heads(group_name, exchange, per_node, q.shape[2], k.shape[2], branch_heads)
+    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+    out, lse, _ = ring_attention_op(
+        q,
+        k,
+        v,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        list(lengths),
+        list(rates),
+        offset_name,
+        offset_list,
+        branch_heads,
+        tail,
+        window,
+        is_causal,
+        scale,
+        dropout_p,
+        mixture_grad == "detached",
+        deterministic,
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        backend,
+        group_name,
+        layout,
+        exchange,
+        -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
+        per_node,
+        float(timeout),
+    )
+    if not return_lse:
+        return out
+    return out, lse.detach() if mixture_grad == "detached" else lse
+
+
+def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
+    from dilated_attention.distributed.group import members_named
+
+    size = members_named(group_name).size
+    if exchange == "2d" and size % per_node:
+        raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
+    reason = why_no_heads(num_heads, num_kv_heads, per_node if exchange == "2d" else size, branch_heads)
+    if reason is not None:
+        raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which shares out no heads")
