@@ -1,0 +1,54 @@
+"""``merge.merge_onto`` as one Triton kernel: a part is merged into a result that stands, read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# elements of out that a program takes at a time
+_SIZE = 4096
+
+
+@triton.jit
+def _onto_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows,
+    out_stride_p, out_stride_l, out_stride_g, lse_stride_p, lse_stride_l, lse_stride_g,
+    part_stride_p, part_stride_l, part_stride_g, part_lse_stride_p, part_lse_stride_l, part_lse_stride_g,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # addresses in 64 bits: rows of a dilated view may lie gigabytes apart
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, problem = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    inside = rows < num_rows
+    lse_at = lse_ptr + problem * lse_stride_p + head * lse_stride_g + rows * lse_stride_l
+    part_lse_at = part_lse_ptr + problem * part_lse_stride_p + head * part_lse_stride_g + rows * part_lse_stride_l
+    lse = tl.load(lse_at, mask=inside, other=-float("inf"))
+    part_lse = tl.load(part_lse_at, mask=inside, other=-float("inf"))
+    high = tl.maximum(lse, part_lse)
+    high = tl.where(high == -float("inf"), 0.0, high)
+    weight, part_weight = tl.exp(lse - high), tl.exp(part_lse - high)
+    total = weight + part_weight
+    # two empty parts have no weights, and stay empty
+    merged = tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total)))
+    total = tl.where(total == 0.0, 1.0, total)
+    tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
+    out_at = out_ptr + problem * out_stride_p + head * out_stride_g + rows[:, None] * out_stride_l + columns[None, :]
+    part_at = part_ptr + problem * part_stride_p + head * part_stride_g + rows[:, None] * part_stride_l + columns[None, :]
+    out = tl.load(out_at, mask=tile, other=0.0).to(tl.float32) * (weight / total)[:, None]
+    out += tl.load(part_at, mask=tile, other=0.0).to(tl.float32) * (part_weight / total)[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=tile)
+    tl.store(lse_at, merged, mask=inside)
+
+
+def merge_onto(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """out, part (P, L, G, D) with a last stride of 1, lse, part_lse (P, L, G) float32, any other strides; out and lse in place."""
+    P, L, G, D = out.shape
+    assert out.stride(-1) == 1 and part.stride(-1) == 1
+    block = triton.next_power_of_2(D)
+    rows = max(1, _SIZE // block)
+    _onto_kernel[(triton.cdiv(L, rows), G, P)](
+        out, lse, part, part_lse, L, *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
+        HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
+    )  # fmt: skip
