@@ -98,11 +98,11 @@ def torch_cp(problem: Problem, group: Any, *, rotate: str, device: torch.device)
     found = []
     for kernel in ("sdpa_cudnn", "sdpa_flash"):
         for repeated in (False, True) if problem.heads != problem.kv_heads else (False,):
-            found.append(_torch_cp(problem, group, rotate, kernel, repeated))
+            found.append(_torch_cp(problem, group, rotate, kernel, repeated, device.type))
     return found
 
 
-def _torch_cp(problem: Problem, group: Any, rotate: str, kernel: str, repeated: bool) -> Contender:
+def _torch_cp(problem: Problem, group: Any, rotate: str, kernel: str, repeated: bool, device: str) -> Contender:
     grouped = problem.heads // problem.kv_heads
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -118,24 +118,24 @@ def _torch_cp(problem: Problem, group: Any, rotate: str, kernel: str, repeated: 
         kernel,
         # its head-tail balance is zigzag; without a causal mask it must be off, and the order natural
         "zigzag" if problem.is_causal else "contiguous",
-        functools.partial(_context_parallel, group, rotate, kernel, problem.is_causal),
+        functools.partial(_context_parallel, group, rotate, kernel, problem.is_causal, device),
         heads_first=True,
         note="K and V repeated to all heads" if repeated else "",
     )
 
 
 @contextlib.contextmanager
-def _context_parallel(group: Any, rotate: str, kernel: str, is_causal: bool) -> Iterator[None]:
+def _context_parallel(group: Any, rotate: str, kernel: str, is_causal: bool, device: str) -> Iterator[None]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     module = _module_of_context_parallel()
-    mesh = DeviceMesh.from_group(group, "cuda")
+    mesh = DeviceMesh.from_group(group, device)
     which = SDPBackend.CUDNN_ATTENTION if kernel == "sdpa_cudnn" else SDPBackend.FLASH_ATTENTION
     before = module._cp_options.rotate_method
     # a buffer is demanded, and the balance follows from its length; q, k and v are sharded already
-    buffer = torch.zeros(2 * dist.get_world_size(group), device="cuda")
+    buffer = torch.zeros(2 * dist.get_world_size(group), device=device)
     try:
         module.set_rotate_method(rotate)
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]), sdpa_kernel(which):
