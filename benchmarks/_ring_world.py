@@ -20,11 +20,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from _timing import machine
+from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
-# calls before a time is believed; the first ones compile
-_WARM_UP = 2
-_LEAST, _MOST = 4, 100
+_LEAST, _MOST = 3, 100
+# a call of so many seconds is not repeated to warm up further
+_LONG = 0.1
+RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Failed(Exception):
@@ -43,8 +46,12 @@ class World:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.is_cuda else torch.device("cpu")
         if self.is_cuda:
             torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if self.is_cuda else "gloo", timeout=datetime.timedelta(seconds=timeout))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        wait = datetime.timedelta(seconds=timeout)
+        store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
+        # torchrun's store outlives its processes: after a restart their old addresses are still in it
+        store = PrefixStore(f"attempt {RESTARTS}", store)
+        backend = "nccl" if self.is_cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)
         # verdicts travel over CPU: a GPU whose NCCL hangs can still say so
         self.control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout + 240))
         # the first 2, 4, … ranks; every rank takes part in making each group
@@ -106,17 +113,22 @@ class World:
     def measure(self, call: Callable[[], Any], *, seconds: float, ranks: int | None = None) -> dict[str, Any]:
         """Seconds of one call: the median of each rank, of the slowest rank. All start together, after warm-up."""
 
-        def first() -> tuple[float, int]:
-            for _ in range(_WARM_UP):
-                call()
-            self.synchronize()
-            before = self._memory()
+        def once() -> float:
             start = time.perf_counter()
             kept = call()
             self.synchronize()
             elapsed = time.perf_counter() - start
             del kept
-            return elapsed, (torch.cuda.max_memory_allocated() - before if self.is_cuda else 0)
+            return elapsed
+
+        def first() -> tuple[float, int]:
+            # compiles
+            once()
+            before = self._memory()
+            elapsed = once()
+            peak = torch.cuda.max_memory_allocated() - before if self.is_cuda else 0
+            # a replay recorded by the first call, an allocator that now has its blocks
+            return (once() if elapsed < _LONG else elapsed), peak
 
         firsts = self.everywhere(first, ranks)
         repeats = max(_LEAST, min(_MOST, int(seconds / max(elapsed for elapsed, _ in firsts))))
@@ -142,8 +154,9 @@ class World:
 
     def _times(self, call: Callable[[], Any], repeats: int) -> tuple[list[float], float]:
         """Seconds of each call, and of all together."""
-        # once more untimed: ranks leave the wait before at slightly different times
-        call()
+        if repeats > _LEAST:
+            # once more untimed: ranks leave the wait before at slightly different times
+            call()
         if not self.is_cuda:
             marks = [time.perf_counter()]
             for _ in range(repeats):
@@ -170,7 +183,7 @@ class Journal:
 
     def __init__(self, path: Path | None, world: World) -> None:
         self.path, self.world = path, world
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        restarted = RESTARTS != "0"
         if restarted and path is None:
             raise SystemExit("a process died, and without --json nobody knows of what: not going on")
         found = world.agree(self._read() if restarted and world.rank == 0 else ({}, None))

@@ -37,6 +37,7 @@ PASSES = ("forward", "training")
 def dense(bench: Bench, label: str, H: int, Hk: int, n: int, is_causal: bool) -> None:
     W, args = bench.world.size, bench.args
     problem = Problem(H, Hk, args.head_dim, W * n, is_causal)
+    bench.compile(problem.of_length(args.check_tokens))
     able = []
     for entry in bench.entries():
         index = bench.right_form(entry, problem.of_length(W * args.check_tokens), W, "check")
