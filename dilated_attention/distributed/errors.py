@@ -1,0 +1,15 @@
+"""The error of a rank that another rank has left alone."""
+
+from __future__ import annotations
+
+
+class RingError(RuntimeError):
+    """Ranks that share a sequence could not exchange what they needed: one has died, stalled or made another call.
+
+    The group cannot be used after it: end the process, or destroy all process groups and initialise torch.distributed anew.
+    """
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, without its stack of C++ frames."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
