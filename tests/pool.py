@@ -1,4 +1,4 @@
-"""Live gloo processes that tests send functions to: spawning eight of them takes seconds, a case in them a millisecond.
+"""Live gloo processes that tests send functions to: starting eight of them takes a second, a case in them a millisecond.
 
 results = pool_of(4).run(function, *args)     # function(rank, world, *args), importable, in every process
 """
@@ -21,6 +21,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+
+def fresh_processes() -> Any:
+    """Processes without this one's threads and tensors, yet with torch imported once for all of them, which takes seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "tests.conftest", "dilated_attention.distributed"])
+    return context
+
 
 # after the first failing rank, the others have this long to fail themselves
 AFTERMATH = 5.0
@@ -93,7 +101,7 @@ class Pool:
             self._folder.cleanup()
 
     def _open(self) -> None:
-        context = mp.get_context("spawn")
+        context = fresh_processes()
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         for rank in range(self.world):
             here, there = context.Pipe()

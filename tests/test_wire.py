@@ -238,10 +238,11 @@ def session(rank: int, size: int, store: dist.HashStore) -> Session:
 def test_ranks_that_time_out_together_name_the_silent_one() -> None:
     store = dist.HashStore()
     told: dict[int, str] = {}
+    who: dict[int, list[int]] = {}
 
     def rank(mine: int) -> None:
         time.sleep(0.1 * mine)
-        told[mine] = explain(session(mine, 4, store), Wait("keys", 7, "ring forward, hop 2", ((mine + 1) % 4,)), collect=1.0)
+        told[mine], who[mine] = explain(session(mine, 4, store), Wait("keys", 7, "ring forward, hop 2", ((mine + 1) % 4,)), collect=1.0)
 
     threads = [threading.Thread(target=rank, args=(mine,)) for mine in (0, 1, 3)]
     for thread in threads:
@@ -249,13 +250,14 @@ def test_ranks_that_time_out_together_name_the_silent_one() -> None:
     for thread in threads:
         thread.join()
     assert all(text.endswith("rank 2 has not reported: dead, stalled or in another call") for text in told.values()), told
+    assert who == {0: [2], 1: [2], 3: [2]}
     assert told[0].startswith("rank 1 gave up waiting for rank 2 in 'ring forward, hop 2' (keys, exchange 7)")
     # the silent one comes later, and hears that all have given up
-    late = explain(session(2, 4, store), Wait("keys", 7, "ring forward, hop 2", (3,)), collect=0.0)
+    late, _ = explain(session(2, 4, store), Wait("keys", 7, "ring forward, hop 2", (3,)), collect=0.0)
     assert late.startswith("all ranks report that they wait or have given up: rank 0 gave up waiting for rank 1 in")
-    behind = explain(session(2, 4, store), Wait("keys", 6, "ring forward, hop 1", (3,)), collect=0.0)
+    behind, _ = explain(session(2, 4, store), Wait("keys", 6, "ring forward, hop 1", (3,)), collect=0.0)
     assert behind.startswith("all ranks")
-    ahead = explain(session(3, 4, store), Wait("keys", 7, "ring forward, hop 2", (0,)), collect=0.0)
+    ahead, _ = explain(session(3, 4, store), Wait("keys", 7, "ring forward, hop 2", (0,)), collect=0.0)
     assert "rank 2 gave up waiting for rank 3 in 'ring forward, hop 1' (keys, exchange 6), which comes earlier" in ahead
 
 

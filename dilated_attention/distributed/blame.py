@@ -46,8 +46,8 @@ def culprits(waits: Mapping[int, Wait], rank: int) -> tuple[list[int], list[int]
     return silent, behind
 
 
-def explain(session: Session, wait: Wait, collect: float) -> str:
-    """Posts this rank's wait, gives the others some seconds to post theirs, and says in a sentence who is to blame.
+def explain(session: Session, wait: Wait, collect: float) -> tuple[str, list[int]]:
+    """Posts this rank's wait, gives the others some seconds to post theirs, and says in a sentence who is to blame, and who they are.
 
     Args:
         collect: seconds; ranks of one stalled exchange time out at about the same moment. 0 where a broken connection names the peer.
@@ -59,17 +59,19 @@ def explain(session: Session, wait: Wait, collect: float) -> str:
         until(lambda: store.check(keys) or None, collect, session.size)
         texts = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
     except RuntimeError as error:
-        return f"the store of torch.distributed does not answer either ({first_line(error)}): its server, mostly global rank 0, has ended"
+        ended = f"the store of torch.distributed does not answer either ({first_line(error)}): its server, mostly global rank 0, has ended"
+        return ended, list(wait.peers)
     waits = {rank: Wait(**json.loads(text)) for rank, text in texts.items()}
     waits[session.rank] = wait
     silent, behind = culprits(waits, session.rank)
     if silent:
         told = [_told(session, waits, peer) for peer in wait.peers if peer in waits]
         verdict = f"{names(session, silent)} {_has(silent)} not reported: dead, stalled or in another call"
-        return "; ".join([*told, verdict])
+        return "; ".join([*told, verdict]), silent
     if behind:
-        return "; ".join(_told(session, waits, rank) + ", which comes earlier: it made another number of calls" for rank in behind)
-    return "all ranks report that they wait or have given up: " + "; ".join(_told(session, waits, rank) for rank in waits)
+        return "; ".join(_told(session, waits, rank) + ", which comes earlier: it made another number of calls" for rank in behind), behind
+    told = [_told(session, waits, rank) for rank in waits]
+    return f"all ranks report that they wait or have given up: {'; '.join(told)}", list(wait.peers)
 
 
 def _told(session: Session, waits: Mapping[int, Wait], rank: int) -> str:

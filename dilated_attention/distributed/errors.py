@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class RingError(RuntimeError):
     """Ranks that share a sequence could not exchange what they needed: one has died, stalled or made another call.
@@ -11,5 +13,6 @@ class RingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without its stack of C++ frames."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What torch says, without its place in C++, its advice and its stack of frames."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+\.\w+:\d+\] ", "", line).split(". This is typically caused")[0]

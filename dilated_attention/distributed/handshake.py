@@ -50,8 +50,9 @@ def gather(session: Session, place: str, what: str, timeout: float, mine: str = 
     """Every rank's text, posted under ``place`` and the rank. Names the ranks that posted none within the timeout.
 
     Raises:
-        RingError: some ranks are late, or the store has gone.
+        RingError: some ranks are late, the store has gone, or the group failed before.
     """
+    session.check()
     store = session.store
     keys = [f"{place}/{rank}" for rank in range(session.size)]
 
@@ -93,7 +94,7 @@ def _compare(session: Session, posts: list[dict[str, str]]) -> None:
 
 def _late(session: Session, what: str, absent: list[int], timeout: float) -> RingError:
     # the others give up at their own time; what is known by now is told
-    blame = explain(session, Wait("handshake", session.calls, what, tuple(absent)), collect=0.0)
+    blame, _ = explain(session, Wait("handshake", session.calls, what, tuple(absent)), collect=0.0)
     session.failed = (
         f"{name(session, session.rank)}: {what} failed after {timeout:.1f} s: {names(session, absent)} posted nothing; {blame}. All ranks "
         f"of a group make the same calls in the same order: look at the output of {names(session, absent)}, or raise timeout= "

@@ -99,26 +99,26 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
     seen[members.rank] = uuid.uuid4().hex
     store_call(session, lambda: store.set(keys[members.rank], json.dumps(seen)))
 
-    def all_here() -> bool | None:
-        if not store.check(keys):
-            return None
-        posts = [json.loads(post) for post in store.multi_get(keys)]
-        fresh = [post[rank] for rank, post in enumerate(posts)]
-        fresh[members.rank] = seen[members.rank]
+    def read() -> list[list[str] | None]:
+        present = [True] * members.size if store.check(keys) else [store.check([key]) for key in keys]
+        texts = iter(store.multi_get([key for key, here in zip(keys, present, strict=True) if here]))
+        return [json.loads(next(texts)) if here else None for here in present]
+
+    def absent() -> list[int]:
+        posts = read()
+        fresh = [post[rank] if post is not None else "" for rank, post in enumerate(posts)]
         if fresh != seen:
             seen[:] = fresh
             store.set(keys[members.rank], json.dumps(seen))
-        mine = seen[members.rank]
-        return True if all(post[members.rank] == mine for rank, post in enumerate(posts) if rank != members.rank) else None
+        return [rank for rank, post in enumerate(posts) if post is None or post[members.rank] != seen[members.rank]]
 
-    if store_call(session, lambda: until(all_here, timeout, members.size)) is None:
-        mine = seen[members.rank]
-        posts = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
-        absent = [r for r, post in enumerate(posts) if r != members.rank and (post is None or post[members.rank] != mine)]
+    if store_call(session, lambda: until(lambda: not absent() or None, timeout, members.size)) is None and (
+        late := store_call(session, absent)
+    ):
         raise RingError(
-            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, absent)} did not come; "
-            f"dead, stalled or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise "
-            f"timeout= ({timeout:g} s) if they are only late"
+            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not come; dead, "
+            f"stalled or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+            f"({timeout:g} s) if they are only late"
         )
     joint = hashlib.sha256("".join(seen).encode()).hexdigest()[:16]
     session.store = PrefixStore(joint, store)

@@ -84,22 +84,22 @@ class Wire:
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
         at = self._at
-        peer, verb = -1, "starting"
+        peer, verb = -1, "starting with"
         works: list[Any] = []
         try:
             if self._coalesces:
                 group._start_coalescing(self._device)
-            verb = "receiving"
+            verb = "receiving from"
             for peer, tensor in incoming:
                 works.append(group.recv([_as_carried(tensor)], at[peer], 0))
-            verb = "sending"
+            verb = "sending to"
             for peer, tensor in outgoing:
                 works.append(group.send([_as_carried(tensor)], at[peer], 0))
             if self._coalesces:
-                verb = "starting"
+                verb = "starting with"
                 works = [group._end_coalescing(self._device)]
         except RuntimeError as error:
-            raise self.broken(what, self._number, f"{verb} with {self._name(peer)}", (peer,), 0.0, error) from error
+            raise self.broken(what, self._number, f"{verb} {self._name(peer)}", (peer,), 0.0, error) from error
         if self._coalesces and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
@@ -163,10 +163,10 @@ class Wire:
         """The error of an exchange that torch refused or gave up; the group is not used any more."""
         if self.session.failed is None:
             # whoever timed out has company soon; who lost a connection knows enough
-            blame = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
+            blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
                 f"{self._name(self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
-                f"output of {names(self.session, peers)}, or raise timeout= ({self.timeout:g} s) if only slow"
+                f"output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
             )
         self.session.told = True
         return RingError(self.session.failed)
@@ -182,11 +182,11 @@ class Wire:
             # another connection: the issuing thread may be waiting inside its own
             with contextlib.suppress(RuntimeError):
                 session = replace(session, store=session.store.clone())
-        blame = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
+        blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
             f"{self._name(session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it could "
-            f"run; {blame}. Look at the output of {peers}, or raise timeout= ({self.timeout:g} s) if only slow"
+            f"run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
         )
 
     def fail(self, message: str) -> None:
