@@ -1,0 +1,301 @@
+"""Tensors from rank to rank without waiting, and an error that names hop and peer when one does not come.
+
+One exchange is one launch on NCCL, watched by a thread (watch.py); on gloo it is one message per tensor, and waiting blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.blame import Wait, explain
+from dilated_attention.distributed.errors import RingError, first_line
+from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.handshake import gather
+from dilated_attention.distributed.session import Session, name, names, session_of
+from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
+from dilated_attention.distributed.watch import COLLECT, Exchange, Queue, watch
+
+__all__ = ["RingError", "Slab", "Traffic", "Transfer", "Wire", "traffic", "wire_of"]
+
+# (rank within the group, contiguous tensor); an empty one is skipped on both sides
+Slab = tuple[int, torch.Tensor]
+
+# what every library carries; anything else travels as bytes
+_CARRIED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
+)
+_CPU = torch.device("cpu")
+
+
+class Wire:
+    """Exchanges among the ranks of a group, in the same order on all of them.
+
+    Args:
+        members: the ranks, two or more. All of them make the wire together.
+        timeout: seconds that an exchange may take once it can run.
+        lane: ``"keys"`` is the group itself; any other name a communicator of its own, whose exchanges do not wait for those of others.
+    """
+
+    def __init__(self, members: Members, timeout: float, lane: str = "keys") -> None:
+        assert members.group is not None, "one process has nobody to exchange with"
+        self.timeout = timeout
+        self.lane = lane
+        self.queue = Queue()
+        self.session = session_of(members, timeout)
+        group = members.group if lane == "keys" else _another(members.group, self.session, lane, timeout)
+        # the group's life is its owner's: a wire must not keep communicators that were destroyed
+        self._group = weakref.ref(group)
+        self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
+        self._device: Any = None
+        self._opened: set[torch.device] = set()
+        self._coalesces = False
+        self._number = 0
+
+    def start(self, sends: Sequence[Slab], receives: Sequence[Slab], what: str) -> Transfer:
+        """Begins an exchange; all ranks of the group call it in the same order.
+
+        Args:
+            sends: tensors by peer. Several for one peer arrive in this order. Not to be written to before ``wait``.
+            receives: tensors to fill. On a GPU the current stream must be through with them where it stands now.
+            what: named in errors, e.g. ``"ring forward, hop 2: K and V"``.
+
+        Raises:
+            RingError: an earlier exchange of this group failed, or this one cannot begin.
+        """
+        group = self._check()
+        self._number += 1
+        first = receives[0][1] if receives else sends[0][1] if sends else None
+        if self._device is None if first is None else first.device != self._device:
+            self._open(group, first)
+        incoming = [slab for slab in receives if slab[1].numel()]
+        outgoing = [slab for slab in sends if slab[1].numel()]
+        if counting:
+            count(outgoing, incoming)
+        if not incoming and not outgoing:
+            return Transfer(self, what, self._number, [], [], [])
+        at = self._at
+        peer, verb = -1, "starting with"
+        works: list[Any] = []
+        try:
+            if self._coalesces:
+                group._start_coalescing(self._device)
+            verb = "receiving from"
+            for peer, tensor in incoming:
+                works.append(group.recv([_as_carried(tensor)], at[peer], 0))
+            verb = "sending to"
+            for peer, tensor in outgoing:
+                works.append(group.send([_as_carried(tensor)], at[peer], 0))
+            if self._coalesces:
+                verb = "starting with"
+                works = [group._end_coalescing(self._device)]
+        except RuntimeError as error:
+            raise self.broken(what, self._number, f"{verb} {self._name(peer)}", (peer,), 0.0, error) from error
+        if self._coalesces and not torch.cuda.is_current_stream_capturing():
+            self._watch(incoming, outgoing, what, works)
+        return Transfer(self, what, self._number, works, incoming, outgoing)
+
+    def _check(self) -> dist.ProcessGroup:
+        self.session.check()
+        group = self._group()
+        if group is None:
+            raise RingError(
+                f"the group of {names(self.session, range(self.session.size))} was destroyed; initialise a new one and call again"
+            )
+        return group
+
+    def _open(self, group: dist.ProcessGroup, first: torch.Tensor | None) -> None:
+        """What is decided once: blocking or not, one launch or several; and NCCL's communicator, which needs all ranks to make it."""
+        if first is not None:
+            self._device = first.device
+        elif _CPU in group._device_types:
+            # nothing to exchange, and nothing that would tell of a GPU
+            return
+        else:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        on_gpu = self._device.type == "cuda"
+        self._coalesces = on_gpu and type(group) is dist.ProcessGroup and group._get_backend(self._device).supports_coalescing
+        if not on_gpu or self._device in self._opened:
+            return
+        self._opened.add(self._device)
+        watch(self)
+        # a rank with nothing to exchange at first would else be missed when the others make the communicator
+        opening = _Opening()
+        everyone = tuple(rank for rank in range(self.session.size) if rank != self.session.rank)
+        self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
+        try:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        except RuntimeError as error:
+            raise self.broken("opening the communicator", 0, "a collective", everyone, 0.0, error) from error
+        finally:
+            opening.done = True
+
+    def _watch(self, incoming: list[Slab], outgoing: list[Slab], what: str, works: list[Any]) -> None:
+        ready = torch.cuda.Event()
+        ready.record()
+        peers = tuple(dict.fromkeys([slab[0] for slab in incoming] + [slab[0] for slab in outgoing]))
+        self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
+
+    def finish(self, works: list[Any], slabs: list[Slab], received: int, what: str, number: int) -> None:
+        """Blocks until the messages of an exchange on the CPU are through; the first ``received`` are those coming in."""
+        began = time.monotonic()
+        for index, work in enumerate(works):
+            left = self.timeout - (time.monotonic() - began)
+            try:
+                if not work.wait(timedelta(seconds=max(left, 0.001))):
+                    raise RuntimeError("the message was aborted")
+            except RuntimeError as error:
+                peer, tensor = slabs[index]
+                act = "receiving" if index < received else "sending"
+                act = f"{act} {_size(tensor.nbytes)} {'from' if index < received else 'to'} {self._name(peer)}"
+                raise self.broken(what, number, act, (peer,), time.monotonic() - began, error) from error
+
+    def broken(self, what: str, number: int, act: str, peers: tuple[int, ...], waited: float, error: RuntimeError) -> RingError:
+        """The error of an exchange that torch refused or gave up; the group is not used any more."""
+        if self.session.failed is None:
+            # whoever timed out has company soon; who lost a connection knows enough
+            blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
+            self.fail(
+                f"{self._name(self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
+                f"output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
+            )
+        self.session.told = True
+        return RingError(self.session.failed)
+
+    def _name(self, rank: int) -> str:
+        return name(self.session, rank) if rank >= 0 else "the group"
+
+    # what the monitor asks of a wire
+
+    def describe(self, exchange: Exchange, waited: float) -> str:
+        session = self.session
+        if hasattr(session.store, "clone"):
+            # another connection: the issuing thread may be waiting inside its own
+            with contextlib.suppress(RuntimeError):
+                session = replace(session, store=session.store.clone())
+        blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
+        peers = names(self.session, exchange.peers)
+        return (
+            f"{self._name(session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it could "
+            f"run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
+        )
+
+    def fail(self, message: str) -> None:
+        if self.session.failed is None:
+            self.session.failed = message
+
+    def has_raised(self) -> bool:
+        return self.session.told
+
+    def abort(self) -> None:
+        """Ends what the GPU runs for this group, in all lanes."""
+        group = self._group()
+        wires = [wire for lanes in list(_wires.values()) for wire in lanes.values() if wire.session is self.session]
+        for one in [group, *(wire._group() for wire in wires if wire is not self)]:
+            if one is not None:
+                # best effort: the group may be half destroyed, and the process ends anyway if the GPU stays stuck
+                with contextlib.suppress(RuntimeError):
+                    one._get_backend(torch.device("cuda")).abort()
+
+
+class Transfer:
+    """An exchange under way. It keeps its tensors alive until ``wait``."""
+
+    __slots__ = ("_number", "_received", "_slabs", "_what", "_wire", "_works")
+
+    def __init__(self, wire: Wire, what: str, number: int, works: list[Any], incoming: list[Slab], outgoing: list[Slab]) -> None:
+        self._wire, self._what, self._number, self._works = wire, what, number, works
+        self._slabs = incoming + outgoing
+        self._received = len(incoming)
+
+    def wait(self) -> None:
+        """Afterwards received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU.
+
+        Raises:
+            RingError: a peer has died, stalled or made another call. On a GPU, where this does not block, the error may come later.
+        """
+        works, self._works = self._works, []
+        wire = self._wire
+        if not works:
+            return
+        if self._slabs[0][1].is_cuda:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                peers = tuple(dict.fromkeys(peer for peer, _ in self._slabs))
+                raise wire.broken(self._what, self._number, "waiting for the GPU", peers, 0.0, error) from error
+            wire.session.check()
+        else:
+            wire.finish(works, self._slabs, self._received, self._what, self._number)
+        self._slabs = []
+
+
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+
+
+def wire_of(members: Members, timeout: float, lane: str = "keys") -> Wire:
+    """The group's wire of a lane, made at first use by all ranks of the group together; it lives as long as the group.
+
+    A lane of its own is a communicator more, which lives until torch.distributed is shut down.
+    """
+    assert members.group is not None, "one process has nobody to exchange with"
+    lanes = _wires.get(members.group)
+    if lanes is None:
+        lanes = _wires[members.group] = {}
+    wire = lanes.get(lane)
+    if wire is None:
+        wire = lanes[lane] = Wire(members, timeout, lane)
+    wire.timeout = timeout
+    return wire
+
+
+def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float) -> dist.ProcessGroup:
+    """A communicator of the same ranks."""
+    # torch would wait for absent ranks by its own timeout, and not say for whom
+    gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
+    ranks = list(session.global_ranks)
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    try:
+        if bound is not None and len(ranks) < dist.get_world_size():
+            # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
+            other = dist.split_group(group, [list(range(session.size))])
+        else:
+            other = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    except RuntimeError as error:
+        session.failed = f"{name(session, session.rank)}: a communicator for {lane} could not be made: {first_line(error)}"
+        session.told = True
+        raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
+    assert isinstance(other, dist.ProcessGroup)
+    return other
+
+
+@dataclass
+class _Opening:
+    """Stands for a call that blocks: completed when it has returned."""
+
+    done: bool = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.is_contiguous(), "only contiguous tensors travel"
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
