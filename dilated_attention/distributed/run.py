@@ -1,7 +1,8 @@
 """Runs a job on one rank, forward and backward: home by the engine, then step by step while the next steps' keys travel.
 
 A buffer in memory is (rows, 2, B, heads, D): K and V of a row side by side, so that what one rank sends of it is one message and
-lands where kernels read it. Gradients of its rows lie alike, in the accumulation dtype, and go back to who holds the rows.
+lands where kernels read it. A launch's gradients of its rows lie alike and go back unsummed to who holds the rows, who adds all of
+them up in float32 and rounds once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.home import home_backward, home_forward
 from dilated_attention.distributed.plan import Job, Launch
-from dilated_attention.distributed.script import Owed, Part, StepScript, make_script
+from dilated_attention.distributed.script import Part, StepScript, make_script
 from dilated_attention.distributed.wire import Transfer, Wire
-from dilated_attention.engine.merge import add_zero_keys, merge_onto
+from dilated_attention.engine.merge import add_up, add_zero_keys, merge_onto
 from dilated_attention.engine.rows import launches_of_rows
 from dilated_attention.engine.run import Call, shares
+from dilated_attention.engine.views import Rows
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -104,43 +106,49 @@ def backward(
     else:
         make = torch.empty if script.covered else torch.zeros
         dq = make(q.shape, dtype=q.dtype if script.single else acc, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
+        if script.writes_once:
+            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        else:
+            dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
     # a row without keys must weigh its (masked) scores with 0, and exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     shape = torch.Size((q.shape[0], job.shape.keys[1]))
     returning: deque[_Return] = deque()
     for arrival in arrivals:
-        grads: list[torch.Tensor | None] = [None] * len(arrival.kv)
+        parts = []
         for launch in arrival.script.step.launches:
             keys, values = arrival.keys_of(launch, k, v)
-            memory, opens = arrival.kv[launch.buffer], False
-            if memory is None:
-                dkeys, dvalues = dk, dv
-            else:
-                grad = grads[launch.buffer]
-                if grad is None:
-                    opens = launch.problem.k_len == memory.shape[0]
-                    grad = (torch.empty if opens else torch.zeros)(memory.shape, dtype=acc, device=memory.device)
-                    grads[launch.buffer] = grad
-                dkeys, dvalues = _halves(grad)
-            rows = launch.queries
+            part = torch.empty((launch.problem.k_len, 2, k.shape[0], launch.keys.heads, k.shape[3]), dtype=_share_dtype(q), device=k.device)
+            parts.append(part)
+            dkeys, dvalues = _halves(part)
+            rows, every = launch.queries, Rows(0, 1, 1, launch.problem.k_len, 1, 0, 1, launch.keys.heads)
             views = [(rows, dout), (rows, q), (launch.keys, keys), (launch.keys, values), (rows, out), (rows, lse)]
-            views += [(rows, dq), (launch.keys, dkeys), (launch.keys, dvalues)]
+            views += [(rows, dq), (every, dkeys), (every, dvalues)]
             if dlse is not None:
                 views.append((rows, dlse))
-            first = not script.home and launch.problem.first
+            direct = not script.home and launch.problem.first and dq.dtype is q.dtype and (dlse is None or call.backend.facts.lse_grad)
             for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of_rows(launch.problem, views, call, shape):
-                part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
-                (dq_.copy_ if first else dq_.add_)(part_dq)
-                (dk_.copy_ if opens else dk_.add_)(part_dk)
-                (dv_.copy_ if opens else dv_.add_)(part_dv)
-        returning.append(_send_back(arrival.script, members, grads, dk, wires[1]))
+                inputs = (dout_, q_, k_, v_, out_, lse_)
+                if direct:
+                    dlse_ = rest[0].transpose(1, 2) if rest else None
+                    call.backend.backward_into(*inputs[:5], lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
+                    continue
+                part_dq, part_dk, part_dv = shares(call.backend, inputs, options, rest[0] if rest else None)
+                (dq_.add_ if script.home or not launch.problem.first else dq_.copy_)(part_dq)
+                dk_.copy_(part_dk)
+                dv_.copy_(part_dv)
+        returning.append(_send_back(arrival.script, members, parts, (dk, dv), wires[1], script.writes_once and not script.home))
         # what came back while this step was computed is added before the next one's memory is asked for
         while len(returning) > 1:
-            returning.popleft().add(dk, dv)
+            returning.popleft().add()
     for back in returning:
-        back.add(dk, dv)
+        back.add()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _share_dtype(q: torch.Tensor) -> torch.dtype:
+    """In which shares of dk and dv travel: as GPU kernels return them, and summed in float32 only by who they belong to."""
+    return q.dtype if q.device.type == "cuda" else accumulation_dtype(q.dtype)
 
 
 def _arrivals(
@@ -190,32 +198,39 @@ def _halves(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class _Return:
-    """Gradients of this rank's keys on their way back from those who used them."""
+    """Gradients of this rank's keys, its own and those on their way back from others, to be added up."""
 
-    parts: list[tuple[Owed, torch.Tensor]]
+    script: StepScript
+    parts: list[torch.Tensor]
+    came: list[torch.Tensor | None]
+    sums: tuple[torch.Tensor, torch.Tensor]
     transfer: Transfer | None
+    writes: bool
 
-    def add(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def add(self) -> None:
         if self.transfer is not None:
             self.transfer.wait()
-        for owed, part in self.parts:
-            for total, share in zip((dk, dv), part.unbind(1), strict=True):
-                owed.rows.of(total).add_(share.transpose(0, 1).unsqueeze(1))
+        for owed, came in zip(self.script.owed, self.came, strict=True):
+            own = [self.parts[launch][at : at + owed.rows.length] for launch, at in owed.own]
+            dk, dv = (owed.rows.of(total).squeeze(1) for total in self.sums)
+            add_up(dk, dv, own, came, writes=self.writes)
 
 
-def _send_back(script: StepScript, members: Members, grads: list[torch.Tensor | None], dk: torch.Tensor, wire: Wire) -> _Return:
-    acc = accumulation_dtype(dk.dtype)
-    parts, receives = [], []
+def _send_back(
+    script: StepScript, members: Members, parts: list[torch.Tensor], sums: tuple[torch.Tensor, torch.Tensor], wire: Wire, writes: bool
+) -> _Return:
+    dk, _ = sums
+    came: list[torch.Tensor | None] = []
     for owed in script.owed:
-        if owed.peer is None:
-            assert owed.part is not None
-            parts.append((owed, _of(grads, owed.part)))
-        else:
-            part = torch.empty((owed.count, 2, dk.shape[0], owed.rows.heads, dk.shape[3]), dtype=acc, device=dk.device)
-            receives.append((members.peer(owed.peer), part))
-            parts.append((owed, part))
+        shape = (len(owed.peers), owed.rows.length, 2, dk.shape[0], owed.rows.heads, dk.shape[3])
+        came.append(torch.empty(shape, dtype=parts[0].dtype if parts else _share_dtype(dk), device=dk.device) if owed.peers else None)
+    receives = []
+    for peer, index, place in script.arrivals:
+        memory = came[index]
+        assert memory is not None
+        receives.append((members.peer(peer), memory[place]))
     transfer = None
     if script.returns or receives:
-        sends = [(members.peer(peer), _of(grads, part)) for peer, part in script.returns]
+        sends = [(members.peer(peer), parts[launch][at : at + count]) for peer, launch, at, count in script.returns]
         transfer = wire.start(sends, receives, f"backward, {script.step.what}: dK and dV")
-    return _Return(parts, transfer)
+    return _Return(script, parts, came, sums, transfer, writes)
