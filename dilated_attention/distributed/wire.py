@@ -58,7 +58,7 @@ class Wire:
         self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
         self._device: Any = None
         self._opened: set[torch.device] = set()
-        self._coalesces = False
+        self._on_gpu = self._coalesces = False
         self._number = 0
 
     def start(self, sends: Sequence[Slab], receives: Sequence[Slab], what: str) -> Transfer:
@@ -67,6 +67,7 @@ class Wire:
         Args:
             sends: tensors by peer. Several for one peer arrive in this order. Not to be written to before ``wait``.
             receives: tensors to fill. On a GPU the current stream must be through with them where it stands now.
+                A rank that takes no part in the first exchange still gives an empty tensor, which tells the device.
             what: named in errors, e.g. ``"ring forward, hop 2: K and V"``.
 
         Raises:
@@ -100,7 +101,7 @@ class Wire:
                 works = [group._end_coalescing(self._device)]
         except RuntimeError as error:
             raise self.broken(what, self._number, f"{verb} {self._name(peer)}", (peer,), 0.0, error) from error
-        if self._coalesces and not torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
@@ -122,9 +123,13 @@ class Wire:
             return
         else:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        on_gpu = self._device.type == "cuda"
-        self._coalesces = on_gpu and type(group) is dist.ProcessGroup and group._get_backend(self._device).supports_coalescing
-        if not on_gpu or self._device in self._opened:
+        self._on_gpu = self._device.type == "cuda"
+        backend: Any = group._get_backend(self._device)
+        if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
+            # it would read the GPU's addresses as the CPU's
+            raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
+        self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
+        if not self._on_gpu or self._device in self._opened:
             return
         self._opened.add(self._device)
         watch(self)
@@ -175,6 +180,13 @@ class Wire:
         return name(self.session, rank) if rank >= 0 else "the group"
 
     # what the monitor asks of a wire
+
+    @property
+    def failed(self) -> str | None:
+        return self.session.failed
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self._device)
 
     def describe(self, exchange: Exchange, waited: float) -> str:
         session = self.session
