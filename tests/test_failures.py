@@ -127,9 +127,9 @@ def survivors_name(ends: list[End], victim: int) -> None:
         )
         assert f"rank {victim} {SILENT}" in end.error, end.error
         assert end.error.endswith(f". Look at the output of rank {victim}, or raise timeout= (2 s) if only slow")
-    # those next to the victim are stopped by it, not by one another
-    after = (victim + 1) % len(ends)
-    assert f"hop 1: K and V: receiving 4.0 MB from rank {victim} failed after " in ends[after].error
+    # the first to fail is one that exchanges with the victim, in the hop that the victim left out
+    direct = rf"hop 1: K and V: (sending 4.0 MB to|receiving 4.0 MB from) rank {victim} failed after "
+    assert any(re.search(direct, end.error) for end in ends), ends
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -138,7 +138,7 @@ def test_a_killed_rank_is_named_by_all(tmp_path: Path, victim: int) -> None:
     assert ends[victim].code == -signal.SIGKILL
     survivors_name(ends, victim)
     # a lost connection is seen at once
-    assert ends[(victim + 1) % 4].seconds < TIMEOUT
+    assert min(end.seconds for rank, end in enumerate(ends) if rank != victim) < TIMEOUT
 
 
 def test_the_rank_that_serves_the_store_is_killed(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_rank_that_raises_by_itself(tmp_path: Path) -> None:
     ends = play(3, runs_out_of_memory, 1, folder=tmp_path)
     assert ends[1].code == 1 and ends[1].error == "MemoryError: no room for the scores"
     survivors_name(ends, 1)
-    assert ends[2].seconds < TIMEOUT
+    assert min(ends[0].seconds, ends[2].seconds) < TIMEOUT
 
 
 def test_a_rank_that_makes_another_call(tmp_path: Path) -> None:
