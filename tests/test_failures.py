@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dilated_attention.distributed import members_of
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.handshake import agree
+from dilated_attention.distributed.watch import watch
 from dilated_attention.distributed.wire import wire_of
 from tests.pool import fresh_processes
 
@@ -127,9 +128,9 @@ def survivors_name(ends: list[End], victim: int) -> None:
         )
         assert f"rank {victim} {SILENT}" in end.error, end.error
         assert end.error.endswith(f". Look at the output of rank {victim}, or raise timeout= (2 s) if only slow")
-    # those next to the victim are stopped by it, not by one another
-    after = (victim + 1) % len(ends)
-    assert f"hop 1: K and V: receiving 4.0 MB from rank {victim} failed after " in ends[after].error
+    # the first to fail is one that exchanges with the victim, in the hop that the victim left out
+    direct = rf"hop 1: K and V: (sending 4.0 MB to|receiving 4.0 MB from) rank {victim} failed after "
+    assert any(re.search(direct, end.error) for end in ends), ends
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -138,7 +139,7 @@ def test_a_killed_rank_is_named_by_all(tmp_path: Path, victim: int) -> None:
     assert ends[victim].code == -signal.SIGKILL
     survivors_name(ends, victim)
     # a lost connection is seen at once
-    assert ends[(victim + 1) % 4].seconds < TIMEOUT
+    assert min(end.seconds for rank, end in enumerate(ends) if rank != victim) < TIMEOUT
 
 
 def test_the_rank_that_serves_the_store_is_killed(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_rank_that_raises_by_itself(tmp_path: Path) -> None:
     ends = play(3, runs_out_of_memory, 1, folder=tmp_path)
     assert ends[1].code == 1 and ends[1].error == "MemoryError: no room for the scores"
     survivors_name(ends, 1)
-    assert ends[2].seconds < TIMEOUT
+    assert min(ends[0].seconds, ends[2].seconds) < TIMEOUT
 
 
 def test_a_rank_that_makes_another_call(tmp_path: Path) -> None:
@@ -198,6 +199,49 @@ def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
     ends = play(2, two_failures, folder=tmp_path)
     assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 4.0 MB from rank 1 failed after 2.")
     assert ends[1].code == 0
+
+
+class Ready:
+    """An event of a GPU that has nothing to do."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def watched(rank: int, world: int) -> None:
+    """As on a GPU: nobody blocks in the exchange, and the watch must find it. Rank 1 never comes."""
+    if rank == 1:
+        time.sleep(TIMEOUT + 3.5)
+        return
+    wire = wire_of(members_of(None), TIMEOUT)
+    x = torch.zeros(1000)
+    wire.start([], [], "learns its device").wait()
+    wire._on_gpu, wire._device = True, x.device
+    cuda: Any = torch.cuda
+    cuda.Event, cuda.is_current_stream_capturing, cuda.set_device = Ready, lambda: False, lambda _: None
+    watch(wire)
+    going = wire.start([((rank + 1) % world, x)], [((rank - 1) % world, x.clone())], "ring backward, hop 0: dK and dV")
+    try:
+        while True:
+            time.sleep(0.01)
+    except RingError:
+        with pytest.raises(RingError, match="this group failed before"):
+            wire.start([], [], "one more")
+        assert going is not None
+        raise
+
+
+def test_the_watch_ends_ranks_that_wait_without_blocking(tmp_path: Path) -> None:
+    ends = play(4, watched, folder=tmp_path)
+    for rank in (0, 2):
+        assert ends[rank].code == 1 and TIMEOUT <= ends[rank].seconds < TIMEOUT + MARGIN
+        text = f"RingError: rank {rank}: ring backward, hop 0: dK and dV: exchange 2 with ranks {(rank - 1) % 4}, {(rank + 1) % 4} is not done 2."
+        assert ends[rank].error.startswith(text), ends[rank]
+        assert f"rank 1 {SILENT}" in ends[rank].error
+        assert ends[rank].error.endswith(". Look at the output of rank 1, or raise timeout= (2 s) if only slow")
 
 
 def dies_before(rank: int, world: int, victim: int, what: str) -> None:

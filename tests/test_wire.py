@@ -267,9 +267,14 @@ class Stalled:
     def __init__(self, thread: int) -> None:
         self.queue, self.timeout = Queue(), 0.2
         self.queue.pending.append(exchange(3, Pretended(), None, thread))
-        self.failed, self.aborted = "", threading.Event()
+        self.failed: str | None = None
+        self.entered, self.aborted = False, threading.Event()
+
+    def enter(self) -> None:
+        self.entered = True
 
     def describe(self, exchange: Exchange, waited: float) -> str:
+        assert self.entered
         return f"rank 0: {exchange.what} stalled"
 
     def fail(self, message: str) -> None:

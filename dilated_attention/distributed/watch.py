@@ -3,8 +3,8 @@
 A thread looks at what is under way every half second. When an exchange has been ready to run for longer than the timeout:
 
     1. this rank posts what it waits for, and for 2 s reads what the others post (COLLECT), to name who is to blame
-    2. the error goes to the log and to stderr, and the group is marked as failed
-    3. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
+    2. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
+    3. the group is marked as failed, and the error goes to the log and to stderr
     4. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
     5. if nothing has raised within 10 s (GRACE), for the thread is stuck in a CUDA call, the process ends with exit code 1
 
@@ -109,6 +109,11 @@ class Watched(Protocol):
     queue: Queue
     timeout: float
 
+    @property
+    def failed(self) -> str | None: ...
+
+    def enter(self) -> None: ...
+
     def describe(self, exchange: Exchange, waited: float) -> str: ...
 
     def fail(self, message: str) -> None: ...
@@ -158,18 +163,23 @@ class Monitor:
         with self._lock:
             wires = list(self._wires)
         for wire in wires:
+            if wire.failed is not None or not wire.queue.pending:
+                continue
+            # a thread begins on GPU 0, and asking there would make a context that costs memory
+            wire.enter()
             found = wire.queue.overdue(self._clock(), wire.timeout)
             if found is not None:
                 self._give_up(wire, *found)
 
     def _give_up(self, wire: Watched, exchange: Exchange, waited: float) -> None:
         message = wire.describe(exchange, waited)
+        # before the group is marked, or the thread might raise of its own and once more for this
+        raised = raise_in([exchange.thread], message)
         wire.fail(message)
         wire.queue.pending.clear()
         if logger.hasHandlers():
             logger.error(message)
         _tell(message)
-        raised = raise_in([exchange.thread], message)
         # a communicator that does not let go must not hold up the rest
         aborting = threading.Thread(target=wire.abort, name="dilated_attention abort", daemon=True)
         aborting.start()

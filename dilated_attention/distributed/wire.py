@@ -58,7 +58,7 @@ class Wire:
         self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
         self._device: Any = None
         self._opened: set[torch.device] = set()
-        self._coalesces = False
+        self._on_gpu = self._coalesces = False
         self._number = 0
 
     def start(self, sends: Sequence[Slab], receives: Sequence[Slab], what: str) -> Transfer:
@@ -67,6 +67,7 @@ class Wire:
         Args:
             sends: tensors by peer. Several for one peer arrive in this order. Not to be written to before ``wait``.
             receives: tensors to fill. On a GPU the current stream must be through with them where it stands now.
+                A rank that takes no part in the first exchange still gives an empty tensor, which tells the device.
             what: named in errors, e.g. ``"ring forward, hop 2: K and V"``.
 
         Raises:
@@ -84,23 +85,25 @@ class Wire:
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
         at = self._at
-        peer, verb = -1, "starting with"
+        slab: Slab | None = None
+        coming = True
         works: list[Any] = []
         try:
             if self._coalesces:
                 group._start_coalescing(self._device)
-            verb = "receiving from"
-            for peer, tensor in incoming:
-                works.append(group.recv([_as_carried(tensor)], at[peer], 0))
-            verb = "sending to"
-            for peer, tensor in outgoing:
-                works.append(group.send([_as_carried(tensor)], at[peer], 0))
+            for slab in incoming:
+                works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
+            coming = False
+            for slab in outgoing:
+                works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
             if self._coalesces:
-                verb = "starting with"
+                slab = None
                 works = [group._end_coalescing(self._device)]
         except RuntimeError as error:
-            raise self.broken(what, self._number, f"{verb} {self._name(peer)}", (peer,), 0.0, error) from error
-        if self._coalesces and not torch.cuda.is_current_stream_capturing():
+            peers = _peers(incoming + outgoing) if slab is None else (slab[0],)
+            act = "starting" if slab is None else self._act(slab, coming)
+            raise self.broken(what, self._number, act, peers, 0.0, error) from error
+        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
@@ -122,9 +125,13 @@ class Wire:
             return
         else:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        on_gpu = self._device.type == "cuda"
-        self._coalesces = on_gpu and type(group) is dist.ProcessGroup and group._get_backend(self._device).supports_coalescing
-        if not on_gpu or self._device in self._opened:
+        self._on_gpu = self._device.type == "cuda"
+        backend: Any = group._get_backend(self._device)
+        if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
+            # it would read the GPU's addresses as the CPU's
+            raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
+        self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
+        if not self._on_gpu or self._device in self._opened:
             return
         self._opened.add(self._device)
         watch(self)
@@ -142,7 +149,7 @@ class Wire:
     def _watch(self, incoming: list[Slab], outgoing: list[Slab], what: str, works: list[Any]) -> None:
         ready = torch.cuda.Event()
         ready.record()
-        peers = tuple(dict.fromkeys([slab[0] for slab in incoming] + [slab[0] for slab in outgoing]))
+        peers = _peers(incoming + outgoing)
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
     def finish(self, works: list[Any], slabs: list[Slab], received: int, what: str, number: int) -> None:
@@ -154,10 +161,12 @@ class Wire:
                 if not work.wait(timedelta(seconds=max(left, 0.001))):
                     raise RuntimeError("the message was aborted")
             except RuntimeError as error:
-                peer, tensor = slabs[index]
-                act = "receiving" if index < received else "sending"
-                act = f"{act} {_size(tensor.nbytes)} {'from' if index < received else 'to'} {self._name(peer)}"
-                raise self.broken(what, number, act, (peer,), time.monotonic() - began, error) from error
+                act = self._act(slabs[index], index < received)
+                raise self.broken(what, number, act, (slabs[index][0],), time.monotonic() - began, error) from error
+
+    def _act(self, slab: Slab, coming: bool) -> str:
+        peer = name(self.session, slab[0])
+        return f"receiving {_size(slab[1].nbytes)} from {peer}" if coming else f"sending {_size(slab[1].nbytes)} to {peer}"
 
     def broken(self, what: str, number: int, act: str, peers: tuple[int, ...], waited: float, error: RuntimeError) -> RingError:
         """The error of an exchange that torch refused or gave up; the group is not used any more."""
@@ -165,16 +174,20 @@ class Wire:
             # whoever timed out has company soon; who lost a connection knows enough
             blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
-                f"{self._name(self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
+                f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
                 f"output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
             )
         self.session.told = True
         return RingError(self.session.failed)
 
-    def _name(self, rank: int) -> str:
-        return name(self.session, rank) if rank >= 0 else "the group"
-
     # what the monitor asks of a wire
+
+    @property
+    def failed(self) -> str | None:
+        return self.session.failed
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self._device)
 
     def describe(self, exchange: Exchange, waited: float) -> str:
         session = self.session
@@ -185,7 +198,7 @@ class Wire:
         blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
-            f"{self._name(session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it could "
+            f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it could "
             f"run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
         )
 
@@ -232,8 +245,7 @@ class Transfer:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                peers = tuple(dict.fromkeys(peer for peer, _ in self._slabs))
-                raise wire.broken(self._what, self._number, "waiting for the GPU", peers, 0.0, error) from error
+                raise wire.broken(self._what, self._number, "waiting for the GPU", _peers(self._slabs), 0.0, error) from error
             wire.session.check()
         else:
             wire.finish(works, self._slabs, self._received, self._what, self._number)
@@ -292,6 +304,10 @@ class _Opening:
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_contiguous(), "only contiguous tensors travel"
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
+def _peers(slabs: list[Slab]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([peer for peer, _ in slabs]))
 
 
 def _size(count: int) -> str:
