@@ -8,8 +8,8 @@ them up in float32 and rounds once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -155,7 +155,8 @@ def _arrivals(
     steps: tuple[StepScript, ...], members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, ahead: int, what: str
 ) -> Iterator[_Arrival]:
     """The steps in order, each with its keys at hand and the next ones' on their way, which begins with this call."""
-    waiting = deque(_start(script, members, k, v, wire, what) for script in steps[:ahead])
+    packed = _pack_heads(steps, k, v) if len(steps) <= ahead else [None] * len(steps)
+    waiting = deque(_start(script, members, k, v, wire, what, memory) for script, memory in zip(steps[:ahead], packed, strict=False))
 
     def arrive() -> Iterator[_Arrival]:
         for index in range(len(steps)):
@@ -169,13 +170,42 @@ def _arrivals(
     return arrive()
 
 
-def _start(script: StepScript, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, what: str) -> _Arrival:
+def _pack_heads(steps: tuple[StepScript, ...], k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """The one buffer of each step with the rank's own rows in it, where steps differ in nothing but their heads; filled all at once."""
+    first = steps[0]
+    if len(steps) == 1 or any(step.sizes != first.sizes or len(step.sizes) != 1 or not step.fills for step in steps):
+        return [None] * len(steps)
+    size, heads = first.sizes[0], first.fills[0].rows.heads
+    plain = [
+        [replace(filled.rows, head_start=filled.rows.head_start - index * heads) for filled in step.fills]
+        for index, step in enumerate(steps)
+    ]
+    if size is None or any(rows != plain[0] for rows in plain) or plain[0][0].head_start or plain[0][0].head_step != 1:
+        return [None] * len(steps)
     B, _, _, D = k.shape
-    memory = [None if size is None else torch.empty((size[0], 2, B, size[1], D), dtype=k.dtype, device=k.device) for size in script.sizes]
-    for filled in script.fills:
-        into = _of(memory, filled.part)
-        into[:, 0].copy_(filled.rows.of(k).squeeze(1).transpose(0, 1))
-        into[:, 1].copy_(filled.rows.of(v).squeeze(1).transpose(0, 1))
+    memory = torch.empty((len(steps), size[0], 2, B, heads, D), dtype=k.dtype, device=k.device)
+    for filled in first.fills:
+        rows = replace(filled.rows, heads=k.shape[2])
+        into = memory[:, filled.part.at : filled.part.at + filled.part.count]
+        for which, x in enumerate((k, v)):
+            # (B, rows, steps · heads, D) → (steps, rows, B, heads, D)
+            into[:, :, which].copy_(rows.of(x).squeeze(1).unflatten(2, (len(steps), heads)).permute(2, 1, 0, 3, 4))
+    return memory.unbind(0)
+
+
+def _start(
+    script: StepScript, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, what: str, packed: torch.Tensor | None = None
+) -> _Arrival:
+    """Args: packed: the step's one buffer, if it holds the rank's own rows already."""
+    B, _, _, D = k.shape
+    memory: list[torch.Tensor | None] = [packed]
+    if packed is None:
+        sizes = script.sizes
+        memory = [None if size is None else torch.empty((size[0], 2, B, size[1], D), dtype=k.dtype, device=k.device) for size in sizes]
+        for filled in script.fills:
+            into = _of(memory, filled.part)
+            into[:, 0].copy_(filled.rows.of(k).squeeze(1).transpose(0, 1))
+            into[:, 1].copy_(filled.rows.of(v).squeeze(1).transpose(0, 1))
     transfer = None
     if script.sends or script.receives:
         sends = [(members.peer(peer), _of(memory, part)) for peer, part in script.sends]

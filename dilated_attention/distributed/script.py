@@ -130,8 +130,8 @@ def _step_script(steps: list[Step], me: int) -> StepScript:
     peers: dict[Rows, list[int]] = {}
     arrivals = []
     for rank, step in enumerate(steps):
-        for launch, source, at, rows in _shares_of(step):
-            if source != me:
+        for launch, holder, at, rows in _shares_of(step):
+            if holder != me:
                 continue
             own.setdefault(rows, [])
             peers.setdefault(rows, [])
