@@ -58,7 +58,8 @@ def ring_backward(
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
     with without_autocast(q):
-        if not settings.detached or pattern.num_branches == 1:
+        # a head that runs one branch has no mixing weights
+        if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
             return work.backward(dout, out, lse, dlse)
         # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
         total: list[torch.Tensor] = []
