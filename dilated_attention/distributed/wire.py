@@ -81,7 +81,7 @@ class Wire:
         self._number += 1
         first = receives[0][1] if receives else sends[0][1] if sends else None
         if self._device is None if first is None else first.device != self._device:
-            self._open(group, first)
+            self._open(group, None if first is None else first.device)
         incoming = [slab for slab in receives if slab[1].numel()]
         outgoing = [slab for slab in sends if slab[1].numel()]
         if counting:
@@ -120,10 +120,18 @@ class Wire:
             )
         return group
 
-    def _open(self, group: dist.ProcessGroup, first: torch.Tensor | None) -> None:
+    def open(self, device: torch.device) -> None:
+        """Makes NCCL's communicator now, on all ranks together; else the first exchange does. Cheap if it is made.
+
+        While one communicator exchanges, opening another can wait for the GPU for ever. So who uses several opens them first.
+        """
+        if self._device != device:
+            self._open(self._check(), device)
+
+    def _open(self, group: dist.ProcessGroup, device: torch.device | None) -> None:
         """What is decided once: blocking or not, one launch or several; and NCCL's communicator, which needs all ranks to make it."""
-        if first is not None:
-            self._device = first.device
+        if device is not None:
+            self._device = device
         elif _CPU in group._device_types:
             # nothing to exchange, and nothing that would tell of a GPU
             return
@@ -145,6 +153,7 @@ class Wire:
         self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
         try:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+            torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise self.broken("opening the communicator", 0, "a collective", everyone, 0.0, error) from error
         finally:
