@@ -165,7 +165,7 @@ class Bench:
             with self.entered(contender, ranks):
                 world.everywhere(prepare, ranks)
                 if self.args.graphs and contender.captures and world.is_cuda:
-                    made.append(world.everywhere(lambda: _captured(made[0]), ranks)[0])
+                    world.everywhere(lambda: made.append(_captured(made[0])), ranks)
                 record = world.measure(lambda: made[-1](), seconds=self.args.seconds, ranks=ranks)
             made.clear()
             rate = problem.flops(which) / share / record["seconds"] / 1e12

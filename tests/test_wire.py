@@ -362,3 +362,24 @@ def test_error_of_a_thread_is_one_class_that_knows_its_message() -> None:
 def test_a_wire_needs_two() -> None:
     with pytest.raises(AssertionError, match="nobody to exchange with"):
         Wire(members_of(None), 1.0)
+
+
+def other_groups(rank: int, world: int) -> float:
+    """A group that only some ranks have been in: torch would name what comes next differently on them."""
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    members = members_of(None)
+    wire = wire_of(members, 20.0, "a lane of its own")
+    got = torch.zeros(1)
+    peer, source = (rank + 1) % world, (rank - 1) % world
+    wire.start([(peer, torch.full((1,), float(rank)))], [(source, got)], "round").wait()
+    assert got.item() == source
+    return got.item()
+
+
+def test_a_lane_opens_whatever_groups_its_ranks_were_in_before() -> None:
+    pool = Pool(4)
+    try:
+        assert sorted(pool.run(other_groups, timeout=60.0)) == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        pool.close()

@@ -6,10 +6,12 @@ One exchange is one launch on NCCL, watched by a thread (watch.py); on gloo it i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -291,7 +293,8 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
 def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float, most_ctas: int | None) -> dist.ProcessGroup:
     """A communicator of the same ranks."""
     # torch would wait for absent ranks by its own timeout, and not say for whom
-    gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
+    texts = gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout, uuid.uuid4().hex)
+    joint = hashlib.sha256(b"".join(texts)).hexdigest()
     ranks = list(session.global_ranks)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     options = None
@@ -304,13 +307,26 @@ def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: flo
             # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
             other = dist.split_group(group, [list(range(session.size))], pg_options=options)
         else:
-            other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
+            with _groups_named(joint):
+                other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
     except RuntimeError as error:
         session.failed = f"{name(session, session.rank)}: a communicator for {lane} could not be made: {first_line(error)}"
         session.told = True
         raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
     assert isinstance(other, dist.ProcessGroup)
     return other
+
+
+@contextlib.contextmanager
+def _groups_named(joint: str) -> Iterator[None]:
+    """torch names a group by its ranks and by how many groups the process has: a name that ranks in other groups do not agree on."""
+    module: Any = dist.distributed_c10d
+    torchs = module._process_group_name
+    module._process_group_name = lambda ranks, use_hashed_name: joint
+    try:
+        yield
+    finally:
+        module._process_group_name = torchs
 
 
 @dataclass
