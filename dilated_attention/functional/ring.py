@@ -229,8 +229,7 @@ def _attend(
     registry.check_name(backend)
     if window and exchange == "ring":
         raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; expected a number of seconds > 0")
+    timeout = check.check_timeout(timeout)
     if exchange == "2d" and ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
         if ranks_per_node is None:
@@ -266,7 +265,7 @@ def _attend(
         exchange,
         -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
         per_node,
-        float(timeout),
+        timeout,
     )
     if not return_lse:
         return out
