@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.distributed.group import members_of
+from dilated_attention.distributed.group import members_named, members_of
 from dilated_attention.distributed.layout import LAYOUTS
 from dilated_attention.distributed.op import ring_attention_op
 from dilated_attention.distributed.route import EXCHANGES, why_no_heads
@@ -185,6 +185,13 @@ def group_name_of(group: Any, mesh: Any) -> str:
     return "" if members.group is None else str(members.group.group_name)
 
 
+@torch.compiler.assume_constant_result
+def place_in(group_name: str) -> tuple[int, int]:
+    """(rank, W) in a group by its name; (0, 1) for "". A constant to torch.compile, which cannot look a group up."""
+    members = members_named(group_name)
+    return members.rank, members.size
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -273,9 +280,7 @@ def _attend(
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
-    from dilated_attention.distributed.group import members_named
-
-    size = members_named(group_name).size
+    _, size = place_in(group_name)
     if exchange == "2d" and size % per_node:
         raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
     reason = why_no_heads(num_heads, num_kv_heads, per_node if exchange == "2d" else size, branch_heads)

@@ -13,7 +13,7 @@ from dilated_attention.distributed.group import members_named
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import LAYOUTS, spans
 from dilated_attention.distributed.route import EXCHANGES
-from dilated_attention.functional.ring import group_name_of
+from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.pattern.checks import as_int, one_of
 
 
@@ -66,8 +66,7 @@ class RingSettings:
     def place(self) -> tuple[int, int]:
         """(rank, W) in the group. Asked for at each call: a module unpickled by another process has another rank."""
         self._check_still_alone()
-        members = members_named(self.group_name)
-        return members.rank, members.size
+        return place_in(self.group_name)
 
     def whole_length(self, rows: int) -> int:
         """N, the sum of all ranks' rows, which they tell each other here; all must call it.
