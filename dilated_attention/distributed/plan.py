@@ -92,7 +92,7 @@ class Buffer:
     def local_rows(self, source: Source) -> Rows:
         """The rows of a source on its rank."""
         start, step, count = self.heads
-        return Rows(source.start, 1, 0, source.count, self.step, start, step, count, self.shift)
+        return Rows(source.start, 1, 1, source.count, self.step, start, step, count, self.shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,13 @@ def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], 
         group = problem.heads
         row = row_of(job.holdings[rank], problem.q_start) if problem.q_len else 0
         assert span[0] <= problem.q_start and problem.q_start + (problem.q_len - 1) * problem.step < span[1]
-        queries = Rows(row, 1, 0, problem.q_len, problem.step, group.start + head, group.step, group.count, group.shift)
+        queries = Rows(row, 1, 1, problem.q_len, problem.step, group.start + head, group.step, group.count, group.shift)
         index = (problem.k_start - buffer.first) // buffer.step
         if buffer.owner == rank:
             rows = buffer.local_rows(buffer.sources[0])
-            keys = Rows(rows.start + index * buffer.step, 1, 0, problem.k_len, buffer.step, *buffer.heads, buffer.shift)
+            keys = Rows(rows.start + index * buffer.step, 1, 1, problem.k_len, buffer.step, *buffer.heads, buffer.shift)
         else:
-            keys = Rows(index, 1, 0, problem.k_len, 1, 0, 1, buffer.heads[2])
+            keys = Rows(index, 1, 1, problem.k_len, 1, 0, 1, buffer.heads[2])
         launches.append(Launch(problem, place, queries, keys))
     # what writes rows before what merges into them; then the longest: it writes a buffer's gradients whole, where others add
     launches.sort(key=lambda launch: (not launch.problem.first, -launch.problem.k_len))
