@@ -216,6 +216,20 @@ def compiled(mesh: Any) -> None:
 
 
 @on_processes
+def compiled_model_at_two_lengths(mesh: Any) -> None:
+    """The second length is a symbol of the graph, which holds the loss and its sum over the processes too."""
+    model = language_model(mesh=mesh["cp"])
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (N, N - 6, N - 8):
+        tokens, targets = shard_sequence(mesh["cp"], [x[:, :length] for x in batch(0)], [1, 1])
+        losses = [call(tokens, targets=targets, seq_len=length) for call in (model, fast)]
+        grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+@on_processes
 def autocast(mesh: Any) -> None:
     layer = layer_of(RingMultiheadDilatedAttention, mesh=mesh["cp"], dtype=torch.float32)
     (x,) = shard_sequence(mesh["cp"], [draw(2, N, 16, dtype=torch.float32)], [1])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention.distributed.group import members_named
-from dilated_attention.functional.ring import group_name_of
+from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.models.loss import summed_cross_entropy
 
 
@@ -61,16 +61,28 @@ def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None,
         Scalar in total's dtype, equal on all processes; 0 with gradient 0 if no row counts. Its gradient on a process is W times that
         process's share.
     """
-    members = members_named(group_name_of(group, mesh))
-    if members.size == 1:
+    group_name = group_name_of(group, mesh)
+    if not group_name:
         return total / count.clamp(min=1)
     # float64 holds any count
-    sums = torch.stack([total.detach().double(), count.double()])
-    dist.all_reduce(sums, group=members.group)
+    sums = sum_over_group(torch.stack([total.detach().double(), count.double()]), group_name)
     whole = sums[1].clamp(min=1)
-    share = total * (members.size / whole).to(total.dtype)
+    share = total * (place_in(group_name)[1] / whole).to(total.dtype)
     # the value of the whole to the bit, the gradient of the share
     return (sums[0] / whole).to(total.dtype) + (share - share.detach())
+
+
+@torch.library.custom_op("dilated_attention::sum_over_group", mutates_args=())
+def sum_over_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """x summed over the processes of a group. An op by the group's name, so that torch.compile need not look the group up."""
+    total = x.clone()
+    dist.all_reduce(total, group=members_named(group_name).group)
+    return total
+
+
+@sum_over_group.register_fake
+def _(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def average_gradients(module: nn.Module, *, group: Any = None, mesh: Any = None) -> None:

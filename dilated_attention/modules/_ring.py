@@ -81,10 +81,13 @@ class RingSettings:
         told = agree(members_named(self.group_name), {"layout": self.layout, "seq_len": "None"}, {"rows": rows}, self.timeout)
         return sum(own["rows"] for own in told)
 
-    def positions(self, seq_len: int, device: torch.device) -> torch.Tensor:
-        """(n,) int64: the positions in the whole sequence of this rank's rows."""
-        rank, size = self.place()
-        return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, self.layout)])
+    def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
+        """(n,) int64: the positions in the whole sequence of the rows of x (B, n, …).
+
+        Zeros where n rows are no shard of seq_len: the attention that follows refuses them, and on all processes alike.
+        """
+        self._check_still_alone()
+        return shard_positions(x, seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
         parts = [f"layout={self.layout!r}", f"exchange={self.exchange!r}"]
@@ -101,3 +104,17 @@ class RingSettings:
                 f"this module was built before torch.distributed.init_process_group, for one process, and now there are {dist.get_world_size()}; "
                 "build it afterwards, or pass group= or mesh="
             )
+
+
+@torch.library.custom_op("dilated_attention::shard_positions", mutates_args=())
+def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
+    """See ``RingSettings.positions``. An op, so that a compiled graph holds neither this process's rank nor one length for all."""
+    members = members_named(group_name)
+    runs = [torch.arange(*span, device=x.device) for span in spans(seq_len, members.rank, members.size, layout)]
+    positions = torch.cat(runs)
+    return positions if positions.shape[0] == x.shape[1] else torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
+
+
+@shard_positions.register_fake
+def _(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.int64)

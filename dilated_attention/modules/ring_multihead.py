@@ -146,9 +146,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
         if self.rotary:
             ring = self.attention.ring
             seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            positions = ring.positions(seq_len, k.device)
-            # rows that are no shard of seq_len go on as they are: the call refuses them, on all processes alike
-            if q.shape[1] == k.shape[1] == positions.shape[0]:
-                q, k = self.rotate(q, k, positions, cu_seqlens)
+            if q.shape[1] == k.shape[1]:
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens)
         out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self.combine(out), None
