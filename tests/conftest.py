@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+POISONED = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+
 # the same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE)
@@ -51,7 +53,7 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """torch.empty and its like hand out NaN, so that reading what nobody wrote cannot pass by luck."""
     if request.node.get_closest_marker("no_poison") is not None:
         return
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+    for owner, name in POISONED:
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 

@@ -227,6 +227,9 @@ class _Work:
         job = Job(pattern, shape, tuple(self.route.ranges(rank) for rank in ranks), self.route.exchange, steps)
         return pattern, job, replace(call, first_head=first), team
 
+    def _ahead(self, job: Job, k: torch.Tensor) -> int:
+        return cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
+
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out (B, n, H, D), lse (B, n, H)) in the caller's layout."""
         q, k, v = self._inputs("forward")
@@ -236,7 +239,7 @@ class _Work:
             lse = lse.transpose(1, 2)
         else:
             assert self.wire is not None
-            out, lse = run.forward(job, team, (q, k, v), call, self.wire)
+            out, lse = run.forward(job, team, (q, k, v), call, self.wire, ahead=self._ahead(job, k))
         out, lse = self._regroup([out, lse], "qq", "forward: out and lse", back=True)
         return out, lse
 
@@ -255,7 +258,7 @@ class _Work:
             grads = schedule.backward(pattern, job.shape, (dout, q, k, v, out, lse), call, dlse)
         else:
             wires = (wire_of(self.members, self.ring.timeout), wire_of(self.members, self.ring.timeout, "gradients"))
-            grads = run.backward(job, team, tensors, call, wires, dlse)
+            grads = run.backward(job, team, tensors, call, wires, dlse, ahead=self._ahead(job, k))
         # ranks that share a key/value head each have a share of its gradient
         shared = self.heads[1] < self.route.inner
         (dq,) = self._regroup([grads[0]], "q", "backward: dq", back=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.distributed.layout import spans
+from dilated_attention.distributed.plan import Job
 from dilated_attention.distributed.route import why_no_heads
 from dilated_attention.pattern import DilatedPattern
 
@@ -24,6 +25,8 @@ FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
 SHARE = 0.25
 # a step of an all_gather brings at least this much, or its latency shows; and no call has more steps than this
 STEP_BYTES, MOST_STEPS = 24 * 2**20, 8
+# keys on their way may take this much, or two steps where that is more
+AHEAD_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ def head_steps(seq_len: int, batch: int, num_kv_heads: int, head_dim: int, items
     total = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
     most = min(MOST_STEPS, max(1, total // STEP_BYTES))
     return max(d for d in range(1, num_kv_heads + 1) if num_kv_heads % d == 0 and d <= most)
+
+
+def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
+    """Steps whose keys may be in memory at once: two, or all that fit into a small budget, so that none waits for memory to be free."""
+    rows = job.shape.keys[1] * job.shape.num_kv_heads // (job.size if job.exchange == "ring" else job.head_steps)
+    return max(2, AHEAD_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
 
 
 def question_of(

@@ -97,10 +97,15 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One dense problem: ``queries`` of the rank's rows, ``keys`` of a buffer's rows (of the rank's own where it is the owner)."""
+    """One dense problem: ``queries`` of the rank's rows, ``keys`` of a buffer's rows (of the rank's own where it is the owner).
+
+    Args:
+        first_key: the buffer's row that is the first of them.
+    """
 
     problem: Problem
     buffer: int
+    first_key: int
     queries: Rows
     keys: Rows
 
@@ -176,8 +181,8 @@ def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], 
             keys = Rows(rows.start + index * buffer.step, 1, 1, problem.k_len, buffer.step, *buffer.heads, buffer.shift)
         else:
             keys = Rows(index, 1, 1, problem.k_len, 1, 0, 1, buffer.heads[2])
-        launches.append(Launch(problem, place, queries, keys))
-    # what writes rows before what merges into them; then the longest: it writes a buffer's gradients whole, where others add
+        launches.append(Launch(problem, place, index, queries, keys))
+    # what writes rows before what merges into them; then the longest, which leave short ones to fill the end
     launches.sort(key=lambda launch: (not launch.problem.first, -launch.problem.k_len))
     return Step(what, tuple(buffers), tuple(launches))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -17,8 +16,9 @@ from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.parts import Layers, of_problem
 from dilated_attention.engine.plan import Plan, Problem
+from dilated_attention.engine.rows import Geometry, Limits, make_geometry
 from dilated_attention.engine.run import Call, launches_of, max_rows, without_padding
-from dilated_attention.engine.views import key_rows, launches, query_rows
+from dilated_attention.engine.views import key_rows, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
 # launches that run beside each other where no other chunk does
@@ -152,14 +152,6 @@ def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, 
 _QUERIES, _KEYS, _LAYER, _LSE_LAYER = range(4)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Geometry:
-    """Views of one launch, (size, stride, offset) each, and a key that no launch of other shapes and strides has."""
-
-    views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
-    key: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
 _NO_MASK = Mask()
 
 
@@ -188,25 +180,11 @@ def _launches(
     for geometry in _geometry(problem, shapes, limits):
         # the views' alignment follows from that of the tensors, which kernel_ready and the allocator see to
         options = Options(scale, problem.causal, _NO_MASK, None, deterministic, geometry.key)
-        yield (
-            [
-                x.as_strided(size, stride, x.storage_offset() + at)
-                for (_, x), (size, stride, at) in zip(tensors, geometry.views, strict=True)
-            ],
-            options,
-        )
+        yield geometry.of([x for _, x in tensors]), options
 
 
 @functools.lru_cache(maxsize=4096)
-def _geometry(
-    problem: Problem, shapes: tuple[tuple[int, torch.Size, tuple[int, ...]], ...], limits: tuple[int | None, ...]
-) -> tuple[_Geometry, ...]:
-    """(size, stride, offset) of every view of every launch: worked out once, since short launches wait for the CPU."""
-    max_batch, max_extent, rows = limits
-    views = [_rows(problem, which, torch.empty_strided(shape, stride, device="meta")) for which, shape, stride in shapes]
-    cut = launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows)
-    made = []
-    for group in cut:
-        key = tuple((tuple(x.shape), x.stride()) for x in group)
-        made.append(_Geometry(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
-    return tuple(made)
+def _geometry(problem: Problem, shapes: tuple[tuple[int, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[Geometry, ...]:
+    return make_geometry(
+        [_rows(problem, which, torch.empty_strided(shape, stride, device="meta")) for which, shape, stride in shapes], limits
+    )

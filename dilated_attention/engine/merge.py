@@ -8,7 +8,11 @@ parts stay empty; the sigmoid form that ring libraries use gives NaN there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from dilated_attention.backends.base import accumulation_dtype
 
 
 def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,3 +61,24 @@ def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, par
         merged, weight, part_weight = merge_weights(lse, part_lse)
         out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
         lse.copy_(merged)
+
+
+def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came: torch.Tensor | None, *, writes: bool) -> None:
+    """Shares of gradients (L, 2, B, G, D), dk's and dv's side by side, summed in the accumulation dtype into dk and dv (B, L, G, D).
+
+    Args:
+        own: some shares.
+        came: more of them (R, L, 2, B, G, D).
+        writes: dk and dv hold nothing yet; else the sum is added to them.
+    """
+    if dk.device.type == "cuda" and len(own) <= 2:
+        from dilated_attention.engine.onto_triton import add_up as fused
+
+        fused(dk, dv, own, came, writes=writes)
+        return
+    total: torch.Tensor | None = None
+    for share in (*own, *(() if came is None else came)):
+        total = share.to(accumulation_dtype(share.dtype), copy=True) if total is None else total.add_(share)
+    assert total is not None, "nothing to add up"
+    for grad, share in zip((dk, dv), total.unbind(1), strict=True):
+        (grad.copy_ if writes else grad.add_)(share.transpose(0, 1))

@@ -1,0 +1,168 @@
+"""A rank's plan as a script to run: every message of every step worked out once, since short calls wait for the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dilated_attention.distributed.plan import Buffer, Job, Source, Step, rank_plan
+from dilated_attention.engine.plan import Range
+from dilated_attention.engine.views import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows [at, at + count) of memory ``buffer``: a step's buffers are counted first, then its ``extra`` ones."""
+
+    buffer: int
+    at: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A part that the rank fills with its own rows."""
+
+    part: Part
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Gradients of ``rows`` of this rank, added up in one go: from its own launches (launch, first row of its part) and from peers."""
+
+    rows: Rows
+    own: tuple[tuple[int, int], ...]
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepScript:
+    """One step on one rank.
+
+    Args:
+        sizes: (rows, heads) of each memory, buffers first; None for a buffer that is read where the rank's own rows lie.
+        fills: what the rank copies of its own rows.
+        sends, receives: (peer, part).
+        returns: (peer, launch, first row, rows) of the gradients that go back.
+        owed: gradients that come back or are the rank's own.
+        arrivals: (peer, index into ``owed``, place among its peers), in the order in which each peer sends.
+    """
+
+    step: Step
+    sizes: tuple[tuple[int, int] | None, ...]
+    fills: tuple[Filled, ...]
+    sends: tuple[tuple[int, Part], ...]
+    receives: tuple[tuple[int, Part], ...]
+    returns: tuple[tuple[int, int, int, int], ...]
+    owed: tuple[Owed, ...]
+    arrivals: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """``home``, ``covered`` and ``single`` are those of the rank's plan.
+
+    Args:
+        writes_once: no gradient of a key row is owed twice, and each is, so that they need no initial value.
+    """
+
+    home: tuple[Range, ...]
+    steps: tuple[StepScript, ...]
+    covered: bool
+    single: bool
+    writes_once: bool
+
+
+@functools.lru_cache(maxsize=256)
+def make_script(job: Job, rank: int) -> Script:
+    plans = [rank_plan(job, member) for member in range(job.size)]
+    mine = plans[rank]
+    steps = tuple(_step_script([plan.steps[index] for plan in plans], rank) for index in range(len(mine.steps)))
+    held = sum(end - start for start, end in job.holdings[rank]) * job.shape.num_kv_heads
+    return Script(mine.home, steps, mine.covered, mine.single, _are_disjoint([o.rows for s in steps for o in s.owed], held))
+
+
+def _are_disjoint(rows: list[Rows], held: int) -> bool:
+    """Plain runs of rows and heads, none of them twice, ``held`` in all."""
+    if any(x.step != 1 or x.shift or (x.head_step != 1 and x.heads > 1) for x in rows):
+        return False
+    boxes = [(x.start, x.start + x.length, x.head_start, x.head_start + x.heads) for x in rows]
+    meet = any(a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3] for index, a in enumerate(boxes) for b in boxes[index + 1 :])
+    return not meet and sum((b - a) * (d - c) for a, b, c, d in boxes) == held
+
+
+def _step_script(steps: list[Step], me: int) -> StepScript:
+    mine = steps[me]
+    sizes: list[tuple[int, int] | None] = []
+    fills: list[Filled] = []
+    packed: list[tuple[Buffer, Source, Part]] = []
+    sends, receives = [], []
+    for index, buffer in enumerate(mine.buffers):
+        if buffer.owner == me:
+            sizes.append(None)
+            continue
+        sizes.append((buffer.count, buffer.heads[2]))
+        for source in buffer.sources:
+            part = Part(index, source.at, source.count)
+            if source.rank == me:
+                fills.append(Filled(part, buffer.local_rows(source)))
+                packed.append((buffer, source, part))
+            else:
+                receives.append((source.rank, part))
+    for peer, step in enumerate(steps):
+        if peer == me:
+            continue
+        for buffer in step.buffers:
+            for source in buffer.sources:
+                if source.rank != me or buffer.owner == peer:
+                    continue
+                found = _among(packed, buffer, source)
+                if found is None:
+                    found = Part(len(sizes), 0, source.count)
+                    sizes.append((source.count, buffer.heads[2]))
+                    fills.append(Filled(found, buffer.local_rows(source)))
+                    packed.append((buffer, source, found))
+                sends.append((peer, found))
+    returns = tuple((source, launch, at, rows.length) for launch, source, at, rows in _shares_of(mine) if source != me)
+    own: dict[Rows, list[tuple[int, int]]] = {}
+    peers: dict[Rows, list[int]] = {}
+    arrivals = []
+    for rank, step in enumerate(steps):
+        for launch, holder, at, rows in _shares_of(step):
+            if holder != me:
+                continue
+            own.setdefault(rows, [])
+            peers.setdefault(rows, [])
+            if rank == me:
+                own[rows].append((launch, at))
+            else:
+                arrivals.append((rank, list(own).index(rows), len(peers[rows])))
+                peers[rows].append(rank)
+    owed = tuple(Owed(rows, tuple(own[rows]), tuple(peers[rows])) for rows in own)
+    return StepScript(mine, tuple(sizes), tuple(fills), tuple(sends), tuple(receives), returns, owed, tuple(arrivals))
+
+
+def _shares_of(step: Step) -> Iterator[tuple[int, int, int, Rows]]:
+    """(launch, rank that holds the rows, their first one in the launch's gradients, the rows there), launch by launch."""
+    for index, launch in enumerate(step.launches):
+        buffer = step.buffers[launch.buffer]
+        first = launch.first_key
+        end = first + launch.problem.k_len
+        for source in buffer.sources:
+            low, high = max(first, source.at), min(end, source.at + source.count)
+            if low < high:
+                held = Source(source.rank, low, high - low, source.start + (low - source.at) * buffer.step)
+                yield index, source.rank, low - first, buffer.local_rows(held)
+
+
+def _among(packed: list[tuple[Buffer, Source, Part]], buffer: Buffer, source: Source) -> Part | None:
+    """The rows where they are packed already, as a part of what is."""
+    for other, have, part in packed:
+        if (other.heads, other.shift, other.step) != (buffer.heads, buffer.shift, buffer.step):
+            continue
+        ahead, rest = divmod(source.start - have.start, buffer.step)
+        if rest == 0 and ahead >= 0 and ahead + source.count <= have.count:
+            return Part(part.buffer, part.at + ahead, source.count)
+    return None

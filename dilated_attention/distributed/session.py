@@ -1,0 +1,151 @@
+"""What the ranks of one group tell each other through the store of torch.distributed, apart from any tensor.
+
+A store outlives groups: a program may destroy its groups and initialise again on the same store, where the keys of before still
+lie. So the ranks meet once per group object, each with a name made up for the occasion, and all later keys carry those names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from dilated_attention.distributed.errors import RingError, first_line
+from dilated_attention.distributed.group import Members
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """One group's place in the store.
+
+    Args:
+        rank, size: this process's place in the group.
+        global_ranks: of each rank of the group.
+        store: keys are this group's, and of this meeting.
+        calls: handshakes made so far; the same number on all ranks.
+        failed: message of the first failure; nothing is exchanged after it.
+        told: whether a thread has raised that failure.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+    store: Store
+    calls: int = 0
+    failed: str | None = None
+    told: bool = False
+
+    def check(self) -> None:
+        if self.failed is not None:
+            self.told = True
+            raise RingError(f"{name(self, self.rank)}: this group failed before and cannot be used again; it failed with: {self.failed}")
+
+
+def name(session: Session, rank: int) -> str:
+    """ "rank 1", and its global rank where that is another number."""
+    other = session.global_ranks[rank]
+    return f"rank {rank}" if other == rank else f"rank {rank} (global rank {other})"
+
+
+def names(session: Session, ranks: Sequence[int]) -> str:
+    """ "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
+    if len(ranks) == 1:
+        return name(session, ranks[0])
+    others = [session.global_ranks[rank] for rank in ranks]
+    text = f"ranks {', '.join(map(str, ranks))}"
+    return text if others == list(ranks) else f"{text} (global ranks {', '.join(map(str, others))})"
+
+
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+
+
+def session_of(members: Members, timeout: float) -> Session:
+    """The group's session; at first use of a group, all its ranks call this together.
+
+    Raises:
+        RingError: some ranks have not come within the timeout.
+    """
+    assert members.group is not None, "one process has nobody to tell"
+    session = _sessions.get(members.group)
+    if session is None:
+        session = _sessions[members.group] = _meet(members, members.group, timeout)
+    return session
+
+
+def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session:
+    """Every rank posts a fresh name and the names it has seen; done when all others have seen mine.
+
+    What an earlier group left under these keys cannot hold a name that was made up now, so it is never taken for an answer.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    ranks = tuple(dist.get_process_group_ranks(group))
+    store = PrefixStore(f"dilated_attention/{group.group_name}", _get_default_store())
+    session = Session(members.rank, members.size, ranks, store)
+    keys = [f"meet/{rank}" for rank in range(members.size)]
+    seen = [""] * members.size
+    seen[members.rank] = uuid.uuid4().hex
+    store_call(session, lambda: store.set(keys[members.rank], json.dumps(seen)))
+
+    def read() -> list[list[str] | None]:
+        present = [True] * members.size if store.check(keys) else [store.check([key]) for key in keys]
+        texts = iter(store.multi_get([key for key, here in zip(keys, present, strict=True) if here]))
+        return [json.loads(next(texts)) if here else None for here in present]
+
+    def absent() -> list[int]:
+        posts = read()
+        fresh = [post[rank] if post is not None else "" for rank, post in enumerate(posts)]
+        if fresh != seen:
+            seen[:] = fresh
+            store.set(keys[members.rank], json.dumps(seen))
+        return [rank for rank, post in enumerate(posts) if post is None or post[members.rank] != seen[members.rank]]
+
+    if store_call(session, lambda: until(lambda: not absent() or None, timeout, members.size)) is None and (
+        late := store_call(session, absent)
+    ):
+        raise RingError(
+            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not come; dead, "
+            f"stalled or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+            f"({timeout:g} s) if they are only late"
+        )
+    joint = hashlib.sha256("".join(seen).encode()).hexdigest()[:16]
+    session.store = PrefixStore(joint, store)
+    return session
+
+
+def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
+    """The first result that is not None, or None after the timeout.
+
+    By looking again and again, rarer the longer it takes: a wait inside the store would hold it against the other threads of this
+    process, would not listen to Ctrl-C, and torch writes a warning for each that times out.
+    """
+    began = time.monotonic()
+    while (result := found()) is None:
+        waited = time.monotonic() - began
+        if waited > timeout:
+            return None
+        time.sleep(min(0.01 + 0.001 * size, 5e-5 + waited / 4))
+    return result
+
+
+def store_call(session: Session, call: Callable[[], T]) -> T:
+    """A call of the store, whose failure is a process that has ended."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise RingError(
+            f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "
+            f"serves it, mostly global rank 0, has ended: look at its output"
+        ) from error

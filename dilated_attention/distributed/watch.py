@@ -1,0 +1,254 @@
+"""Watches exchanges that run on a GPU, where waiting does not block the CPU and a stall would go unseen.
+
+A thread looks at what is under way every half second. When an exchange has been ready to run for longer than the timeout:
+
+    1. this rank posts what it waits for, and for 2 s reads what the others post (COLLECT), to name who is to blame
+    2. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
+    3. the group is marked as failed, and the error goes to the log and to stderr
+    4. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
+    5. if nothing has raised within 10 s (GRACE), for the thread is stuck in a CUDA call, the process ends with exit code 1
+
+So no rank outlives a dead one by more than timeout + 12 s and a few polls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dilated_attention.distributed.errors import RingError
+
+POLL = 0.5
+COLLECT = 2.0
+GRACE = 10.0
+# the driver's CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2
+
+logger = logging.getLogger("dilated_attention")
+
+
+class Work(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange under way. It holds no tensors.
+
+    Args:
+        number, what, peers: as told in errors.
+        work: of torch; completed once the GPU is through.
+        ready: event that completes once the exchange could run, None where it could at once.
+        thread: identity of the thread that issued it.
+    """
+
+    number: int
+    what: str
+    peers: tuple[int, ...]
+    work: Work
+    ready: Any
+    thread: int
+
+
+class Queue:
+    """Exchanges of one wire, which run in order. The issuing thread appends, the watching one takes away."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Exchange] = deque()
+        self._head: Exchange | None = None
+        self._since: float | None = None
+
+    def overdue(self, now: float, timeout: float) -> tuple[Exchange, float] | None:
+        """The exchange that has been able to run for longer than the timeout, and for how long.
+
+        An exchange can run once those before it are through and its inputs are computed: work queued on the GPU is no stall.
+        """
+        pending = self.pending
+        for _ in range(_completed(pending)):
+            pending.popleft()
+        if not pending:
+            self._head = None
+            return None
+        if pending[0] is not self._head:
+            self._head, self._since = pending[0], None
+        if self._since is None:
+            if self._head.ready is None or self._head.ready.query():
+                self._since = now
+            return None
+        waited = now - self._since
+        return (self._head, waited) if waited > timeout else None
+
+
+def _completed(pending: deque[Exchange]) -> int:
+    """How many have completed, by bisection: of a thousand exchanges since the last look, ten are asked."""
+    low, high = 0, len(pending)
+    # mostly all are through but for the last few
+    probe = high - 1
+    while low < high:
+        if pending[probe].work.is_completed():
+            low = probe + 1
+        else:
+            high = probe
+        probe = (low + high) // 2
+    return low
+
+
+class Watched(Protocol):
+    """What a monitor knows of a wire."""
+
+    queue: Queue
+    timeout: float
+
+    @property
+    def failed(self) -> str | None: ...
+
+    def enter(self) -> None: ...
+
+    def describe(self, exchange: Exchange, waited: float) -> str: ...
+
+    def fail(self, message: str) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def has_raised(self) -> bool: ...
+
+
+class Monitor:
+    """Looks at wires and ends what has stalled. The way out of the process and the clock are arguments, for tests."""
+
+    def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
+        self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._leave, self._clock, self._grace = leave, clock, grace
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, wire: Watched) -> None:
+        with self._lock:
+            self._wires.add(wire)
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dilated_attention exchanges", daemon=True)
+            self._thread.start()
+            # before Python takes itself apart, when a daemon thread could only fail
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * POLL)
+
+    def _run(self) -> None:
+        _allow_captures()
+        while not self._stop.wait(POLL):
+            try:
+                self.look()
+            except Exception:
+                if self._stop.is_set() or sys.is_finalizing():
+                    return
+                logger.exception("watching exchanges failed; trying again")
+
+    def look(self) -> None:
+        with self._lock:
+            wires = list(self._wires)
+        for wire in wires:
+            if wire.failed is not None or not wire.queue.pending:
+                continue
+            # a thread begins on GPU 0, and asking there would make a context that costs memory
+            wire.enter()
+            found = wire.queue.overdue(self._clock(), wire.timeout)
+            if found is not None:
+                self._give_up(wire, *found)
+
+    def _give_up(self, wire: Watched, exchange: Exchange, waited: float) -> None:
+        message = wire.describe(exchange, waited)
+        # before the group is marked, or the thread might raise of its own and once more for this
+        raised = raise_in([exchange.thread], message)
+        wire.fail(message)
+        wire.queue.pending.clear()
+        if logger.hasHandlers():
+            logger.error(message)
+        _tell(message)
+        # a communicator that does not let go must not hold up the rest
+        aborting = threading.Thread(target=wire.abort, name="dilated_attention abort", daemon=True)
+        aborting.start()
+        ended = self._clock() + self._grace
+        told_main = exchange.thread == threading.main_thread().ident
+        while not (raised.is_set() or wire.has_raised()):
+            left = ended - self._clock()
+            if left <= 0:
+                _tell(f"nothing raised within {self._grace:g} s of this error, so this process ends now: {message}")
+                self._leave(1)
+                return
+            raised.wait(min(left, 0.2))
+            if not told_main and left < self._grace - 1:
+                # a thread of autograd's that has nothing more to do never raises
+                told_main = True
+                raised = raise_in([exchange.thread, threading.main_thread().ident or 0], message)
+        aborting.join(max(0.0, ended - self._clock()))
+
+
+def raise_in(threads: Sequence[int], message: str) -> threading.Event:
+    """Makes threads raise RingError at their next step of Python; the event is set when one has.
+
+    Python takes a class here, not an instance, so the class made for this one error knows its message.
+    """
+    raised = threading.Event()
+
+    class Raised(RingError):
+        def __init__(self) -> None:
+            raised.set()
+            super().__init__(message)
+
+    Raised.__name__, Raised.__qualname__, Raised.__module__ = "RingError", "RingError", RingError.__module__
+    for thread in dict.fromkeys(threads):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Raised))
+    return raised
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"dilated_attention: {message}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+
+
+def _allow_captures() -> None:
+    """Lets this thread ask about events while another one captures a CUDA graph; else its question would end the capture."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+_monitor: Monitor | None = None
+
+
+def watch(wire: Watched) -> None:
+    """Has the process's monitor look after a wire."""
+    global _monitor
+    if _monitor is None:
+        _monitor = Monitor()
+        _monitor.start()
+    _monitor.add(wire)
+
+
+def _forget() -> None:
+    # a thread does not live on in a forked child
+    global _monitor
+    _monitor = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

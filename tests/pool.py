@@ -1,0 +1,168 @@
+"""Live gloo processes that tests send functions to: starting eight of them takes a second, a case in them a millisecond.
+
+results = pool_of(4).run(function, *args)     # function(rank, world, *args), importable, in every process
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import functools
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+def fresh_processes() -> Any:
+    """Processes without this one's threads and tensors, yet with torch imported once for all of them, which takes seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "tests.conftest", "dilated_attention.distributed"])
+    return context
+
+
+# after the first failing rank, the others have this long to fail themselves
+AFTERMATH = 5.0
+
+
+class PoolError(AssertionError):
+    """Some ranks raised, died or did not return."""
+
+
+class Pool:
+    """Processes 0 to world − 1 of one gloo world. After a failure they are replaced, for messages may lie about unread."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """What ``function(rank, world, *args)`` returns on each rank.
+
+        Raises:
+            PoolError: naming all ranks that raised, with their tracebacks, and those that hang, with where they are.
+        """
+        if not self.processes:
+            self._open()
+        task = pickle.dumps((function, args))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(task)
+            except OSError:
+                self.close()
+                raise PoolError(f"rank {rank} of {self.world} died since the last case") from None
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(errors) < self.world:
+            open_ = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in errors}
+            ready = wait(list(open_), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stacks = self._stacks(sorted(open_.values()))
+                errors |= {rank: f"did not return; it is at\n{stack}" for rank, stack in stacks.items()}
+                break
+            for pipe in ready:
+                rank = open_[pipe]  # type: ignore[index]
+                try:
+                    is_result, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self.processes[rank].join(1)
+                    is_result, value = False, f"died with exit code {self.processes[rank].exitcode}"
+                (results if is_result else errors)[rank] = value
+                if not is_result:
+                    deadline = min(deadline, time.monotonic() + AFTERMATH)
+        if errors:
+            self.close()
+            told = "\n".join(f"--- rank {rank} of {self.world}: {errors[rank]}" for rank in sorted(errors))
+            name = getattr(function, "__name__", function)
+            raise PoolError(f"{name}: ranks {sorted(errors)} of {self.world} failed\n{told}")
+        return [results[rank] for rank in range(self.world)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _open(self) -> None:
+        context = fresh_processes()
+        self._folder = tempfile.TemporaryDirectory(prefix="pool")
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, there, self._folder.name), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+        try:
+            # rank 0 serves the store on a port that the system picked
+            port = self._pipes[0].recv()
+            for pipe in self._pipes[1:]:
+                pipe.send(port)
+        except EOFError:
+            self.close()
+            raise PoolError("rank 0 died before it served a store; its output tells why") from None
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        assert self._folder is not None
+        files = {rank: Path(self._folder.name) / f"stack{rank}" for rank in ranks}
+        return {rank: file.read_text() if file.exists() else "(still starting)" for rank, file in files.items()}
+
+
+def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.conftest import POISONED, _poisoned
+
+    torch.set_num_threads(1)
+    for owner, name in POISONED:
+        setattr(owner, name, _poisoned(getattr(owner, name)))
+    with open(os.path.join(folder, f"stack{rank}"), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+            pipe.send(store.port)
+        else:
+            store = dist.TCPStore("127.0.0.1", pipe.recv(), world, False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+        while True:
+            try:
+                task = pipe.recv_bytes()
+            except EOFError:
+                # the parent has gone
+                os._exit(0)
+            try:
+                function, args = pickle.loads(task)
+                answer = pickle.dumps((True, function(rank, world, *args)))
+            except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
+
+
+@functools.cache
+def pool_of(world: int) -> Pool:
+    """The pool of this many processes, one per test process, made when first run."""
+    pool = Pool(world)
+    atexit.register(pool.close)
+    return pool
