@@ -47,11 +47,11 @@ def test_training_that_is_not_below_the_baselines_says_so(text: Path, tmp_path: 
     assert "not below both" in result.stderr
 
 
-def torchrun() -> list[str]:
+def torchrun(processes: int = 2) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1", f"--master_port={port}"]
 
 
 def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:

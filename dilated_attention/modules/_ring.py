@@ -78,7 +78,8 @@ class RingSettings:
             return rows
         if torch.compiler.is_compiling():
             raise ValueError("seq_len is None inside torch.compile; positions depend on it: give seq_len, the length of the whole sequence")
-        told = agree(members_named(self.group_name), {"layout": self.layout, "seq_len": "None"}, {"rows": rows}, self.timeout)
+        same = {"function": "seq_len, asked for", "layout": self.layout, "seq_len": "None"}
+        told = agree(members_named(self.group_name), same, {"rows": rows}, self.timeout)
         return sum(own["rows"] for own in told)
 
     def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
