@@ -8,6 +8,7 @@ import functools
 import io
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from dilated_attention import (
     attention,
     create_attention,
     shard_sequence,
+    unshard_sequence,
 )
 from dilated_attention.distributed.wire import Wire
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients, sharded_cross_entropy
@@ -294,6 +296,21 @@ def weights_copies_and_pickles(mesh: Any) -> None:
     dist.broadcast_object_list(received, group_src=0, group=mesh["cp"].get_group())
     for module in (spread, *twins, *received):
         torch.testing.assert_close(module(x, seq_len=N)[0], want, atol=1e-10, rtol=1e-8)
+
+
+@on_processes
+def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
+    tokens, targets = batch(0)
+    alone = language_model()
+    with tempfile.TemporaryDirectory() as folder:
+        alone.save_pretrained(folder)
+        spread = LongNetLM.from_pretrained(folder, mesh=mesh["cp"], layout="striped")
+        spread.save_pretrained(folder)
+        again = LongNetLM.from_pretrained(folder)
+    (part,) = shard_sequence(mesh["cp"], [tokens], [1], layout="striped")
+    (logits,) = unshard_sequence(mesh["cp"], [spread(part)], [1], layout="striped")
+    torch.testing.assert_close(logits, alone(tokens), atol=1e-5, rtol=1e-5)
+    assert torch.equal(again(tokens), alone(tokens))
 
 
 @on_processes

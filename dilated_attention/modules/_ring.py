@@ -22,7 +22,8 @@ class RingSettings:
     """The arguments of ``ring_dilated_attention`` that say where the sequence lies, checked.
 
     Args:
-        group_name: by which torch.distributed finds the group again in this process; "" for one process.
+        group_name: by which torch.distributed finds the group again in this process; "" for one process. Names are a job's own: from job to
+            job take a ``state_dict``, not a pickled module.
         layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
         before_init: no group was given and torch.distributed was not initialised, so this process was taken to be alone.
     """
