@@ -300,7 +300,7 @@ def weights_copies_and_pickles(mesh: Any) -> None:
 
 @on_processes
 def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
-    tokens, targets = batch(0)
+    tokens, _ = batch(0)
     alone = language_model()
     with tempfile.TemporaryDirectory() as folder:
         alone.save_pretrained(folder)
