@@ -82,3 +82,30 @@ def test_an_error_in_the_recorded_call_puts_the_caches_back() -> None:
     with pytest.raises(RuntimeError):
         run(replay, interface, torch.randn(4, 8), torch.empty(3, 3))
     assert type(interface.main.compile_cache) is dict
+
+
+def test_scratch_that_kernels_add_to_starts_as_zeros_again() -> None:
+    """As grouped heads add up their gradients: y = x + x, summed in scratch memory that the interface hands out cleared."""
+
+    def adding(x: torch.Tensor, scratch: torch.Tensor, total: torch.Tensor, y: torch.Tensor) -> None:
+        scratch.copy_(x)
+        total.add_(scratch).add_(x)
+        y.copy_(total)
+
+    def main() -> None: ...
+
+    main.compile_cache = {"key": adding}  # type: ignore[attr-defined]
+    interface = SimpleNamespace(main=main)
+    replay = Replay(("main",), num_scratch=2, num_zeroed=1)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        main.compile_cache["key"](x, torch.empty(4), torch.zeros(4), y)  # type: ignore[attr-defined]
+
+    for _ in range(3):
+        x, y = torch.randn(4), torch.empty(4)
+        replay(interface, (x, y), (), call)
+        assert torch.equal(y, 2 * x)
+    assert calls == 1

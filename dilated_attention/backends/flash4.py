@@ -121,18 +121,22 @@ class Flash4Backend(WritingBackend):
                 dlse=dlse,
             )
 
-        if options.deterministic or k.shape[2] != q.shape[2]:
-            # semaphores, and sums over grouped heads, start as zeros
+        if options.deterministic:
+            # semaphores start as zeros
             call()
             return
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
         settings = (options.scale, options.causal, left, right, dlse is not None)
-        _replay_backward(interface, tensors, settings, call, options.geometry)
+        replay = _replay_backward if k.shape[2] == q.shape[2] else _replay_grouped
+        replay(interface, tensors, settings, call, options.geometry)
 
 
 # the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2
 _replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
-_replay_backward = Replay(("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"), num_scratch=3)
+_BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+_replay_backward = Replay(_BACKWARD, num_scratch=3)
+# and the sums of dk and dv over the heads that share them, in float32
+_replay_grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
 
 
 @functools.lru_cache(maxsize=1)

@@ -27,6 +27,7 @@ _lock = threading.RLock()
 class _Scratch:
     shape: tuple[int, ...]
     dtype: torch.dtype
+    zeroed: bool
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Recording:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device
-        held = [*tensors, *(torch.empty(s.shape, dtype=s.dtype, device=device) for s in self.scratch)]
+        held = [*tensors, *((torch.zeros if s.zeroed else torch.empty)(s.shape, dtype=s.dtype, device=device) for s in self.scratch)]
         for kernel, arguments, places in self.steps:
             filled = list(arguments)
             for position, index in places:
@@ -52,11 +53,13 @@ class Replay:
     Args:
         owners: names of the interface's functions whose ``compile_cache`` the kernels come from.
         num_scratch: tensors that the kernels use beside those they are given.
+        num_zeroed: how many of them, the last ones that the kernels come to use, have to start as zeros.
     """
 
-    def __init__(self, owners: tuple[str, ...], num_scratch: int) -> None:
+    def __init__(self, owners: tuple[str, ...], num_scratch: int, num_zeroed: int = 0) -> None:
         self._owners = owners
         self._num_scratch = num_scratch
+        self._num_zeroed = num_zeroed
         self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()
 
     def __call__(
@@ -100,7 +103,7 @@ class Replay:
             finally:
                 for owner, cache in zip(owners, caches, strict=True):
                     owner.compile_cache = cache
-            self._recordings[key] = _recording(steps, spans, self._num_scratch)
+            self._recordings[key] = _recording(steps, spans, self._num_scratch, self._num_zeroed)
             while len(self._recordings) > _MOST_RECORDINGS:
                 self._recordings.popitem(last=False)
 
@@ -135,7 +138,7 @@ def _identity(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _recording(
-    steps: list[tuple[Callable[..., Any], tuple[Any, ...]]], spans: list[tuple[Any, ...]], num_scratch: int
+    steps: list[tuple[Callable[..., Any], tuple[Any, ...]]], spans: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int
 ) -> _Recording | None:
     """The steps with every tensor named, or None where some tensor is neither an input nor plain scratch memory."""
     known = {span: index for index, span in enumerate(spans)}
@@ -155,7 +158,7 @@ def _recording(
                 if not argument.is_contiguous() or argument.storage_offset():
                     return None
                 known[identity] = len(spans) + len(scratch)
-                scratch.append(_Scratch(tuple(argument.shape), argument.dtype))
+                scratch.append(_Scratch(tuple(argument.shape), argument.dtype, len(scratch) >= num_scratch - num_zeroed))
             used.add(known[identity])
             places.append((position, known[identity]))
             kept[position] = None

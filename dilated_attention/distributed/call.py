@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from dilated_attention.distributed import cost, run
+from dilated_attention.distributed.agreement import RingCall, agreed_length
 from dilated_attention.distributed.group import Members, members_named
-from dilated_attention.distributed.handshake import agree
-from dilated_attention.distributed.layout import local_length
 from dilated_attention.distributed.plan import Job
 from dilated_attention.distributed.regroup import Holding, regroup
-from dilated_attention.distributed.route import make_route
-from dilated_attention.distributed.wire import wire_of
+from dilated_attention.distributed.route import Route, make_route
+from dilated_attention.distributed.script import Script, make_script
+from dilated_attention.distributed.wire import Wire, wire_of
 from dilated_attention.engine import schedule
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, prepare, without_autocast
 from dilated_attention.engine.run import Call, without_padding
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class RingCall:
-    """The arguments that one process does not have. ``seq_len`` is −1 where the ranks have to ask each other."""
-
-    group_name: str
-    layout: str
-    exchange: str
-    seq_len: int
-    ranks_per_node: int
-    timeout: float
 
 
 def ring_forward(
@@ -45,7 +34,7 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(out (B, n, H, D), lse (B, H, n), N)."""
     members = members_named(ring.group_name)
-    seq_len = _agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring)
+    seq_len = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring)
     work = _Work(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
@@ -81,75 +70,25 @@ def ring_backward(
         return tuple(x.to(q.dtype) for x in total)
 
 
-def _agreed_length(
-    members: Members,
-    tensors: Tensors,
-    padding: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    pattern: DilatedPattern,
-    settings: Settings,
-    ring: RingCall,
-) -> int:
-    """N, once all ranks are known to make the same call: found out at the first call of a kind, or at each where N is to be asked for."""
-    q, k, _ = tensors
-    if members.size == 1:
-        return _checked_length(ring, [q.shape[1]])
-    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    kind = (ring, members.group, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern, *map(str, settings))
-    if ring.seq_len >= 0 and kind in _agreed:
-        return ring.seq_len
-    same = {
-        "q.shape[0]": q.shape[0],
-        "q.shape[2]": q.shape[2],
-        "k.shape[2]": k.shape[2],
-        "q.shape[3]": q.shape[3],
-        "dtype": str(q.dtype),
-        "device": q.device.type,
-        "key_padding_mask": "given" if padding is not None else "None",
-        "cu_seqlens": "None" if documents is None else _shortened(documents),
-        "segment_lengths": str(list(pattern.segment_lengths)),
-        "dilation_rates": str(list(pattern.dilation_rates)),
-        "head_offsets": str(pattern.head_offsets),
-        "branch_heads": pattern.branch_heads,
-        "tail": pattern.tail,
-        "window": str(settings.window or None),
-        "is_causal": settings.is_causal,
-        "scale": settings.scale,
-        "dropout_p": settings.dropout_p,
-        "mixture_grad": "detached" if settings.detached else "exact",
-        "deterministic": settings.deterministic,
-        "requires_grad": settings.needs_grad,
-        "layout": ring.layout,
-        "exchange": ring.exchange,
-        "ranks_per_node": ring.ranks_per_node or "None",
-        "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
-    }
-    rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
-    seq_len = _checked_length(ring, rows)
-    if ring.seq_len >= 0:
-        if len(_agreed) >= 4096:
-            _agreed.clear()
-        _agreed.add(kind)
-    return seq_len
+@dataclass(frozen=True)
+class _Setup:
+    """What calls of the same kind have in common: worked out once, since short calls wait for the CPU.
+
+    Args:
+        pattern: of the heads that this rank computes.
+        call: without masks and seed, which every call has its own.
+        team: the ranks that exchange keys.
+        ahead: steps whose keys are in memory at once.
+    """
+
+    pattern: DilatedPattern
+    script: Script
+    call: Call
+    team: Members
+    ahead: int
 
 
-_agreed: set[object] = set()
-
-
-def _shortened(documents: tuple[int, ...]) -> str:
-    text = str(list(documents))
-    return text if len(text) <= 200 else f"{text[:160]} … ({len(documents) - 1} documents, hash {hash(documents) & 0xFFFFFFFF:08x})"
-
-
-def _checked_length(ring: RingCall, rows: list[int]) -> int:
-    seq_len = ring.seq_len if ring.seq_len >= 0 else sum(rows)
-    expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
-    if rows != expected:
-        raise ValueError(
-            f"the group's ranks hold {rows} positions; a {ring.layout} sequence of {seq_len} has {expected}: cut it by shard_sequence "
-            "with the same layout and seq_len"
-        )
-    return seq_len
+_setups: dict[object, _Setup] = {}
 
 
 class _Work:
@@ -168,99 +107,132 @@ class _Work:
         *,
         is_backward: bool,
     ) -> None:
-        q, k, _ = tensors
         self.members, self.pattern, self.settings, self.ring = members, pattern, settings, ring
-        self.tensors, self.seed, self.is_backward = tensors, seed, is_backward
-        self.heads = (q.shape[2], k.shape[2])
-        self.wire = wire_of(members, ring.timeout) if members.size > 1 else None
+        self.seed, self.is_backward = seed, is_backward
+        q, k, v = self.tensors = tensors
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        exchange = ring.exchange
-        if exchange == "auto":
-            exchange = cost.choose(
-                cost.question_of(
-                    q,
-                    k,
-                    pattern,
-                    size=members.size,
-                    layout=ring.layout,
-                    seq_len=ring.seq_len,
-                    is_causal=settings.is_causal,
-                    has_window=bool(settings.window),
-                    needs_grad=settings.needs_grad,
-                )
-            )
-        self.route = make_route(ring.seq_len, members.size, ring.layout, exchange, *self.heads, ring.ranks_per_node, settings.is_causal)
+        self.route = _route_of(members, q, k, pattern, settings, ring)
         self.padding = None
         if padding is not None:
             rows = [Holding(holding.spans, (0, 1)) for holding in self.route.given[0]]
             whole = [Holding(((0, ring.seq_len, 1),), (0, 1))] * members.size
-            (mask,) = regroup([padding.to(torch.uint8)[..., None]], [rows], [whole], members.rank, self.wire, "padding masks")
+            (mask,) = regroup([padding.to(torch.uint8)[..., None]], [rows], [whole], members.rank, self._wire(), "padding masks")
             self.padding = mask[..., 0].bool()
-            q, k, v = tensors
             self.tensors = (q, *without_padding(k, v, padding))
         self.used: Tensors | None = None
 
-    def _regroup(self, tensors: list[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> list[torch.Tensor]:
+    def _wire(self) -> Wire | None:
+        return wire_of(self.members, self.ring.timeout) if self.members.size > 1 else None
+
+    def _regroup(
+        self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False
+    ) -> Sequence[torch.Tensor]:
         """Tensors of queries (``q``) and keys (``k``) by the letters of ``which``, as used while computing, or back as given."""
+        if self.route.stays:
+            return tensors
         given, used = ([sides["qk".index(letter)] for letter in which] for sides in (self.route.given, self.route.used))
         old, new = (used, given) if back else (given, used)
-        return regroup(tensors, old, new, self.members.rank, self.wire, what, add=add)
+        return regroup(tensors, old, new, self.members.rank, self._wire(), what, add=add)
 
     def _inputs(self, what: str) -> Tensors:
         if self.used is None:
-            self.used = tuple(kernel_ready(x) for x in self._regroup(list(self.tensors), "qkk", f"{what}: q, k and v"))
+            self.used = tuple(kernel_ready(x) for x in self._regroup(self.tensors, "qkk", f"{what}: q, k and v"))
         return self.used
 
-    def _prepared(self, views: Tensors) -> tuple[DilatedPattern, Job, Call, Members]:
-        me = self.members.rank
+    def _prepared(self, views: Tensors) -> tuple[_Setup, Call]:
+        q = views[0]
+        kind = (
+            *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, self.is_backward, q.dtype, q.device),
+            *(tuple(self.settings.window), *self.settings[1:], self.padding is None, torch.are_deterministic_algorithms_enabled()),
+            *((x.shape, x.stride()) for x in views),
+        )
+        setup = _setups.get(kind)
+        if setup is None:
+            if len(_setups) >= 512:
+                _setups.clear()
+            setup = _setups[kind] = self._make_setup(views)
+        if self.padding is None and self.seed is None:
+            return setup, setup.call
+        return setup, replace(setup.call, padding=self.padding, seed=0 if self.seed is None else int(self.seed.item()))
+
+    def _make_setup(self, views: Tensors) -> _Setup:
+        me, (_, k) = self.members.rank, views[:2]
         first, last = self.route.used[0][me].heads
-        pattern = self.pattern.with_heads(first, last, self.heads[0]) if self.pattern.branch_heads == "all" else self.pattern
+        num_heads = self.tensors[0].shape[2]
+        pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
         shape, call = prepare(
-            self.is_backward, views, pattern, self.settings, self.padding, self.documents, self.seed, num_keys=self.ring.seq_len
+            self.is_backward, views, pattern, self.settings, self.padding, self.documents, None, num_keys=self.ring.seq_len
         )
         whole = (0, self.ring.seq_len)
-        shape = replace(shape, queries=whole, keys=whole)
         ranks = self.route.team(me)
+        job = Job(
+            pattern,
+            replace(shape, queries=whole, keys=whole),
+            tuple(self.route.ranges(rank) for rank in ranks),
+            self.route.exchange,
+            cost.head_steps(self.ring.seq_len, k.shape[0], k.shape[2], k.shape[3], k.element_size()),
+        )
         team = Members(self.members.group, ranks.index(me), len(ranks), ranks)
-        kv = views[1]
-        steps = cost.head_steps(self.ring.seq_len, kv.shape[0], kv.shape[2], kv.shape[3], kv.element_size())
-        job = Job(pattern, shape, tuple(self.route.ranges(rank) for rank in ranks), self.route.exchange, steps)
-        return pattern, job, replace(call, first_head=first), team
+        ahead = cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
+        return _Setup(pattern, make_script(job, team.rank), replace(call, first_head=first, padding=None), team, ahead)
 
-    def _ahead(self, job: Job, k: torch.Tensor) -> int:
-        return cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
+    def _wires(self, setup: _Setup) -> tuple[Wire, Wire]:
+        """For keys and for their gradients: of few multiprocessors where little is exchanged beside much that is computed."""
+        if setup.script.home and setup.script.job.exchange != "ring":
+            few = cost.FEW_CTAS
+            return tuple(wire_of(self.members, self.ring.timeout, lane, few) for lane in ("few keys", "few gradients"))  # type: ignore[return-value]
+        return wire_of(self.members, self.ring.timeout), wire_of(self.members, self.ring.timeout, "gradients")
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out (B, n, H, D), lse (B, n, H)) in the caller's layout."""
         q, k, v = self._inputs("forward")
-        pattern, job, call, team = self._prepared((q, k, v))
-        if team.size == 1:
-            out, lse = schedule.forward(pattern, job.shape, q, k, v, call)
+        setup, call = self._prepared((q, k, v))
+        if setup.team.size == 1:
+            out, lse = schedule.forward(setup.pattern, setup.script.job.shape, q, k, v, call)
             lse = lse.transpose(1, 2)
         else:
-            assert self.wire is not None
-            out, lse = run.forward(job, team, (q, k, v), call, self.wire, ahead=self._ahead(job, k))
-        out, lse = self._regroup([out, lse], "qq", "forward: out and lse", back=True)
+            out, lse = run.forward(setup.script, setup.team, (q, k, v), call, self._wires(setup)[0], ahead=setup.ahead)
+        out, lse = self._regroup((out, lse), "qq", "forward: out and lse", back=True)
         return out, lse
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         """(dq, dk, dv) in the caller's layout."""
         q, k, v = self._inputs("backward")
-        more = [dout, out, lse] if dlse is None else [dout, out, lse, dlse]
+        more = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
         dout, out, lse, *rest = self._regroup(more, "q" * len(more), "backward: dout, out and lse")
         dout, out = kernel_ready(dout), kernel_ready(out)
         dlse = rest[0] if rest else None
-        pattern, job, call, team = self._prepared((q, k, v, dout))
-        tensors = (dout, q, k, v, out, lse)
-        if team.size == 1:
+        setup, call = self._prepared((q, k, v, dout))
+        grads: Tensors
+        if setup.team.size == 1:
             lse = lse.transpose(1, 2).contiguous()
             dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-            grads = schedule.backward(pattern, job.shape, (dout, q, k, v, out, lse), call, dlse)
+            grads = schedule.backward(setup.pattern, setup.script.job.shape, (dout, q, k, v, out, lse), call, dlse)
         else:
-            wires = (wire_of(self.members, self.ring.timeout), wire_of(self.members, self.ring.timeout, "gradients"))
-            grads = run.backward(job, team, tensors, call, wires, dlse, ahead=self._ahead(job, k))
+            wires = self._wires(setup)
+            grads = run.backward(setup.script, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, ahead=setup.ahead)
         # ranks that share a key/value head each have a share of its gradient
-        shared = self.heads[1] < self.route.inner
-        (dq,) = self._regroup([grads[0]], "q", "backward: dq", back=True)
-        dk, dv = self._regroup(list(grads[1:]), "kk", "backward: dk and dv", back=True, add=shared)
+        shared = self.tensors[1].shape[2] < self.route.inner
+        (dq,) = self._regroup(grads[:1], "q", "backward: dq", back=True)
+        dk, dv = self._regroup(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)
         return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+def _route_of(members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> Route:
+    exchange = ring.exchange
+    if exchange == "auto":
+        exchange = cost.choose(
+            cost.question_of(
+                q,
+                k,
+                pattern,
+                size=members.size,
+                layout=ring.layout,
+                seq_len=ring.seq_len,
+                is_causal=settings.is_causal,
+                has_window=bool(settings.window),
+                needs_grad=settings.needs_grad,
+            )
+        )
+    heads = (q.shape[2], k.shape[2])
+    return make_route(ring.seq_len, members.size, ring.layout, exchange, *heads, ring.ranks_per_node, settings.is_causal)

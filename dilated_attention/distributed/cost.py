@@ -25,6 +25,8 @@ FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
 SHARE = 0.25
 # a step of an all_gather brings at least this much, or its latency shows; and no call has more steps than this
 STEP_BYTES, MOST_STEPS = 24 * 2**20, 8
+# multiprocessors for exchanges that are small beside what is computed meanwhile
+FEW_CTAS = 4
 # keys on their way may take this much, or two steps where that is more
 AHEAD_BYTES = 2**30
 

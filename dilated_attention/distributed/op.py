@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.call import RingCall, ring_backward, ring_forward
+from dilated_attention.distributed.agreement import RingCall
+from dilated_attention.distributed.call import ring_backward, ring_forward
 from dilated_attention.engine.prepare import Settings, pattern_of
 
 

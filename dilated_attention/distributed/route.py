@@ -28,6 +28,11 @@ class Route:
     inner: int
     exchange: str
 
+    @functools.cached_property
+    def stays(self) -> bool:
+        """Nobody's rows or heads change hands before and after computing."""
+        return self.given == self.used
+
     def team(self, rank: int) -> tuple[int, ...]:
         return tuple(range(rank % self.inner, len(self.given[0]), self.inner))
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.home import home_backward, home_forward
-from dilated_attention.distributed.plan import Job, Launch
-from dilated_attention.distributed.script import Part, StepScript, make_script
+from dilated_attention.distributed.plan import Launch
+from dilated_attention.distributed.script import ByHeads, Part, Script, StepScript
 from dilated_attention.distributed.wire import Transfer, Wire
 from dilated_attention.engine.merge import add_up, add_zero_keys, merge_onto
 from dilated_attention.engine.rows import launches_of_rows
@@ -41,16 +41,18 @@ class _Arrival:
         return (k, v) if memory is None else _halves(memory)
 
 
-def forward(job: Job, members: Members, tensors: Tensors, call: Call, wire: Wire, *, ahead: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    script: Script, members: Members, tensors: Tensors, call: Call, wire: Wire, *, ahead: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, n, H, D) in q's dtype, lse (B, n, H)) of this rank's queries. ``tensors`` are its q, k, v.
 
     Args:
         ahead: steps whose keys are in memory at once.
     """
     q, k, v = tensors
-    script = make_script(job, members.rank)
+    job = script.job
     acc = accumulation_dtype(q.dtype)
-    arrivals = _arrivals(script.steps, members, k, v, wire, ahead, "forward")
+    arrivals = _arrivals(script, members, k, v, wire, ahead, "forward")
     if script.home:
         out, lse = home_forward(job, script.home, tensors, call)
         # a ring adds a part for every hop to a row, and each would round it
@@ -88,7 +90,7 @@ def forward(job: Job, members: Members, tensors: Tensors, call: Call, wire: Wire
 
 
 def backward(
-    job: Job, members: Members, tensors: Tensors, call: Call, wires: tuple[Wire, Wire], dlse: torch.Tensor | None, *, ahead: int = 2
+    script: Script, members: Members, tensors: Tensors, call: Call, wires: tuple[Wire, Wire], dlse: torch.Tensor | None, *, ahead: int = 2
 ) -> Tensors:
     """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D) and lse (B, n, H), as ``dlse``.
 
@@ -96,9 +98,9 @@ def backward(
         wires: for keys and values, and for their gradients.
     """
     dout, q, k, v, out, lse = tensors
-    script = make_script(job, members.rank)
+    job = script.job
     acc = accumulation_dtype(q.dtype)
-    arrivals = _arrivals(script.steps, members, k, v, wires[0], ahead, "backward")
+    arrivals = _arrivals(script, members, k, v, wires[0], ahead, "backward")
     if script.home:
         dq, dk, dv = home_backward(job, script.home, tensors, call, dlse)
         if job.exchange == "ring":
@@ -137,7 +139,7 @@ def backward(
                 (dq_.add_ if script.home or not launch.problem.first else dq_.copy_)(part_dq)
                 dk_.copy_(part_dk)
                 dv_.copy_(part_dv)
-        returning.append(_send_back(arrival.script, members, parts, (dk, dv), wires[1], script.writes_once and not script.home))
+        returning.append(_send_back(arrival.script, members, parts, (dk, dv), wires[1], script.writes_once))
         # what came back while this step was computed is added before the next one's memory is asked for
         while len(returning) > 1:
             returning.popleft().add()
@@ -151,12 +153,13 @@ def _share_dtype(q: torch.Tensor) -> torch.dtype:
     return q.dtype if q.device.type == "cuda" else accumulation_dtype(q.dtype)
 
 
-def _arrivals(
-    steps: tuple[StepScript, ...], members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, ahead: int, what: str
-) -> Iterator[_Arrival]:
+def _arrivals(script: Script, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, ahead: int, what: str) -> Iterator[_Arrival]:
     """The steps in order, each with its keys at hand and the next ones' on their way, which begins with this call."""
-    packed = _pack_heads(steps, k, v) if len(steps) <= ahead else [None] * len(steps)
-    waiting = deque(_start(script, members, k, v, wire, what, memory) for script, memory in zip(steps[:ahead], packed, strict=False))
+    steps = script.steps
+    packed: Sequence[torch.Tensor | None] = [None] * len(steps)
+    if script.by_heads is not None and len(steps) <= ahead:
+        packed = _pack_heads(script.by_heads, len(steps), k, v)
+    waiting = deque(_start(step, members, k, v, wire, what, memory) for step, memory in zip(steps[:ahead], packed, strict=False))
 
     def arrive() -> Iterator[_Arrival]:
         for index in range(len(steps)):
@@ -170,26 +173,15 @@ def _arrivals(
     return arrive()
 
 
-def _pack_heads(steps: tuple[StepScript, ...], k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """The one buffer of each step with the rank's own rows in it, where steps differ in nothing but their heads; filled all at once."""
-    first = steps[0]
-    if len(steps) == 1 or any(step.sizes != first.sizes or len(step.sizes) != 1 or not step.fills for step in steps):
-        return [None] * len(steps)
-    size, heads = first.sizes[0], first.fills[0].rows.heads
-    plain = [
-        [replace(filled.rows, head_start=filled.rows.head_start - index * heads) for filled in step.fills]
-        for index, step in enumerate(steps)
-    ]
-    if size is None or any(rows != plain[0] for rows in plain) or plain[0][0].head_start or plain[0][0].head_step != 1:
-        return [None] * len(steps)
+def _pack_heads(by_heads: ByHeads, num_steps: int, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Every step's buffer with the rank's own rows in it."""
     B, _, _, D = k.shape
-    memory = torch.empty((len(steps), size[0], 2, B, heads, D), dtype=k.dtype, device=k.device)
-    for filled in first.fills:
-        rows = replace(filled.rows, heads=k.shape[2])
-        into = memory[:, filled.part.at : filled.part.at + filled.part.count]
+    memory = torch.empty((num_steps, by_heads.rows, 2, B, by_heads.heads, D), dtype=k.dtype, device=k.device)
+    for part, own in by_heads.own:
+        into = memory[:, part.at : part.at + part.count]
         for which, x in enumerate((k, v)):
             # (B, rows, steps · heads, D) → (steps, rows, B, heads, D)
-            into[:, :, which].copy_(rows.of(x).squeeze(1).unflatten(2, (len(steps), heads)).permute(2, 1, 0, 3, 4))
+            into[:, :, which].copy_(x[:, own].unflatten(2, (num_steps, by_heads.heads)).permute(2, 1, 0, 3, 4))
     return memory.unbind(0)
 
 

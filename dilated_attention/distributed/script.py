@@ -61,18 +61,30 @@ class StepScript:
 
 
 @dataclass(frozen=True, slots=True)
+class ByHeads:
+    """Steps that differ in nothing but their heads: (rows, heads) of each one's one buffer, and the rank's own rows in it."""
+
+    rows: int
+    heads: int
+    own: tuple[tuple[Part, slice], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Script:
     """``home``, ``covered`` and ``single`` are those of the rank's plan.
 
     Args:
         writes_once: no gradient of a key row is owed twice, and each is, so that they need no initial value.
+        by_heads: how all steps' buffers are filled at once, where they can be.
     """
 
+    job: Job
     home: tuple[Range, ...]
     steps: tuple[StepScript, ...]
     covered: bool
     single: bool
     writes_once: bool
+    by_heads: ByHeads | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,7 +93,8 @@ def make_script(job: Job, rank: int) -> Script:
     mine = plans[rank]
     steps = tuple(_step_script([plan.steps[index] for plan in plans], rank) for index in range(len(mine.steps)))
     held = sum(end - start for start, end in job.holdings[rank]) * job.shape.num_kv_heads
-    return Script(mine.home, steps, mine.covered, mine.single, _are_disjoint([o.rows for s in steps for o in s.owed], held))
+    writes_once = not mine.home and _are_disjoint([owed.rows for step in steps for owed in step.owed], held)
+    return Script(job, mine.home, steps, mine.covered, mine.single, writes_once, _by_heads(steps))
 
 
 def _are_disjoint(rows: list[Rows], held: int) -> bool:
@@ -166,3 +179,21 @@ def _among(packed: list[tuple[Buffer, Source, Part]], buffer: Buffer, source: So
         if rest == 0 and ahead >= 0 and ahead + source.count <= have.count:
             return Part(part.buffer, part.at + ahead, source.count)
     return None
+
+
+def _by_heads(steps: tuple[StepScript, ...]) -> ByHeads | None:
+    first = steps[0]
+    if len(steps) == 1 or not first.fills or any(step.sizes != first.sizes or len(step.sizes) != 1 for step in steps):
+        return None
+    size, heads = first.sizes[0], first.fills[0].rows.heads
+    for index, step in enumerate(steps):
+        for filled, alike in zip(step.fills, first.fills, strict=True):
+            rows = filled.rows
+            if (rows.head_start, rows.heads, rows.step, rows.shift) != (index * heads, heads, 1, 0) or (rows.head_step != 1 and heads > 1):
+                return None
+            if (filled.part, rows.start) != (alike.part, alike.rows.start):
+                return None
+    if size is None:
+        return None
+    own = tuple((filled.part, slice(filled.rows.start, filled.rows.start + filled.rows.length)) for filled in first.fills)
+    return ByHeads(size[0], heads, own)

@@ -49,18 +49,19 @@ class Wire:
             it 1.1 ms, and 0.5 ms so.
     """
 
-    def __init__(self, members: Members, timeout: float, lane: str = "keys") -> None:
+    def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
         assert members.group is not None, "one process has nobody to exchange with"
         self.timeout = timeout
         self.lane = lane
         self.queue = Queue()
         self.session = session_of(members, timeout)
         shares = lane == "keys" and dist.get_backend(members.group) != "nccl"
-        group = members.group if shares else _another(members.group, self.session, lane, timeout)
+        group = members.group if shares else _another(members.group, self.session, lane, timeout, most_ctas)
         # the group's life is its owner's: a wire must not keep communicators that were destroyed
         self._group = weakref.ref(group)
         self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
         self._device: Any = None
+        self._nothing: torch.Tensor | None = None
         self._opened: set[torch.device] = set()
         self._on_gpu = self._coalesces = False
         self._number = 0
@@ -94,15 +95,13 @@ class Wire:
         works: list[Any] = []
         try:
             if self._coalesces:
-                group._start_coalescing(self._device)
-            for slab in incoming:
-                works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
-            coming = False
-            for slab in outgoing:
-                works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
-            if self._coalesces:
-                slab = None
-                works = [group._end_coalescing(self._device)]
+                works = [self._in_one_launch(group, incoming, outgoing)]
+            else:
+                for slab in incoming:
+                    works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
+                coming = False
+                for slab in outgoing:
+                    works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
         except RuntimeError as error:
             peers = _peers(incoming + outgoing) if slab is None else (slab[0],)
             act = "starting" if slab is None else self._act(slab, coming)
@@ -110,6 +109,28 @@ class Wire:
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
+
+    def _in_one_launch(self, group: dist.ProcessGroup, incoming: list[Slab], outgoing: list[Slab]) -> Any:
+        """Every peer's first tensor as an all-to-all, every peer's second one as another …: a send or a receive of its own costs the
+        CPU some 40 µs in torch, and an all-to-all of all ranks little more."""
+        rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        nothing = self._nothing
+        if nothing is None or nothing.device != self._device:
+            nothing = self._nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        for side, slabs in enumerate((incoming, outgoing)):
+            taken = [0] * self.session.size
+            for peer, tensor in slabs:
+                at = self._at[peer]
+                if taken[at] == len(rounds):
+                    rounds.append(([nothing] * self.session.size, [nothing] * self.session.size))
+                rounds[taken[at]][side][at] = _as_carried(tensor)
+                taken[at] += 1
+        if len(rounds) == 1:
+            return group.alltoall(*rounds[0])
+        group._start_coalescing(self._device)
+        for into, out_of in rounds:
+            group.alltoall(into, out_of)
+        return group._end_coalescing(self._device)
 
     def _check(self) -> dist.ProcessGroup:
         self.session.check()
@@ -259,10 +280,14 @@ class Transfer:
 _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
 
 
-def wire_of(members: Members, timeout: float, lane: str = "keys") -> Wire:
+def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> Wire:
     """The group's wire of a lane, made at first use by all ranks of the group together; it lives as long as the group.
 
     A lane of its own is a communicator more, which lives until torch.distributed is shut down.
+
+    Args:
+        most_ctas: multiprocessors that NCCL may take for an exchange of this lane. It holds them from its start until the last rank
+            has come, so small exchanges beside long computations should have few.
     """
     assert members.group is not None, "one process has nobody to exchange with"
     lanes = _wires.get(members.group)
@@ -270,18 +295,22 @@ def wire_of(members: Members, timeout: float, lane: str = "keys") -> Wire:
         lanes = _wires[members.group] = {}
     wire = lanes.get(lane)
     if wire is None:
-        wire = lanes[lane] = Wire(members, timeout, lane)
+        wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
     wire.timeout = timeout
     return wire
 
 
-def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float) -> dist.ProcessGroup:
+def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float, most_ctas: int | None) -> dist.ProcessGroup:
     """A communicator of the same ranks."""
     # torch would wait for absent ranks by its own timeout, and not say for whom
     gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
     ranks = list(session.global_ranks)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend(group) == "nccl" else None
+    options = None
+    if dist.get_backend(group) == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if most_ctas is not None:
+            options.config.max_ctas = most_ctas
     try:
         if bound is not None and len(ranks) < dist.get_world_size():
             # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks

@@ -1,0 +1,100 @@
+"""That all ranks make the same call, and how long their sequence is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.handshake import agree
+from dilated_attention.distributed.layout import local_length
+from dilated_attention.engine.prepare import Settings
+from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """The arguments that one process does not have. ``seq_len`` is −1 where the ranks have to ask each other."""
+
+    group_name: str
+    layout: str
+    exchange: str
+    seq_len: int
+    ranks_per_node: int
+    timeout: float
+
+
+def agreed_length(
+    members: Members,
+    tensors: Tensors,
+    padding: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    pattern: DilatedPattern,
+    settings: Settings,
+    ring: RingCall,
+) -> int:
+    """N, once all ranks are known to make the same call: found out at the first call of a kind, or at each where N is to be asked for."""
+    q, k, _ = tensors
+    if members.size == 1:
+        return _checked_length(ring, [q.shape[1]])
+    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    kind = (ring, members.group, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern, *map(str, settings))
+    if ring.seq_len >= 0 and kind in _agreed:
+        return ring.seq_len
+    dense = pattern.segment_lengths[0] >= MAX_LENGTH
+    same = {
+        "function": "ring_attention" if dense else "ring_dilated_attention",
+        "q.shape[0]": q.shape[0],
+        "q.shape[2]": q.shape[2],
+        "k.shape[2]": k.shape[2],
+        "q.shape[3]": q.shape[3],
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        "key_padding_mask": "given" if padding is not None else "None",
+        "cu_seqlens": "None" if documents is None else _shortened(documents),
+        "segment_lengths": str(list(pattern.segment_lengths)),
+        "dilation_rates": str(list(pattern.dilation_rates)),
+        "head_offsets": str(pattern.head_offsets),
+        "branch_heads": pattern.branch_heads,
+        "tail": pattern.tail,
+        "window": str(settings.window or None),
+        "is_causal": settings.is_causal,
+        "scale": settings.scale,
+        "dropout_p": settings.dropout_p,
+        "mixture_grad": "detached" if settings.detached else "exact",
+        "deterministic": settings.deterministic,
+        "requires_grad": settings.needs_grad,
+        "layout": ring.layout,
+        "exchange": ring.exchange,
+        "ranks_per_node": ring.ranks_per_node or "None",
+        "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
+    }
+    rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
+    seq_len = _checked_length(ring, rows)
+    if ring.seq_len >= 0:
+        if len(_agreed) >= 4096:
+            _agreed.clear()
+        _agreed.add(kind)
+    return seq_len
+
+
+_agreed: set[object] = set()
+
+
+def _shortened(documents: tuple[int, ...]) -> str:
+    text = str(list(documents))
+    return text if len(text) <= 200 else f"{text[:160]} … ({len(documents) - 1} documents, hash {hash(documents) & 0xFFFFFFFF:08x})"
+
+
+def _checked_length(ring: RingCall, rows: list[int]) -> int:
+    seq_len = ring.seq_len if ring.seq_len >= 0 else sum(rows)
+    expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
+    if rows != expected:
+        raise ValueError(
+            f"the group's ranks hold {rows} positions; a {ring.layout} sequence of {seq_len} has {expected}: cut it by shard_sequence "
+            "with the same layout and seq_len"
+        )
+    return seq_len
