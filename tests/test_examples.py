@@ -63,7 +63,8 @@ def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_that_share_sequences_train_as_one_does(text: Path, tmp_path: Path) -> None:
-    """At a small rate: Muon computes in bfloat16, and at a large one its roundings show in the fourth digit."""
+    """To 3e-5 after 0.2 bits were learned. Muon orthogonalises in bfloat16, whose roundings show in the fifth digit here, and in the
+    fourth at the usual rate; with AdamW alone, and an epsilon that keeps the least gradients' signs out, the losses agree to 7e-7."""
     histories = []
     for kind, launch, options in (("alone", [], []), ("shared", torchrun(), ["--context-parallel", "2", "--fsdp", "--layout", "zigzag"])):
         history = tmp_path / f"{kind}.json"
@@ -72,7 +73,7 @@ def test_two_processes_that_share_sequences_train_as_one_does(text: Path, tmp_pa
         # too few steps to learn much, and the report says so
         assert "not below both" in result.stderr, result.stderr
         histories.append([bits for _, bits in json.loads(history.read_text())])
-    assert histories[1] == pytest.approx(histories[0], abs=1e-5, rel=0)
+    assert histories[1] == pytest.approx(histories[0], abs=3e-5, rel=0)
     assert histories[0][2] < histories[0][0] - 0.1
 
 
