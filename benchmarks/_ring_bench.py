@@ -164,7 +164,9 @@ class Bench:
 
             with self.entered(contender, ranks):
                 world.everywhere(prepare, ranks)
-                record = world.measure(lambda: made[0](), seconds=self.args.seconds, ranks=ranks)
+                if self.args.graphs and contender.captures and world.is_cuda:
+                    made.append(world.everywhere(lambda: _captured(made[0]), ranks)[0])
+                record = world.measure(lambda: made[-1](), seconds=self.args.seconds, ranks=ranks)
             made.clear()
             rate = problem.flops(which) / share / record["seconds"] / 1e12
             names = {"contender": contender.name, "kernel": contender.kernel, "layout": contender.layout, "note": contender.note}
@@ -195,6 +197,21 @@ def _ready(contender: Contender, given: list[torch.Tensor]) -> list[torch.Tensor
     """q, k, v as leaves and dout, in the contender's own order of dimensions."""
     own = [x.transpose(1, 2).contiguous() for x in given] if contender.heads_first else given
     return [*(x.detach().requires_grad_() for x in own[:3]), own[3]]
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as one CUDA graph: what the GPU does, without the CPU's time for it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _as_given(contender: Contender, x: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Contender:
         kernel: the backend that its speed is held against, alone on one GPU.
         layout: which positions a rank holds.
         context: entered once around all its calls.
+        captures: with --graphs it is timed as a CUDA graph.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Contender:
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     heads_first: bool = False
     note: str = ""
+    captures: bool = False
 
 
 def resolve(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -69,7 +71,7 @@ def alone(kernel: str, problem: Problem) -> Contender:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return function(q, k, v, *(problem.pattern or ()), is_causal=problem.is_causal, backend=kernel)
 
-    return Contender(f"alone ({kernel})", attend, kernel, WHOLE)
+    return Contender(f"alone ({kernel})", attend, kernel, WHOLE, captures=True)
 
 
 def ours(problem: Problem, group: Any, *, exchange: str, backend: str) -> list[Contender]:
@@ -86,7 +88,7 @@ def ours(problem: Problem, group: Any, *, exchange: str, backend: str) -> list[C
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return function(q, k, v, *(problem.pattern or ()), **settings)
 
-    return [Contender(f"ours {exchange}" + ("" if backend == "auto" else f" ({backend})"), attend, backend, layout)]
+    return [Contender(f"ours {exchange}" + ("" if backend == "auto" else f" ({backend})"), attend, backend, layout, captures=True)]
 
 
 def torch_cp(problem: Problem, group: Any, *, rotate: str, device: torch.device) -> list[Contender]:

@@ -135,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dilated-exchange", nargs="+", default=["auto"])
     parser.add_argument("--backends", nargs="+", default=["auto"], help="kernels of ours")
     parser.add_argument("--kernels", nargs="+", default=["auto", "sdpa_cudnn", "sdpa_flash"], help="kernels behind ring-flash-attention")
+    parser.add_argument("--graphs", action="store_true", help="time ours and the kernel alone as CUDA graphs")
     parser.add_argument("--ring-flash-attention", metavar="PATH")
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES, help="training: forward + backward")

@@ -58,7 +58,8 @@ def ring_backward(
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
     with without_autocast(q):
-        if not settings.detached or pattern.num_branches == 1:
+        # a head that runs one branch has no mixing weights
+        if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
             return work.backward(dout, out, lse, dlse)
         # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
         total: list[torch.Tensor] = []
@@ -178,10 +179,14 @@ class _Work:
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire]:
         """For keys and for their gradients: of few multiprocessors where little is exchanged beside much that is computed."""
-        if setup.script.home and setup.script.job.exchange != "ring":
-            few = cost.FEW_CTAS
-            return tuple(wire_of(self.members, self.ring.timeout, lane, few) for lane in ("few keys", "few gradients"))  # type: ignore[return-value]
-        return wire_of(self.members, self.ring.timeout), wire_of(self.members, self.ring.timeout, "gradients")
+        small = bool(setup.script.home) and setup.script.job.exchange != "ring"
+        names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
+        keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
+        # a forward needs no gradients' wire; but of a training step it is the moment when nothing is under way
+        gradients = wire_of(self.members, self.ring.timeout, names[1], ctas) if self.settings.needs_grad else keys
+        for wire in (keys, gradients):
+            wire.open(self.tensors[0].device)
+        return keys, gradients
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out (B, n, H, D), lse (B, n, H)) in the caller's layout."""

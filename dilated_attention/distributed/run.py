@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,7 +73,7 @@ def forward(
             keys, values = arrival.keys_of(launch, k, v)
             tensors_ = [(launch.queries, q), (launch.keys, keys), (launch.keys, values), (launch.queries, out), (launch.queries, lse)]
             whole = direct and call.backend.facts.writes_views
-            for (q_, k_, v_, out_, lse_), options in launches_of_rows(problem, tensors_, call, shape, whole=whole):
+            for (q_, k_, v_, out_, lse_), options in launches_of_rows(problem, tensors_, _call_of(call, launch), shape, whole=whole):
                 if direct:
                     call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
                     continue
@@ -129,7 +129,9 @@ def backward(
             if dlse is not None:
                 views.append((rows, dlse))
             direct = not script.home and launch.problem.first and dq.dtype is q.dtype and (dlse is None or call.backend.facts.lse_grad)
-            for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of_rows(launch.problem, views, call, shape):
+            for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of_rows(
+                launch.problem, views, _call_of(call, launch), shape
+            ):
                 inputs = (dout_, q_, k_, v_, out_, lse_)
                 if direct:
                     dlse_ = rest[0].transpose(1, 2) if rest else None
@@ -146,6 +148,13 @@ def backward(
     for back in returning:
         back.add()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _call_of(call: Call, launch: Launch) -> Call:
+    """Dropout is decided by the heads of the whole model, and a problem counts those of its step."""
+    if not call.dropout_p:
+        return call
+    return replace(call, first_head=call.first_head + launch.queries.head_start - launch.problem.heads.start)
 
 
 def _share_dtype(q: torch.Tensor) -> torch.dtype:

@@ -61,7 +61,6 @@ class Wire:
         self._group = weakref.ref(group)
         self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
         self._device: Any = None
-        self._nothing: torch.Tensor | None = None
         self._opened: set[torch.device] = set()
         self._on_gpu = self._coalesces = False
         self._number = 0
@@ -82,7 +81,7 @@ class Wire:
         self._number += 1
         first = receives[0][1] if receives else sends[0][1] if sends else None
         if self._device is None if first is None else first.device != self._device:
-            self._open(group, first)
+            self._open(group, None if first is None else first.device)
         incoming = [slab for slab in receives if slab[1].numel()]
         outgoing = [slab for slab in sends if slab[1].numel()]
         if counting:
@@ -95,13 +94,15 @@ class Wire:
         works: list[Any] = []
         try:
             if self._coalesces:
-                works = [self._in_one_launch(group, incoming, outgoing)]
-            else:
-                for slab in incoming:
-                    works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
-                coming = False
-                for slab in outgoing:
-                    works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
+                group._start_coalescing(self._device)
+            for slab in incoming:
+                works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
+            coming = False
+            for slab in outgoing:
+                works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
+            if self._coalesces:
+                slab = None
+                works = [group._end_coalescing(self._device)]
         except RuntimeError as error:
             peers = _peers(incoming + outgoing) if slab is None else (slab[0],)
             act = "starting" if slab is None else self._act(slab, coming)
@@ -109,28 +110,6 @@ class Wire:
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
-
-    def _in_one_launch(self, group: dist.ProcessGroup, incoming: list[Slab], outgoing: list[Slab]) -> Any:
-        """Every peer's first tensor as an all-to-all, every peer's second one as another …: a send or a receive of its own costs the
-        CPU some 40 µs in torch, and an all-to-all of all ranks little more."""
-        rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        nothing = self._nothing
-        if nothing is None or nothing.device != self._device:
-            nothing = self._nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-        for side, slabs in enumerate((incoming, outgoing)):
-            taken = [0] * self.session.size
-            for peer, tensor in slabs:
-                at = self._at[peer]
-                if taken[at] == len(rounds):
-                    rounds.append(([nothing] * self.session.size, [nothing] * self.session.size))
-                rounds[taken[at]][side][at] = _as_carried(tensor)
-                taken[at] += 1
-        if len(rounds) == 1:
-            return group.alltoall(*rounds[0])
-        group._start_coalescing(self._device)
-        for into, out_of in rounds:
-            group.alltoall(into, out_of)
-        return group._end_coalescing(self._device)
 
     def _check(self) -> dist.ProcessGroup:
         self.session.check()
@@ -141,10 +120,18 @@ class Wire:
             )
         return group
 
-    def _open(self, group: dist.ProcessGroup, first: torch.Tensor | None) -> None:
+    def open(self, device: torch.device) -> None:
+        """Makes NCCL's communicator now, on all ranks together; else the first exchange does. Cheap if it is made.
+
+        While one communicator exchanges, opening another can wait for the GPU for ever. So who uses several opens them first.
+        """
+        if self._device != device:
+            self._open(self._check(), device)
+
+    def _open(self, group: dist.ProcessGroup, device: torch.device | None) -> None:
         """What is decided once: blocking or not, one launch or several; and NCCL's communicator, which needs all ranks to make it."""
-        if first is not None:
-            self._device = first.device
+        if device is not None:
+            self._device = device
         elif _CPU in group._device_types:
             # nothing to exchange, and nothing that would tell of a GPU
             return
@@ -166,6 +153,7 @@ class Wire:
         self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
         try:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+            torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise self.broken("opening the communicator", 0, "a collective", everyone, 0.0, error) from error
         finally:
