@@ -4,7 +4,13 @@ from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
 from dilated_attention.functional import attention, dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention.modules import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
 from dilated_attention.pattern import DilatedPattern
 
 __all__ = [
@@ -12,6 +18,9 @@ __all__ = [
     "DilatedAttention",
     "DilatedPattern",
     "MultiheadDilatedAttention",
+    "RingAttention",
+    "RingDilatedAttention",
+    "RingMultiheadDilatedAttention",
     "attention",
     "create_attention",
     "create_model",

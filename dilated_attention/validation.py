@@ -71,6 +71,12 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_timeout(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"timeout is {value!r}; expected a number of seconds > 0")
+    return float(value)
+
+
 def check_query_offset(query_offset: Any, num_queries: int, num_keys: int) -> int:
     offset = as_int("query_offset", query_offset, minimum=0)
     if offset + num_queries > num_keys:

@@ -2,6 +2,7 @@
 
     python examples/train_longnet.py                              # CPU or GPU, whatever is there; about 4 minutes on 2 CPU cores
     torchrun --nproc_per_node=2 examples/train_longnet.py         # data-parallel
+    torchrun --nproc_per_node=4 examples/train_longnet.py --context-parallel 2 --fsdp  # 2 processes a sequence, FSDP2 over all 4
     python examples/train_longnet.py --data my.txt --seconds 600  # your own text
 
 Writes a checkpoint, a plot of the loss and a picture of the attention pattern to ``--out``, then runs the memory test of
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import subprocess
@@ -25,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from _parallel import Processes
 from tqdm import tqdm
 
 from dilated_attention import DilatedPattern, create_model, explain_backend
@@ -37,13 +39,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: Python's standard library)")
     parser.add_argument("--preset", default="longnet-tiny")
     parser.add_argument("--context", type=int, default=8192, help="bytes a training sequence")
-    parser.add_argument("--batch", type=int, help="sequences a step and process (default: 1 on a CPU, 8 on a GPU)")
+    parser.add_argument("--batch", type=int, help="sequences a step and row of processes (default: 1 on a CPU, 8 on a GPU)")
+    parser.add_argument("--context-parallel", type=int, default=1, metavar="N", help="processes that share each sequence")
+    parser.add_argument("--layout", default="contiguous", help="how they share it: contiguous, zigzag or striped")
+    parser.add_argument("--fsdp", action="store_true", help="shard parameters over all processes (FSDP2) instead of copying them (DDP)")
     parser.add_argument("--seconds", type=float, default=150.0, help="length of the training")
     parser.add_argument("--steps", type=int, help="a number of steps instead")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/longnet"))
+    parser.add_argument("--history", type=Path, help="a file for [seconds, bits per byte] of every step, as JSON")
     parser.add_argument("--skip-memory-test", action="store_true")
     return parser.parse_args()
 
@@ -62,21 +68,22 @@ def optimizers_of(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimiz
     return [muon, torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
-def train(model: LongNetLM, text: torch.Tensor, args: argparse.Namespace, device: torch.device, rank: int) -> list[tuple[float, float]]:
+def train(model: LongNetLM, text: torch.Tensor, args: argparse.Namespace, processes: Processes) -> list[tuple[float, float]]:
     """(seconds, bits per byte) of every step."""
-    parallel = DistributedDataParallel(model) if dist.is_initialized() else model
+    device = processes.device
+    parallel = processes.parallel(model)
     optimizers = optimizers_of(model, args.lr)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    generator = torch.Generator().manual_seed(args.seed * 1000 + rank)
+    # processes that share a sequence draw the same ones
+    generator = torch.Generator().manual_seed(args.seed * 1000 + processes.row)
     batch = args.batch or (8 if device.type == "cuda" else 1)
     history: list[tuple[float, float]] = []
     start = time.perf_counter()
     total = args.steps or int(args.seconds)
-    with tqdm(total=total, unit="step" if args.steps else "s", disable=rank != 0, dynamic_ncols=True, mininterval=1.0) as bar:
+    with tqdm(total=total, unit="step" if args.steps else "s", disable=processes.rank != 0, dynamic_ncols=True, mininterval=1.0) as bar:
         while True:
             elapsed = time.perf_counter() - start
             progress = torch.tensor(len(history) / args.steps if args.steps else elapsed / args.seconds, device=device)
-            if dist.is_initialized():
+            if processes.distributed:
                 # one clock for all: a process that stopped a step early would leave the others waiting
                 dist.broadcast(progress, src=0)
             if progress >= 1:
@@ -85,15 +92,16 @@ def train(model: LongNetLM, text: torch.Tensor, args: argparse.Namespace, device
                 for group in optimizer.param_groups:
                     group["lr"] = args.lr * learning_rate(progress.item())
             tokens = _text.random_windows(text, args.context, batch, generator).to(device)
+            inputs, targets = processes.shard(tokens[:, :-1], tokens[:, 1:])
             with precision(device):
-                loss = parallel(tokens[:, :-1], targets=tokens[:, 1:])
+                loss = parallel(inputs, targets=targets, seq_len=args.context)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             history.append((time.perf_counter() - start, loss.item() / math.log(2)))
-            speed = len(history) * batch * args.context * world / history[-1][0]
+            speed = len(history) * batch * args.context * processes.rows / history[-1][0]
             bar.n = len(history) if args.steps else min(total, int(history[-1][0]))
             bar.set_postfix_str(f"step {len(history)}, {history[-1][1]:.3f} bits/byte, {speed:,.0f} tokens/s")
     return history
@@ -138,17 +146,12 @@ def plot(history: list[tuple[float, float]], baselines: dict[str, float], path: 
 
 def main() -> int:
     args = arguments()
-    distributed = "RANK" in os.environ
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    if distributed:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    rank = dist.get_rank() if distributed else 0
+    processes = Processes(args.context_parallel, args.layout, args.fsdp)
+    device, rank = processes.device, processes.rank
     # ranks other than the first stay silent
     with contextlib.redirect_stdout(sys.stdout if rank == 0 else open(os.devnull, "w")):
         torch.manual_seed(args.seed)
-        model = create_model(args.preset, backend=args.backend, device=device)
+        model = create_model(args.preset, backend=args.backend, device=device, **processes.model_options())
         assert isinstance(model, LongNetLM)
         config = model.config
         train_text, valid_text, source = _text.read(args.data)
@@ -158,10 +161,17 @@ def main() -> int:
         print(explain_backend(device=device, backend=args.backend, **kind), "\n")
         print(f"{args.preset}: {model.num_parameters:,} parameters, branches {config.pattern.branches}, context {args.context}")
         print(f"{source}: {len(train_text):,} bytes to train on, {len(valid_text):,} held out")
-        history = train(model, train_text, args, device, rank)
+        history = train(model, train_text, args, processes)
+        if processes.is_spread:
+            # the first process reports alone, on a model of its own
+            weights = processes.weights(model)
+            model = create_model(args.preset, backend=args.backend, device=device)
+            model.load_state_dict(weights)
         if rank == 0:
+            if args.history:
+                args.history.write_text(json.dumps(history))
             code = report(model, args, history, valid_text, {"unigram": unigram, "bigram": bigram}, device)
-    if distributed:
+    if processes.distributed:
         dist.destroy_process_group()
     return code if rank == 0 else 0
 

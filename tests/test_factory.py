@@ -96,4 +96,4 @@ def test_list_backends_names_all() -> None:
         "xformers",
         "math",
     }
-    assert set(KINDS) == {"dilated", "multihead_dilated"}
+    assert set(KINDS) == {"dilated", "multihead_dilated", "ring", "ring_dilated", "ring_multihead_dilated"}

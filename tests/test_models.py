@@ -158,6 +158,13 @@ def test_bad_tokens_are_refused(tokens: object, error: type[Exception]) -> None:
         model()(tokens)
 
 
+def test_a_model_on_one_process_knows_its_length() -> None:
+    tokens = torch.zeros(1, 6, dtype=torch.long)
+    assert torch.equal(model()(tokens, seq_len=6), model()(tokens))
+    with pytest.raises(ValueError, match="seq_len is 12 and there are 6 positions"):
+        model()(tokens, seq_len=12)
+
+
 def test_initial_loss_is_near_uniform_and_training_lowers_it() -> None:
     lm = model(vocab_size=50).train()
     tokens = (torch.arange(200) % 7)[None]

@@ -216,7 +216,7 @@ def test_half_precision_is_rotated_in_float32() -> None:
 
 def test_document_positions_restart_and_skip_empty_documents() -> None:
     bounds = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)
-    assert document_positions(bounds, 5).tolist() == [0, 1, 2, 0, 1]
+    assert document_positions(bounds, torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["dilated", "multihead"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_examples import run, torchrun
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 
@@ -15,10 +17,21 @@ def test_readme_has_code() -> None:
     assert BLOCKS
 
 
-@pytest.mark.parametrize("code", BLOCKS)
+@pytest.mark.parametrize("code", [code for code in BLOCKS if "torchrun" not in code])
 def test_readme_code_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {})
     assert "forward: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [code for code in BLOCKS if "torchrun" in code])
+def test_readme_code_for_several_processes_runs(code: str, tmp_path: Path) -> None:
+    """On four processes, at a length that two CPU cores have time for."""
+    file = tmp_path / "train.py"
+    file.write_text(code.replace("100_00", "2_00"), encoding="utf-8")
+    result = run(*torchrun(4), str(file))
+    assert result.returncode == 0, result.stderr
+    assert sorted(line.split(":")[0] for line in result.stdout.splitlines() if "loss" in line) == [f"process {rank}" for rank in range(4)]
+    assert len({line.split(":")[1] for line in result.stdout.splitlines() if "loss" in line}) == 1
 
 
 def test_readme_names_files_that_exist() -> None:

@@ -11,21 +11,32 @@ from torch import nn
 
 from dilated_attention.factory.presets import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention.modules import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
 
 # a new kind of attention is one line
 KINDS: dict[str, type[nn.Module]] = {
     "dilated": DilatedAttention,
     "multihead_dilated": MultiheadDilatedAttention,
+    "ring": RingAttention,
+    "ring_dilated": RingDilatedAttention,
+    "ring_multihead_dilated": RingMultiheadDilatedAttention,
 }
-_BUILD_OPTIONS = ("backend", "device", "dtype")
+_BUILD_OPTIONS = ("backend", "group", "mesh", "layout", "exchange", "ranks_per_node", "timeout", "device", "dtype")
 
 
 def create_attention(kind: str, **config: Any) -> nn.Module:
     """An attention module by its kind.
 
     Args:
-        kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention``.
+        kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention``;
+            of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
+            ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:
@@ -52,7 +63,8 @@ def create_model(preset: str, **overrides: Any) -> nn.Module:
 
     Args:
         preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``.
-        overrides: fields of ``LongNetConfig`` (``num_layers=6``), and ``backend``, ``device``, ``dtype`` of the model.
+        overrides: fields of ``LongNetConfig`` (``num_layers=6``); ``backend``, ``device``, ``dtype`` of the model; and, for a model
+            whose sequences processes share, ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``.
 
     Returns:
         ``LongNetLM`` with freshly initialised parameters, in training mode.
@@ -60,6 +72,8 @@ def create_model(preset: str, **overrides: Any) -> nn.Module:
     Raises:
         ValueError: no such preset, or a configuration that cannot be built.
         TypeError: an override that is no field; with the fields there are.
+
+    >>> create_model("longnet-tiny", mesh=mesh["cp"], layout="contiguous")
     """
     if not isinstance(preset, str):
         raise TypeError(f"preset is {preset!r} ({type(preset).__name__}); expected one of {_listed(MODEL_PRESETS)}")

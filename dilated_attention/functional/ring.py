@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.distributed.group import members_of
+from dilated_attention.distributed.group import members_named, members_of
 from dilated_attention.distributed.layout import LAYOUTS
 from dilated_attention.distributed.op import ring_attention_op
 from dilated_attention.distributed.route import EXCHANGES, why_no_heads
@@ -185,6 +185,13 @@ def group_name_of(group: Any, mesh: Any) -> str:
     return "" if members.group is None else str(members.group.group_name)
 
 
+@torch.compiler.assume_constant_result
+def place_in(group_name: str) -> tuple[int, int]:
+    """(rank, W) in a group by its name; (0, 1) for "". A constant to torch.compile, which cannot look a group up."""
+    members = members_named(group_name)
+    return members.rank, members.size
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -229,8 +236,7 @@ def _attend(
     registry.check_name(backend)
     if window and exchange == "ring":
         raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; expected a number of seconds > 0")
+    timeout = check.check_timeout(timeout)
     if exchange == "2d" and ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
         if ranks_per_node is None:
@@ -266,7 +272,7 @@ def _attend(
         exchange,
         -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
         per_node,
-        float(timeout),
+        timeout,
     )
     if not return_lse:
         return out
@@ -274,9 +280,7 @@ def _attend(
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
-    from dilated_attention.distributed.group import members_named
-
-    size = members_named(group_name).size
+    _, size = place_in(group_name)
     if exchange == "2d" and size % per_node:
         raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
     reason = why_no_heads(num_heads, num_kv_heads, per_node if exchange == "2d" else size, branch_heads)

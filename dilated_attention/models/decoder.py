@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.modules import MultiheadDilatedAttention
+from dilated_attention.modules import MultiheadDilatedAttention, RingMultiheadDilatedAttention, RingSettings
 
 
 def decoder_gain(num_layers: int) -> float:
@@ -51,33 +51,46 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(LN(x)), then x + feed_forward(LN(x)). (B, N, E) → (B, N, E)."""
+    """x + attention(LN(x)), then x + feed_forward(LN(x)). (B, N, E) → (B, N, E); with ``ring`` this process's rows, (B, n, E)."""
 
-    def __init__(self, config: LongNetConfig, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        backend: str = "auto",
+        ring: RingSettings | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
-        self.attention = MultiheadDilatedAttention(
-            config.embed_dim,
-            config.num_heads,
-            config.segment_lengths,
-            config.dilation_rates,
-            num_kv_heads=config.num_kv_heads,
-            dropout=config.attention_dropout,
-            layer_norm_eps=config.layer_norm_eps,
-            gamma_init=decoder_gain(config.num_layers),
-            rotary=True,
-            rotary_base=config.rotary_base,
-            head_offsets=config.head_offsets,  # type: ignore[arg-type]
-            backend=backend,
-            **factory,
+        shape: dict[str, Any] = {
+            "embed_dim": config.embed_dim,
+            "num_heads": config.num_heads,
+            "segment_lengths": config.segment_lengths,
+            "dilation_rates": config.dilation_rates,
+            "num_kv_heads": config.num_kv_heads,
+            "dropout": config.attention_dropout,
+            "layer_norm_eps": config.layer_norm_eps,
+            "gamma_init": decoder_gain(config.num_layers),
+            "rotary": True,
+            "rotary_base": config.rotary_base,
+            "head_offsets": config.head_offsets,
+            "backend": backend,
+        }
+        self.attention: nn.Module = (
+            MultiheadDilatedAttention(**shape, **factory)
+            if ring is None
+            else RingMultiheadDilatedAttention(**shape, **ring.arguments(), **factory)
         )
         self.ffn_norm = nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
         self.ffn = FeedForward(config, **factory)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        attended, _ = self.attention(self.attention_norm(x), is_causal=True, cu_seqlens=cu_seqlens)
+    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
+        spread = {} if seq_len is None else {"seq_len": seq_len}
+        attended, _ = self.attention(self.attention_norm(x), is_causal=True, cu_seqlens=cu_seqlens, **spread)
         x = x + self.dropout(attended)
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
@@ -88,18 +101,37 @@ class LongNetDecoder(nn.Module):
     Args:
         config: the shape.
         backend: ``"auto"`` or a name of ``list_backends()``, for every layer.
+        ring: how processes share the sequence, of which this one then gets and returns its rows (B, n, E); None for one process.
         device, dtype: of the parameters.
 
     Differs from the paper: rotary positions (RoPE) where LongNet has XPOS.
     """
 
-    def __init__(self, config: LongNetConfig, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        backend: str = "auto",
+        ring: RingSettings | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList(DecoderBlock(config, backend=backend, device=device, dtype=dtype) for _ in range(config.num_layers))
+        self.ring = ring
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config, backend=backend, ring=ring, device=device, dtype=dtype) for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
+        """Hidden states. ``seq_len`` is N where processes share the sequence; None: they ask each other, once for all blocks."""
+        if self.ring is None:
+            if seq_len not in (None, x.shape[1]):
+                raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
+            seq_len = None
+        elif seq_len is None:
+            seq_len = self.ring.whole_length(x.shape[1])
         for block in self.blocks:
-            x = block(x, cu_seqlens=cu_seqlens)
+            x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
         return self.norm(x)

@@ -12,6 +12,8 @@ from torch import nn
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.decoder import LongNetDecoder
 from dilated_attention.models.loss import chunked_cross_entropy
+from dilated_attention.models.sharded import sharded_cross_entropy
+from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -23,19 +25,41 @@ class LongNetLM(nn.Module):
     Args:
         config: the shape.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        device, dtype: of the parameters.
+        group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. Tokens and
+            targets are then each process's shards; everything but attention is per token. None for whole sequences.
+        layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
+        device, dtype: of the parameters, which every process holds whole, under the same names: a checkpoint fits either kind.
+
+    The loss of a spread model is that of the whole sequence, on every process, and its gradient on each is W times that
+    process's share: exact once gradients are averaged, which DDP or FSDP2 over the group (or over a mesh that has it as an axis)
+    do, and ``average_gradients`` does without them. See ``models.sharded``. Dropout draws from each process's own generator.
 
     >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
     ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
     >>> loss = model(tokens[:, :-1], targets=tokens[:, 1:])
     """
 
-    def __init__(self, config: LongNetConfig, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        backend: str = "auto",
+        group: Any = None,
+        mesh: Any = None,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        is_spread = group is not None or mesh is not None
+        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.decoder = LongNetDecoder(config, backend=backend, device=device, dtype=dtype)
+        self.decoder = LongNetDecoder(config, backend=backend, ring=self.ring, device=device, dtype=dtype)
         # E^-1/2: as the output layer, it makes logits of a normalised hidden state start near variance 1
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
 
@@ -43,23 +67,31 @@ class LongNetLM(nn.Module):
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        targets: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+    ) -> torch.Tensor:
         """Logits, or the loss.
 
         Args:
-            tokens: (B, N) integers below vocab_size.
-            targets: (B, N), the token that follows each position; −100 where a position does not count.
-            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; they do not see each other.
+            tokens: (B, N) integers below vocab_size; of a spread model this process's shard (B, n), as all tensors here.
+            targets: (B, N), the token that follows each position; −100 where a position does not count. Shift, then shard.
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
+            seq_len: N, of a spread model. None: the processes ask each other, once a call; inside torch.compile it is needed.
 
         Returns:
             logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32
-            scalar, for which logits are made a chunk of positions at a time.
+            scalar, for which logits are made a chunk of positions at a time; of a spread model the whole sequence's.
 
         Raises:
             ValueError, TypeError: tensors that do not fit.
         """
         _check_tokens("tokens", tokens)
-        hidden = self._hidden(tokens, cu_seqlens)
+        hidden = self._hidden(tokens, cu_seqlens, seq_len)
         if targets is None:
             return F.linear(hidden, self.embedding.weight)
         _check_tokens("targets", targets)
@@ -67,12 +99,14 @@ class LongNetLM(nn.Module):
             raise ValueError(
                 f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
             )
+        if self.ring is not None:
+            return sharded_cross_entropy(hidden, self.embedding.weight, targets, group=self.ring.group_name)
         return chunked_cross_entropy(hidden, self.embedding.weight, targets)
 
-    def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
         # E^1/2 undoes the output layer's small initial values, for the residual stream to start at variance 1
         embedded = self.embedding(tokens) * self.config.embed_dim**0.5
-        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens)
+        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len)
 
     @torch.no_grad()
     def generate(
@@ -99,7 +133,15 @@ class LongNetLM(nn.Module):
 
         Returns:
             (B, N + max_new_tokens).
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit, or a model that several processes share: generation is one process's work.
         """
+        if self.ring is not None and self.ring.group_name:
+            raise ValueError(
+                f"this model's sequence is spread over {self.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
+                "LongNetLM of the same config without group and mesh"
+            )
         _check_tokens("prompt", prompt)
         if prompt.shape[1] < 1:
             raise ValueError(f"prompt has shape {tuple(prompt.shape)}; expected at least one token to continue from")
@@ -114,7 +156,7 @@ class LongNetLM(nn.Module):
             tokens = prompt
             for _ in range(max_new_tokens):
                 start = (tokens.shape[1] - 1) // self.config.reach * self.config.reach
-                hidden = self._hidden(tokens[:, start:], None)[:, -1]
+                hidden = self._hidden(tokens[:, start:])[:, -1]
                 logits = F.linear(hidden, self.embedding.weight).float()
                 tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
         finally:
@@ -130,8 +172,14 @@ class LongNetLM(nn.Module):
         safetensors.save_model(self, str(folder / WEIGHTS_FILE))
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None) -> LongNetLM:
-        """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another."""
+    def from_pretrained(
+        cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None, **spread: Any
+    ) -> LongNetLM:
+        """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another.
+
+        Args:
+            spread: ``group``, ``mesh``, ``layout``, … of the constructor.
+        """
         safetensors = _safetensors()
         folder = Path(path)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -141,7 +189,7 @@ class LongNetLM(nn.Module):
                 )
         weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(torch.device(device or "cpu")))
         # on meta nothing is allocated or drawn for values that are replaced at once
-        model = cls(LongNetConfig.load(folder / CONFIG_FILE), backend=backend, device="meta")
+        model = cls(LongNetConfig.load(folder / CONFIG_FILE), backend=backend, device="meta", **spread)
         model.load_state_dict(weights, assign=True)
         model.requires_grad_()
         return model.to(dtype=dtype).eval() if dtype is not None else model.eval()

@@ -26,6 +26,14 @@ def chunked_cross_entropy(
     Returns:
         scalar float32; 0 with gradient 0 if no position counts.
     """
+    total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
+    return total / (targets != ignore_index).sum().clamp(min=1)
+
+
+def summed_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
+) -> torch.Tensor:
+    """The sum instead of the mean; see ``chunked_cross_entropy``."""
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
         chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
@@ -37,7 +45,7 @@ def chunked_cross_entropy(
         else:
             # nothing random inside, so the random state need not be saved and restored
             total = total + checkpoint(_sum, rows, weight, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False)
-    return total / (targets != ignore_index).sum().clamp(min=1)
+    return total
 
 
 def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

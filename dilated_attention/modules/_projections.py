@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
 from dilated_attention.pattern.checks import as_int
 
 
@@ -98,6 +99,32 @@ class MultiheadProjections(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
+
+    def project_call(
+        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``project`` for a call as nn.MultiheadAttention's: key and value default to query, and what cannot be is refused."""
+        if need_weights:
+            raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        return self.project(query, key, value)
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k turned by the keys' ``positions`` (Nk,), which restart with each packed document; queries begin at the offset-th."""
+        check.check_cu_seqlens(cu_seqlens, q, k)
+        if cu_seqlens is not None:
+            positions = document_positions(cu_seqlens.to(k.device), positions)
+        cos, sin = rotary_table(positions, self.head_dim, self.rotary_base, k.dtype)
+        # queries are positions of the key sequence, so their table is a slice of the keys'
+        queries = slice(query_offset, query_offset + q.shape[1])
+        return rotate(q, (cos[queries], sin[queries])), rotate(k, (cos, sin))
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""

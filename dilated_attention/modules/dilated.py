@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from dilated_attention import validation as check
-from dilated_attention.backends import PRECISIONS, registry
+from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
-from dilated_attention.pattern import DilatedPattern, HeadOffsets
+from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
 
-class DilatedAttention(nn.Module):
+class DilatedAttention(DilatedSettings):
     """Dilated attention of LongNet (arXiv 2307.02486, Eq. 3-15) on projected queries, keys and values.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
@@ -57,23 +56,20 @@ class DilatedAttention(nn.Module):
         backend: str = "auto",
         precision: str = "native",
     ) -> None:
-        super().__init__()
-        self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
-        # the head dimension, which only None would need, is not known yet
-        self.scale = None if scale is None else check.check_scale(scale, 1)
-        self.dropout = check.check_probability("dropout", dropout)
-        one_of("mixture_grad", mixture_grad, ("exact", "detached"))
-        self.mixture_grad = mixture_grad
-        self.deterministic = check.check_bool("deterministic", deterministic)
-        registry.check_name(backend)
-        self.backend = backend
+        super().__init__(
+            segment_lengths,
+            dilation_rates,
+            scale=scale,
+            dropout=dropout,
+            head_offsets=head_offsets,
+            branch_heads=branch_heads,
+            tail=tail,
+            mixture_grad=mixture_grad,
+            deterministic=deterministic,
+            backend=backend,
+        )
         one_of("precision", precision, PRECISIONS)
         self.precision = precision
-
-    @property
-    def pattern(self) -> DilatedPattern:
-        """What attends to what: counts its pairs and FLOPs, draws itself."""
-        return self._pattern
 
     def forward(
         self,
@@ -105,42 +101,19 @@ class DilatedAttention(nn.Module):
             ValueError, TypeError: tensors that do not fit; the text says q, k, v for query, key, value.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
-        pattern = self._pattern
         return dilated_attention(
             query,
             key,
             value,
-            pattern.segment_lengths,
-            pattern.dilation_rates,
+            **self._arguments(),
             is_causal=is_causal,
-            scale=self.scale,
-            head_offsets=pattern.head_offsets,  # type: ignore[arg-type]
-            branch_heads=pattern.branch_heads,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
-            tail=pattern.tail,
-            mixture_grad=self.mixture_grad,
-            dropout_p=self.dropout if self.training else 0.0,
             query_offset=query_offset,
             return_lse=return_lse,
-            deterministic=self.deterministic,
-            backend=self.backend,
             precision=self.precision,
         )
 
     def extra_repr(self) -> str:
         """The branches, and every setting that is not its default."""
-        pattern = self._pattern
-        parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
-        settings = (
-            ("scale", self.scale, None),
-            ("dropout", self.dropout, 0.0),
-            ("head_offsets", pattern.head_offsets, "cyclic"),
-            ("branch_heads", pattern.branch_heads, "all"),
-            ("tail", pattern.tail, "mask"),
-            ("mixture_grad", self.mixture_grad, "exact"),
-            ("deterministic", self.deterministic, False),
-            ("backend", self.backend, "auto"),
-            ("precision", self.precision, "native"),
-        )
-        return ", ".join(parts + [f"{name}={value!r}" for name, value, default in settings if value != default])
+        return super().extra_repr() + (f", precision={self.precision!r}" if self.precision != "native" else "")

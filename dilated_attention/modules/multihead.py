@@ -9,7 +9,6 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules.dilated import DilatedAttention
-from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
 from dilated_attention.pattern import HeadOffsets
 
 
@@ -137,30 +136,11 @@ class MultiheadDilatedAttention(MultiheadProjections):
             ValueError, TypeError: inputs that do not fit.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
-        if need_weights:
-            raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
-            )
-        key = query if key is None else key
-        value = key if value is None else value
-        q, k, v = self.project(query, key, value)
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
         if self.rotary:
-            q, k = self._rotate(q, k, cu_seqlens, query_offset)
+            query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+            q, k = self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
         out = self.attention(
             q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset
         )
         return self.combine(out), None
-
-    def _rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
-        check.check_cu_seqlens(cu_seqlens, q, k)
-        num_keys = k.shape[1]
-        positions = torch.arange(num_keys, device=k.device) if cu_seqlens is None else document_positions(cu_seqlens.to(k.device), num_keys)
-        cos, sin = rotary_table(positions, self.head_dim, self.rotary_base, k.dtype)
-        # queries are positions of the key sequence, so their table is a slice of the keys'
-        queries = slice(query_offset, query_offset + q.shape[1])
-        return rotate(q, (cos[queries], sin[queries])), rotate(k, (cos, sin))

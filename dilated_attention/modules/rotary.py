@@ -40,8 +40,8 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def document_positions(cu_seqlens: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """(N,) positions that restart at 0 in each packed document."""
-    positions = torch.arange(num_positions, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+def document_positions(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """(n,) positions counted from the start of the packed document that each of ``positions`` (n,) lies in."""
+    positions = positions.to(cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens, positions, right=True) - 1
     return positions - cu_seqlens[document]

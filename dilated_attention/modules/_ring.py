@@ -1,0 +1,122 @@
+"""How a module's sequence is spread over processes: looked up once, kept as plain values, so that modules copy and pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention import validation as check
+from dilated_attention.distributed.group import members_named
+from dilated_attention.distributed.handshake import agree
+from dilated_attention.distributed.layout import LAYOUTS, spans
+from dilated_attention.distributed.route import EXCHANGES
+from dilated_attention.functional.ring import group_name_of, place_in
+from dilated_attention.pattern.checks import as_int, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSettings:
+    """The arguments of ``ring_dilated_attention`` that say where the sequence lies, checked.
+
+    Args:
+        group_name: by which torch.distributed finds the group again in this process; "" for one process. Names are a job's own: from job to
+            job take a ``state_dict``, not a pickled module.
+        layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
+        before_init: no group was given and torch.distributed was not initialised, so this process was taken to be alone.
+    """
+
+    group_name: str
+    layout: str
+    exchange: str
+    ranks_per_node: int | None
+    timeout: float
+    before_init: bool = False
+
+    @classmethod
+    def of(cls, group: Any, mesh: Any, layout: str, exchange: str, ranks_per_node: int | None, timeout: float) -> RingSettings:
+        """From a module's arguments.
+
+        Raises:
+            ValueError, TypeError: a layout, exchange or group that there is not, or a group without this process.
+        """
+        one_of("layout", layout, LAYOUTS)
+        one_of("exchange", exchange, ("auto", *EXCHANGES))
+        return cls(
+            group_name=group_name_of(group, mesh),
+            layout=layout,
+            exchange=exchange,
+            ranks_per_node=None if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1),
+            timeout=check.check_timeout(timeout),
+            before_init=group is None and mesh is None and not (dist.is_available() and dist.is_initialized()),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """As the functional surface and other modules take them."""
+        self._check_still_alone()
+        return {
+            "group": self.group_name,
+            "layout": self.layout,
+            "exchange": self.exchange,
+            "ranks_per_node": self.ranks_per_node,
+            "timeout": self.timeout,
+        }
+
+    def place(self) -> tuple[int, int]:
+        """(rank, W) in the group. Asked for at each call: a module unpickled by another process has another rank."""
+        self._check_still_alone()
+        return place_in(self.group_name)
+
+    def whole_length(self, rows: int) -> int:
+        """N, the sum of all ranks' rows, which they tell each other here; all must call it.
+
+        Raises:
+            ValueError: inside torch.compile, whose graph has no place for a number from other processes.
+        """
+        if not self.group_name:
+            return rows
+        if torch.compiler.is_compiling():
+            raise ValueError("seq_len is None inside torch.compile; positions depend on it: give seq_len, the length of the whole sequence")
+        same = {"function": "seq_len, asked for", "layout": self.layout, "seq_len": "None"}
+        told = agree(members_named(self.group_name), same, {"rows": rows}, self.timeout)
+        return sum(own["rows"] for own in told)
+
+    def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
+        """(n,) int64: the positions in the whole sequence of the rows of x (B, n, …).
+
+        Zeros where n rows are no shard of seq_len: the attention that follows refuses them, and on all processes alike.
+        """
+        self._check_still_alone()
+        return shard_positions(x, seq_len, self.group_name, self.layout)
+
+    def extra_repr(self) -> str:
+        parts = [f"layout={self.layout!r}", f"exchange={self.exchange!r}"]
+        if self.ranks_per_node is not None:
+            parts.append(f"ranks_per_node={self.ranks_per_node}")
+        if not self.group_name:
+            parts.append("one process")
+        return ", ".join(parts)
+
+    def _check_still_alone(self) -> None:
+        # else each process would attend to its own shard only, and nothing would say so
+        if self.before_init and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"this module was built before torch.distributed.init_process_group, for one process, and now there are {dist.get_world_size()}; "
+                "build it afterwards, or pass group= or mesh="
+            )
+
+
+@torch.library.custom_op("dilated_attention::shard_positions", mutates_args=())
+def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
+    """See ``RingSettings.positions``. An op, so that a compiled graph holds neither this process's rank nor one length for all."""
+    members = members_named(group_name)
+    runs = [torch.arange(*span, device=x.device) for span in spans(seq_len, members.rank, members.size, layout)]
+    positions = torch.cat(runs)
+    return positions if positions.shape[0] == x.shape[1] else torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
+
+
+@shard_positions.register_fake
+def _(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.int64)

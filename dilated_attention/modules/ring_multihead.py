@@ -1,0 +1,152 @@
+"""Multi-head dilated attention whose sequence is spread over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules.ring import RingDilatedAttention
+from dilated_attention.pattern import HeadOffsets
+from dilated_attention.pattern.checks import as_int
+
+
+class RingMultiheadDilatedAttention(MultiheadProjections):
+    """``MultiheadDilatedAttention`` of a sequence that the processes of a group hold in shards. All of them call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Projections and norms are per position, so only the attention between them communicates. Parameters have the names and shapes
+    of ``MultiheadDilatedAttention``'s: weights go from one to the other by ``load_state_dict``.
+
+    Every process holds the parameters whole, and its backward gives the part of their gradients that comes from its own rows: the
+    gradient of a loss is the *sum* over the group. DDP and FSDP2 *average* over their processes, so with them let each process's loss
+    be W times its share of the whole's; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) gradients over the group yourself.
+
+    Args:
+        embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
+            rotary_base, qk_norm, head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, device, dtype: as of
+            ``MultiheadDilatedAttention``.
+        rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
+        group, mesh, layout, exchange, ranks_per_node, timeout: as of ``RingDilatedAttention``.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+
+    Differs from ``MultiheadDilatedAttention``: no ``query_offset``, no ``precision="fp8"``.
+
+    >>> layer = RingMultiheadDilatedAttention(768, 12, [2048, 65536], [1, 32], mesh=mesh["cp"], rotary=True)
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        *,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        mixture_grad: str = "exact",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps,
+            gamma_init=gamma_init,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            qk_norm=qk_norm,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention = RingDilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            group=group,
+            mesh=mesh,
+            layout=layout,
+            exchange=exchange,
+            scale=scale,
+            dropout=dropout,
+            head_offsets=head_offsets,
+            branch_heads=branch_heads,
+            tail=tail,
+            mixture_grad=mixture_grad,
+            deterministic=deterministic,
+            backend=backend,
+            ranks_per_node=ranks_per_node,
+            timeout=timeout,
+        )
+        # refuses lists of offsets that are not one per head
+        self.attention.pattern.offsets(self.num_heads)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend.
+
+        Args:
+            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
+            key: (B, n, E) of the same positions; None for query.
+            value: (B, n, E); None for key.
+            is_causal: a query sees keys at its own position and before.
+            seq_len: N. None: the processes ask each other in every call; all must give it, or none. With ``rotary`` under
+                torch.compile it must be given.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding.
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
+
+        Returns:
+            (out (B, n, E) in the projections' dtype, None). The second is nn.MultiheadAttention's weights.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit, or calls that differ between processes.
+            RingError: a process died, stalled or made another call.
+            BackendUnavailable: no backend, or not the named one, can do this.
+        """
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
+        if self.rotary:
+            ring = self.attention.ring
+            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+            if q.shape[1] == k.shape[1]:
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens)
+        out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return self.combine(out), None
