@@ -1,6 +1,18 @@
 """Sequences spread over processes: who holds which positions, and how they are cut and put together again."""
 
+from dilated_attention.distributed.cost import explain_exchange
+from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.group import Members, members_of
 from dilated_attention.distributed.layout import LAYOUTS, local_positions, shard_sequence, spans, unshard_sequence
 
-__all__ = ["LAYOUTS", "Members", "local_positions", "members_of", "shard_sequence", "spans", "unshard_sequence"]
+__all__ = [
+    "LAYOUTS",
+    "Members",
+    "RingError",
+    "explain_exchange",
+    "local_positions",
+    "members_of",
+    "shard_sequence",
+    "spans",
+    "unshard_sequence",
+]

@@ -171,7 +171,7 @@ class _Work:
             replace(shape, queries=whole, keys=whole),
             tuple(self.route.ranges(rank) for rank in ranks),
             self.route.exchange,
-            cost.head_steps(self.ring.seq_len, k.shape[0], k.shape[2], k.shape[3], k.element_size()),
+            cost.head_steps(_question(len(ranks), views[0], k, pattern, self.settings, self.ring)),
         )
         team = Members(self.members.group, ranks.index(me), len(ranks), ranks)
         ahead = cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
@@ -223,21 +223,23 @@ class _Work:
         return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
+def _question(size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> cost.Question:
+    return cost.question_of(
+        q,
+        k,
+        pattern,
+        size=size,
+        layout=ring.layout,
+        seq_len=ring.seq_len,
+        is_causal=settings.is_causal,
+        has_window=bool(settings.window),
+        needs_grad=settings.needs_grad,
+    )
+
+
 def _route_of(members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> Route:
     exchange = ring.exchange
     if exchange == "auto":
-        exchange = cost.choose(
-            cost.question_of(
-                q,
-                k,
-                pattern,
-                size=members.size,
-                layout=ring.layout,
-                seq_len=ring.seq_len,
-                is_causal=settings.is_causal,
-                has_window=bool(settings.window),
-                needs_grad=settings.needs_grad,
-            )
-        )
+        exchange = cost.choose(_question(members.size, q, k, pattern, settings, ring))
     heads = (q.shape[2], k.shape[2])
     return make_route(ring.seq_len, members.size, ring.layout, exchange, *heads, ring.ranks_per_node, settings.is_causal)

@@ -18,13 +18,15 @@ from dilated_attention.pattern import DilatedPattern
 
 logger = logging.getLogger("dilated_attention")
 
-# of one H200 and of NCCL between four, see docs/ring.md: FLOP/s of a forward in half precision, bytes/s received, seconds that an
+# of an H200 and of NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, seconds that an
 # exchange takes at least, bytes/s of device memory
 FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
 # brought keys may take this share of the device's memory
 SHARE = 0.25
-# a step of an all_gather brings at least this much, or its latency shows; and no call has more steps than this
-STEP_BYTES, MOST_STEPS = 24 * 2**20, 8
+# a dense all_gather goes in steps of heads if what travels is more than this share of the arithmetic, for each step costs launches of
+# its own; steps of at least so many bytes, and so many of them (H200, 32/8 heads of 128: 4 steps win 3 % at 4,096 and 8,192 tokens a
+# GPU, and lose 2 % at 16,384)
+STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
 # multiprocessors for exchanges that are small beside what is computed meanwhile
 FEW_CTAS = 4
 # keys on their way may take this much, or two steps where that is more
@@ -67,19 +69,18 @@ def offers(question: Question) -> tuple[Offer, ...]:
     x = question
     n = -(-x.seq_len // x.size)
     row = x.batch * x.head_dim * x.itemsize
-    pairs = x.seq_len**2 / (2 if x.is_causal else 1)
-    mean = 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
+    mean = _mean_seconds(x)
     compute = mean * (_imbalance(x) if x.is_causal else 1.0)
     keys = 2 * (x.seq_len - n) * x.num_kv_heads * row
-    steps = head_steps(x.seq_len, x.batch, x.num_kv_heads, x.head_dim, x.itemsize) if x.is_dense else 1
+    steps = head_steps(x)
     wire = keys / WIRE
     relayout = 0.0 if x.layout != "striped" else _all_to_all(x, n)
-    gradients = 1 + (4 / x.itemsize if x.needs_grad else 0)
-    merges = (x.size - 1) * n * x.num_heads * (x.itemsize * row / x.itemsize + 8 * x.batch * x.head_dim) / MEMORY
+    # a part is read, and the result read and written in float32, at each hop; and once more it is made so and rounded at the end
+    merges = (x.size + 1) * n * x.num_heads * (row + 8 * x.batch * x.head_dim) / MEMORY
     found = []
-    held = int(2 * 2 * x.seq_len * x.num_kv_heads / steps * row * gradients)
+    held = _held(x, steps)
     found.append(Offer("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
-    held = int(2 * 2 * n * x.num_kv_heads * row * gradients)
+    held = 2 * 2 * n * x.num_kv_heads * row * (2 if x.needs_grad else 1)
     reason = "a window's keys come in one exchange" if x.has_window else None
     found.append(Offer("ring", max(compute, wire) + merges + x.size * LATENCY + relayout, held, reason))
     held = int(2 * n * (x.num_heads + x.num_kv_heads) * row)
@@ -115,11 +116,30 @@ def _imbalance(x: Question) -> float:
     return max(pairs) * x.size / max(1.0, sum(pairs))
 
 
-def head_steps(seq_len: int, batch: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Steps of a dense all_gather: the first one's keys are waited for, so they are few; small messages are slow, so not too few."""
-    total = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
-    most = min(MOST_STEPS, max(1, total // STEP_BYTES))
-    return max(d for d in range(1, num_kv_heads + 1) if num_kv_heads % d == 0 and d <= most)
+def head_steps(question: Question) -> int:
+    """Steps of a dense all_gather: of equal groups of key/value heads, few, and more where all heads' keys would take too much memory."""
+    x = question
+    if not x.is_dense:
+        return 1
+    total = 2 * x.seq_len * x.batch * x.num_kv_heads * x.head_dim * x.itemsize
+    wanted = 1
+    if total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
+        wanted = min(MOST_STEPS, max(1, total // STEP_BYTES))
+    divisors = [d for d in range(1, x.num_kv_heads + 1) if x.num_kv_heads % d == 0]
+    fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory] or divisors[-1:]
+    return max([d for d in fitting if d <= wanted], default=fitting[0])
+
+
+def _held(x: Question, steps: int) -> int:
+    """Bytes of keys from elsewhere, two steps at a time, and in training of shares of their gradients."""
+    total = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim * x.itemsize
+    return total * min(2, steps) // steps * (2 if x.needs_grad else 1)
+
+
+def _mean_seconds(x: Question) -> float:
+    """Of a rank's share of a forward's arithmetic."""
+    pairs = x.seq_len**2 / (2 if x.is_causal else 1)
+    return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
 
 
 def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
@@ -156,6 +176,37 @@ def question_of(
         needs_grad=needs_grad,
         memory=_memory(q.device),
     )
+
+
+def explain_exchange(
+    seq_len: int,
+    size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch: int = 1,
+    layout: str = "zigzag",
+    is_causal: bool = False,
+    needs_grad: bool = False,
+    itemsize: int = 2,
+    memory: int = 141 * 10**9,
+) -> str:
+    """What ``exchange="auto"`` makes of dense attention over ``size`` processes of a node: every exchange with its modelled seconds, the
+    bytes it holds beside the results, and why it is not taken. A table to print.
+
+    Args:
+        seq_len: N, of the whole sequence.
+        itemsize: bytes of an element of q.
+        memory: of each device, in bytes.
+    """
+    heads = num_heads if num_kv_heads is None else num_kv_heads
+    shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
+    question = Question(
+        size=size, layout=layout, seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
+        needs_grad=needs_grad, memory=memory, **shapes,
+    )  # fmt: skip
+    return table(question)
 
 
 def choose(question: Question) -> str:

@@ -33,6 +33,8 @@ def members_named(name: str) -> Members:
     """The members of a group by its name, by which custom ops are told of it; "" for one process."""
     if not name:
         return Members(None, 0, 1)
+    if not dist.is_initialized():
+        raise ValueError(f"the group {name!r} is not known here: torch.distributed is not initialised; call init_process_group first")
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
     return Members(group, dist.get_rank(group), dist.get_world_size(group))
 
