@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from dilated_attention.distributed import cost, run
 from dilated_attention.distributed.group import Members, members_named
@@ -98,8 +100,12 @@ def _agreed_length(
     if members.size == 1:
         return _checked_length(ring, [q.shape[1]])
     documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    kind = (ring, members.group, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern, *map(str, settings))
-    if ring.seq_len >= 0 and kind in _agreed:
+    # what ranks may choose on their own is no part of a kind, or some would ask and others not
+    shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
+    assert members.group is not None
+    agreed = _agreed.setdefault(members.group, set())
+    if ring.seq_len >= 0 and kind in agreed:
         return ring.seq_len
     same = {
         "q.shape[0]": q.shape[0],
@@ -130,13 +136,14 @@ def _agreed_length(
     rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
     seq_len = _checked_length(ring, rows)
     if ring.seq_len >= 0:
-        if len(_agreed) >= 4096:
-            _agreed.clear()
-        _agreed.add(kind)
+        if len(agreed) >= 4096:
+            agreed.clear()
+        agreed.add(kind)
     return seq_len
 
 
-_agreed: set[object] = set()
+# by group, whose ranks make the same calls and so forget at the same one; another group's would come in between on some of them
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
 
 
 def _shortened(documents: tuple[int, ...]) -> str:
