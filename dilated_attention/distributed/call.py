@@ -24,6 +24,8 @@ from dilated_attention.engine.run import Call, without_padding
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
+# of calls, that a group is known to make alike; then all of them are forgotten
+MOST_KINDS = 4096
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _agreed_length(
     rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
     seq_len = _checked_length(ring, rows)
     if ring.seq_len >= 0:
-        if len(agreed) >= 4096:
+        if len(agreed) >= MOST_KINDS:
             agreed.clear()
         agreed.add(kind)
     return seq_len
