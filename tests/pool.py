@@ -26,7 +26,7 @@ from typing import Any
 def fresh_processes() -> Any:
     """Processes without this one's threads and tensors, yet with torch imported once for all of them, which takes seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "tests.conftest", "dilated_attention.distributed"])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tests.conftest", "dilated_attention.distributed"])
     return context
 
 

@@ -213,3 +213,15 @@ def with_changes(spread: Spread, **changes: Any) -> Spread:
     own = {field.name for field in dataclasses.fields(Spread)}
     case = dataclasses.replace(spread.case, **{name: value for name, value in changes.items() if name not in own})
     return dataclasses.replace(spread, case=case, **{name: value for name, value in changes.items() if name in own})
+
+
+AUTOCAST = Case(pattern=DilatedPattern((8, 24), (1, 2)), batch=2, num_queries=24, num_keys=24, heads=4, kv_heads=2, seed=5)
+
+
+def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    """out and the three gradients of its sum, of float32 inputs under an autocast to bfloat16."""
+    x = local_inputs(inputs(AUTOCAST, torch.float32), positions(24, rank, world, "contiguous"))
+    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True)
+    return (out.detach(), *torch.autograd.grad(out.float().sum(), leaves))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
+from dilated_attention.distributed.cost import device_memory
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import local_length
@@ -13,6 +16,8 @@ from dilated_attention.engine.prepare import Settings
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
+# of calls, that a group is known to make alike; then all of them are forgotten
+MOST_KINDS = 4096
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,12 @@ def agreed_length(
     if members.size == 1:
         return _checked_length(ring, [q.shape[1]])
     documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    kind = (ring, members.group, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern, *map(str, settings))
-    if ring.seq_len >= 0 and kind in _agreed:
+    # what ranks may choose on their own is no part of a kind, or some would ask and others not
+    shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
+    assert members.group is not None
+    agreed = _agreed.setdefault(members.group, set())
+    if ring.seq_len >= 0 and kind in agreed:
         return ring.seq_len
     dense = pattern.segment_lengths[0] >= MAX_LENGTH
     same = {
@@ -53,6 +62,8 @@ def agreed_length(
         "q.shape[3]": q.shape[3],
         "dtype": str(q.dtype),
         "device": q.device.type,
+        # how much may be brought at once depends on it, and all must bring alike
+        "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": "given" if padding is not None else "None",
         "cu_seqlens": "None" if documents is None else _shortened(documents),
         "segment_lengths": str(list(pattern.segment_lengths)),
@@ -75,13 +86,14 @@ def agreed_length(
     rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
     seq_len = _checked_length(ring, rows)
     if ring.seq_len >= 0:
-        if len(_agreed) >= 4096:
-            _agreed.clear()
-        _agreed.add(kind)
+        if len(agreed) >= MOST_KINDS:
+            agreed.clear()
+        agreed.add(kind)
     return seq_len
 
 
-_agreed: set[object] = set()
+# by group, whose ranks make the same calls and so forget at the same one; another group's would come in between on some of them
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
 
 
 def _shortened(documents: tuple[int, ...]) -> str:

@@ -174,7 +174,7 @@ def question_of(
         branch_heads=pattern.branch_heads,
         has_window=has_window,
         needs_grad=needs_grad,
-        memory=_memory(q.device),
+        memory=device_memory(q.device),
     )
 
 
@@ -231,6 +231,6 @@ def table(question: Question) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _memory(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     # of a CPU all processes of the machine share it, and no two see the same amount free
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
