@@ -161,8 +161,8 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"window": (1, 2)}, "window: ranks 0, 1, 3 have None, rank 2 has"),
     ({"window": (1, 2)}, {"window": (1, None)}, "window: ranks 0, 1, 3 have"),
-    # another function is another pattern
-    (BASE, {"segment_lengths": [2**62], "dilation_rates": [1]}, "segment_lengths: .* dilation_rates: "),
+    # one branch as long as any sequence is the other function
+    (BASE, {"segment_lengths": [2**62], "dilation_rates": [1]}, "function: .* have ring_dilated_attention, rank 2 has ring_attention"),
     # no rank is odd, yet the call is wrong
     (BASE | {"seq_len": 40}, {}, r"ranks hold \[8, 8, 8, 8\] positions; a contiguous sequence of 40 has \[10, 10, 10, 10\]"),
     (tensors(batch=1, cu_seqlens=BOUNDS) | BASE, {}, r"cu_seqlens is \[0, 3, 8\]; expected bounds .* end at N = 32"),

@@ -179,7 +179,8 @@ class _Work:
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire]:
         """For keys and for their gradients: of few multiprocessors where little is exchanged beside much that is computed."""
-        small = bool(setup.script.home) and setup.script.job.exchange != "ring"
+        # not by what this rank has: one without rows has no home either, and all must take the same lane
+        small = not setup.script.job.is_fresh and setup.script.job.exchange != "ring"
         names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
         # a forward needs no gradients' wire; but of a training step it is the moment when nothing is under way
