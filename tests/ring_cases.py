@@ -225,3 +225,10 @@ def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True)
     return (out.detach(), *torch.autograd.grad(out.float().sum(), leaves))
+
+
+def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> Result:
+    """A call of all processes, after some of them have made groups that the others know nothing of."""
+    in_subgroup(rank, world, ranks, [spread], as_mesh=False)
+    whole = dist.new_group(list(range(world)))
+    return run_one(spread, rank, world, whole)[0]

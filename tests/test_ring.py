@@ -229,6 +229,12 @@ def test_groups_that_are_a_part_of_the_world(as_mesh: bool) -> None:
             judge(spread, [parts[index] for parts in members])
 
 
+def test_processes_may_have_different_numbers_of_groups() -> None:
+    """torch names a communicator by how many groups a process has, so ranks waited for each other under different names."""
+    spread = spread_of(is_causal=True)
+    judge(spread, pool_of(3).run(ring_cases.part_first, [0, 2], spread))
+
+
 def test_autocast_and_a_loss_that_is_a_sum() -> None:
     """A sum's gradient is one number for all of out: a tensor of strides 0."""
     ranks = pool_of(2).run(ring_cases.sums_under_autocast)

@@ -6,6 +6,7 @@ One exchange is one launch on NCCL, watched by a thread (watch.py); on gloo it i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.blame import Wait, explain
 from dilated_attention.distributed.errors import RingError, first_line
-from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.group import Members, name_here, next_group_named
 from dilated_attention.distributed.handshake import gather
 from dilated_attention.distributed.session import Session, name, names, session_of
 from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
@@ -277,17 +278,20 @@ def wire_of(members: Members, timeout: float, lane: str = "keys") -> Wire:
 
 def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float) -> dist.ProcessGroup:
     """A communicator of the same ranks."""
-    # torch would wait for absent ranks by its own timeout, and not say for whom
-    gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
     ranks = list(session.global_ranks)
+    # torch would wait for absent ranks by its own timeout, and not say for whom
+    texts = gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout, name_here(ranks))
+    # new on every rank, as each one's own part is
+    agreed = hashlib.sha1(b"/".join(texts), usedforsecurity=False).hexdigest()
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend(group) == "nccl" else None
     try:
-        if bound is not None and len(ranks) < dist.get_world_size():
-            # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
-            other = dist.split_group(group, [list(range(session.size))], pg_options=options)
-        else:
-            other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
+        with next_group_named(agreed):
+            if bound is not None and len(ranks) < dist.get_world_size():
+                # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
+                other = dist.split_group(group, [list(range(session.size))], pg_options=options)
+            else:
+                other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
     except RuntimeError as error:
         session.failed = f"{name(session, session.rank)}: a communicator for {lane} could not be made: {first_line(error)}"
         session.told = True
