@@ -225,3 +225,21 @@ def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True)
     return (out.detach(), *torch.autograd.grad(out.float().sum(), leaves))
+
+
+def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> Result:
+    """A call of all processes, after some of them have made groups that the others know nothing of."""
+    in_subgroup(rank, world, ranks, [spread], as_mesh=False)
+    whole = dist.new_group(list(range(world)))
+    return run_one(spread, rank, world, whole)[0]
+
+
+def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | None) -> list[int]:
+    """Positions whose result is NaN where the value at ``at`` is."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 8 * world, 2, 8, dtype=torch.float64)
+    v[:, at] = torch.nan
+    mine = slice(8 * rank, 8 * rank + 8)
+    options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
+    out = ring_attention(q[:, mine], k[:, mine], v[:, mine], window=window, **options)
+    return (out.isnan().any(-1).any(-1)[0].nonzero().flatten() + 8 * rank).tolist()

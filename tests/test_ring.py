@@ -229,6 +229,12 @@ def test_groups_that_are_a_part_of_the_world(as_mesh: bool) -> None:
             judge(spread, [parts[index] for parts in members])
 
 
+def test_processes_may_have_different_numbers_of_groups() -> None:
+    """torch names a communicator by how many groups a process has, so ranks waited for each other under different names."""
+    spread = spread_of(is_causal=True)
+    judge(spread, pool_of(3).run(ring_cases.part_first, [0, 2], spread))
+
+
 def test_autocast_and_a_loss_that_is_a_sum() -> None:
     """A sum's gradient is one number for all of out: a tensor of strides 0."""
     ranks = pool_of(2).run(ring_cases.sums_under_autocast)
@@ -241,3 +247,12 @@ def test_autocast_and_a_loss_that_is_a_sum() -> None:
         found = torch.cat([rank[index] for rank in ranks], 1)
         assert found.dtype is whole.dtype
         torch.testing.assert_close(found, whole, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize(("at", "window"), [(11, None), (15, None), (5, 3)])
+def test_nan_stays_with_the_queries_that_see_it(exchange: str, at: int, window: int | None) -> None:
+    if exchange == "ring" and window is not None:
+        pytest.skip("a window's keys come in one exchange")
+    found = pool_of(2).run(ring_cases.rows_with_nan, at, exchange, window)
+    assert [row for rows in found for row in rows] == list(range(at, 16 if window is None else at + window + 1))

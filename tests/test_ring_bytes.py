@@ -57,7 +57,7 @@ class Expected:
 def dense(world: int) -> list[Expected]:
     return [
         Expected(spread_of(WHOLE, n, layout=layout, exchange=exchange, is_causal=is_causal, window=window, steps=steps), "dense")
-        for n in (16 * world, 16 * world + 3, world - 1)
+        for n in (16 * world + 3, world - 1)
         for layout in ("contiguous", "zigzag")
         for is_causal in (False, True)
         for exchange, window, steps in (
@@ -101,7 +101,7 @@ def by_heads(world: int) -> list[Expected]:
         Expected(spread_of(pattern, n, heads=heads, kv_heads=kv_heads, layout=layout, exchange="all_to_all", lse_grad=lse_grad), "heads")
         for pattern in (WHOLE, DilatedPattern((8, 32), (1, 4)))
         for n in (8 * world, 29)
-        for heads, kv_heads in ((world, world), (2 * world, 2 * world), (2 * world, 1))
+        for heads, kv_heads in ((2 * world, 2 * world), (world, 1))
         for layout in ("contiguous", "zigzag", "striped")
         for lse_grad in (False, True)
     ]
@@ -118,9 +118,7 @@ def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
 
 
 @pytest.mark.parametrize("make", [dense, dilated, by_heads])
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float64), (8, torch.float32)]
-)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64), (8, torch.float32)])
 def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
     calls = make(world)
     assert len(calls) >= 20

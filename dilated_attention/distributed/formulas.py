@@ -11,10 +11,9 @@ sums (8 for float64, else 4), and R(r) the rows of other ranks that rank r's que
     dilated            of each branch (w, r) with w > n: 2·K·min(H/K, r)·D·B·s·(w − n)/r, or causal only the segment's positions before
                        it; nothing of a branch with w ≤ n (contiguous, segments aligned with ranks, r | n, offsets h mod r)
 
-A backward receives the keys and values again, and sends back a share of dK and dV for each row and run of its queries that saw it, on
-a CPU in the dtype of sums: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag's rank see the same
-keys (the last rank's two are one). A dilated branch
-shares 2·H·D·B·f·(w − n)/r where H < r², as each query head then has a share of its own.
+A backward receives the keys and values again, and sends back a share of dK and dV, on a CPU in the dtype of sums, for each row and run
+of its queries that saw it: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag's rank may see the same keys (the last rank's
+two are one). Of a dilated branch with H < r² each query head has a share of its own: 2·H·D·B·f·(w − n)/r.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dilated_attention.distributed.script import ByHeads, Part, Script, StepScri
 from dilated_attention.distributed.wire import Transfer, Wire
 from dilated_attention.engine.merge import add_up, add_zero_keys, merge_onto
 from dilated_attention.engine.rows import launches_of_rows
-from dilated_attention.engine.run import Call, shares
+from dilated_attention.engine.run import Call, forward_in_reach, shares
 from dilated_attention.engine.views import Rows
 
 Tensors = tuple[torch.Tensor, ...]
@@ -69,15 +69,14 @@ def forward(
         for launch in arrival.script.step.launches:
             problem = launch.problem
             fresh = not script.home and problem.first
-            direct = fresh and out.dtype is q.dtype and not problem.zero_keys
+            direct = fresh and out.dtype is q.dtype and call.backend.facts.writes_views and not problem.zero_keys
             keys, values = arrival.keys_of(launch, k, v)
             tensors_ = [(launch.queries, q), (launch.keys, keys), (launch.keys, values), (launch.queries, out), (launch.queries, lse)]
-            whole = direct and call.backend.facts.writes_views
-            for (q_, k_, v_, out_, lse_), options in launches_of_rows(problem, tensors_, _call_of(call, launch), shape, whole=whole):
+            for (q_, k_, v_, out_, lse_), options in launches_of_rows(problem, tensors_, _call_of(call, launch), shape, whole=direct):
                 if direct:
                     call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
                     continue
-                part, part_lse = call.backend.forward(q_, k_, v_, options)
+                part, part_lse = forward_in_reach(call.backend, q_, k_, v_, options)
                 part_lse = part_lse.transpose(1, 2)
                 if problem.zero_keys:
                     part, part_lse = add_zero_keys(part, part_lse, problem.zero_keys)

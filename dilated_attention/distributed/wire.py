@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.blame import Wait, explain
 from dilated_attention.distributed.errors import RingError, first_line
-from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.group import Members, next_group_named
 from dilated_attention.distributed.handshake import gather
 from dilated_attention.distributed.session import Session, name, names, session_of
 from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
@@ -292,10 +292,10 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
 
 def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float, most_ctas: int | None) -> dist.ProcessGroup:
     """A communicator of the same ranks."""
+    ranks = list(session.global_ranks)
     # torch would wait for absent ranks by its own timeout, and not say for whom
     texts = gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout, uuid.uuid4().hex)
-    joint = hashlib.sha256(b"".join(texts)).hexdigest()
-    ranks = list(session.global_ranks)
+    agreed = hashlib.sha256(b"".join(texts)).hexdigest()
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     options = None
     if dist.get_backend(group) == "nccl":
@@ -303,11 +303,11 @@ def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: flo
         if most_ctas is not None:
             options.config.max_ctas = most_ctas
     try:
-        if bound is not None and len(ranks) < dist.get_world_size():
-            # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
-            other = dist.split_group(group, [list(range(session.size))], pg_options=options)
-        else:
-            with _groups_named(joint):
+        with next_group_named(agreed):
+            if bound is not None and len(ranks) < dist.get_world_size():
+                # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
+                other = dist.split_group(group, [list(range(session.size))], pg_options=options)
+            else:
                 other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
     except RuntimeError as error:
         session.failed = f"{name(session, session.rank)}: a communicator for {lane} could not be made: {first_line(error)}"
@@ -315,18 +315,6 @@ def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: flo
         raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
     assert isinstance(other, dist.ProcessGroup)
     return other
-
-
-@contextlib.contextmanager
-def _groups_named(joint: str) -> Iterator[None]:
-    """torch names a group by its ranks and by how many groups the process has: a name that ranks in other groups do not agree on."""
-    module: Any = dist.distributed_c10d
-    torchs = module._process_group_name
-    module._process_group_name = lambda ranks, use_hashed_name: joint
-    try:
-        yield
-    finally:
-        module._process_group_name = torchs
 
 
 @dataclass

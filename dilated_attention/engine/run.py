@@ -221,6 +221,19 @@ def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
     return replace(rows, head_start=0, head_step=1, heads=1).of(x[..., None]).squeeze(-1)
 
 
+def forward_in_reach(
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backend's forward; on a CPU, where a value is NaN or infinite, with that kept to the queries that may see it."""
+    if v.device.type == "cpu" and (options.causal or options.mask.band is not None):
+        wild = _not_finite(v)
+        if wild is not None:
+            out, lse = backend.forward(q, k, v.masked_fill(wild, 0), options)
+            reached, _ = backend.forward(q, k, wild.to(v.dtype), options)
+            return out.masked_fill(reached != 0, torch.nan), lse
+    return backend.forward(q, k, v, options)
+
+
 def _values_not_finite(plan: Plan, v: torch.Tensor) -> torch.Tensor | None:
     """Where v is NaN or infinite, if that could reach rows it must not; None in every usual case, told by one sum.
 
@@ -229,6 +242,10 @@ def _values_not_finite(plan: Plan, v: torch.Tensor) -> torch.Tensor | None:
     """
     if v.device.type != "cpu" or not any(problem.causal or problem.band is not None for problem in plan.problems):
         return None
+    return _not_finite(v)
+
+
+def _not_finite(v: torch.Tensor) -> torch.Tensor | None:
     if bool(v.sum(dtype=accumulation_dtype(v.dtype)).isfinite()):
         return None
     wild = ~v.isfinite()
