@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.home import home_shape
-from dilated_attention.distributed.plan import Job, Launch, bytes_of_keys, rank_plan
+from dilated_attention.distributed.plan import Job, Launch, rank_plan
 from dilated_attention.distributed.route import make_route
 from dilated_attention.distributed.script import Part, Script, StepScript, make_script
 from dilated_attention.engine.plan import Problem, Range, Shape, make_plan
@@ -249,9 +249,10 @@ def test_messages_match_and_bring_every_launch_its_keys(job: Job) -> None:
                 head = first * kv_heads // job.shape.num_heads + group.kv_start + group.kv_step * torch.arange(group.kv_count)
                 at = problem.k_start + problem.step * torch.arange(problem.k_len)[:, None] + group.shift * torch.arange(group.kv_count)
                 assert torch.equal(launch.keys.of(x)[0, 0, ..., 0], at * kv_heads + head)
+    # the plan's own count of rows and heads from elsewhere
     for rank in range(job.size):
-        assert bytes_of_keys(job, rank, 1, 1, 1)[1] == 2 * received[rank]
-    assert sum(bytes_of_keys(job, rank, 1, 1, 1)[0] for rank in range(job.size)) == 2 * sum(received)
+        buffers = [buffer for step in rank_plan(job, rank).steps for buffer in step.buffers]
+        assert received[rank] == sum(part.count * buffer.heads[2] for buffer in buffers for part in buffer.sources if part.rank != rank)
 
 
 @settings(max_examples=120)

@@ -1,6 +1,6 @@
 """Bytes on the wire in closed form: what a call on a spread sequence must exchange, from its arguments alone.
 
-``plan.bytes_of_keys`` counts the messages of a plan; this does not look at plans, and tests hold what is measured to it.
+This does not look at plans: tests hold what is measured to it.
 
 With n of N positions on a rank, W ranks, H heads, K key/value heads, head dim D, batch B, s bytes an element, f bytes an element of
 sums (8 for float64, else 4), and R(r) the rows of other ranks that rank r's queries see, a rank receives

@@ -280,22 +280,3 @@ def row_of(spans: tuple[Range, ...], position: int) -> int:
             return row + position - start
         row += end - start
     raise AssertionError(f"position {position} is not held here")
-
-
-def bytes_of_keys(job: Job, rank: int, batch: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of K and V that ``rank`` (sends, receives) in a forward; a backward also returns them as float32 gradients."""
-    sent = sum(_rows_from(job, other, rank) for other in range(job.size) if other != rank)
-    received = sum(_rows_from(job, rank, other) for other in range(job.size) if other != rank)
-    size = 2 * batch * head_dim * itemsize
-    return sent * size, received * size
-
-
-def _rows_from(job: Job, rank: int, source: int) -> int:
-    """(row, head) pairs that ``rank`` reads of ``source``."""
-    return sum(
-        part.count * buffer.heads[2]
-        for step in rank_plan(job, rank).steps
-        for buffer in step.buffers
-        for part in buffer.sources
-        if part.rank == source
-    )

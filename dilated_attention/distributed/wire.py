@@ -6,10 +6,8 @@ One exchange is one launch on NCCL, watched by a thread (watch.py); on gloo it i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.blame import Wait, explain
+from dilated_attention.distributed.communicator import another
 from dilated_attention.distributed.errors import RingError, first_line
-from dilated_attention.distributed.group import Members, next_group_named
-from dilated_attention.distributed.handshake import gather
-from dilated_attention.distributed.session import Session, name, names, session_of
+from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.session import name, names, session_of
 from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
 from dilated_attention.distributed.watch import COLLECT, Exchange, Queue, watch
 
@@ -58,7 +56,7 @@ class Wire:
         self.queue = Queue()
         self.session = session_of(members, timeout)
         shares = lane == "keys" and dist.get_backend(members.group) != "nccl"
-        group = members.group if shares else _another(members.group, self.session, lane, timeout, most_ctas)
+        group = members.group if shares else another(members.group, self.session, lane, timeout, most_ctas)
         # the group's life is its owner's: a wire must not keep communicators that were destroyed
         self._group = weakref.ref(group)
         self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
@@ -288,33 +286,6 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
         wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
     wire.timeout = timeout
     return wire
-
-
-def _another(group: dist.ProcessGroup, session: Session, lane: str, timeout: float, most_ctas: int | None) -> dist.ProcessGroup:
-    """A communicator of the same ranks."""
-    ranks = list(session.global_ranks)
-    # torch would wait for absent ranks by its own timeout, and not say for whom
-    texts = gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout, uuid.uuid4().hex)
-    agreed = hashlib.sha256(b"".join(texts)).hexdigest()
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    options = None
-    if dist.get_backend(group) == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if most_ctas is not None:
-            options.config.max_ctas = most_ctas
-    try:
-        with next_group_named(agreed):
-            if bound is not None and len(ranks) < dist.get_world_size():
-                # new_group would split the communicator of all processes, which takes all of them; splitting this one takes its ranks
-                other = dist.split_group(group, [list(range(session.size))], pg_options=options)
-            else:
-                other = dist.new_group(ranks, backend=dist.get_backend(group), pg_options=options, use_local_synchronization=True)
-    except RuntimeError as error:
-        session.failed = f"{name(session, session.rank)}: a communicator for {lane} could not be made: {first_line(error)}"
-        session.told = True
-        raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
-    assert isinstance(other, dist.ProcessGroup)
-    return other
 
 
 @dataclass

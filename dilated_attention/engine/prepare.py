@@ -121,7 +121,6 @@ def prepare(
         detached=settings.detached,
         is_causal=settings.is_causal,
         nested=not is_backward and is_nested(request, pattern, views, shape, settings),
-        request=request,
     )
     return shape, call
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request, accumulation_dtype
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options, accumulation_dtype
 from dilated_attention.engine.merge import add_zero_keys, merge_
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
@@ -36,7 +36,6 @@ class Call:
         detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
         is_causal: as asked; of a problem, ``options`` say it.
         nested: a forward visits the pairs of nested branches once.
-        request: what the backend was chosen for; None where it was not asked for.
         origin, first_head: what to add to positions and heads for those of the whole sequence and model, by which dropout is decided.
     """
 
@@ -49,7 +48,6 @@ class Call:
     detached: bool = False
     is_causal: bool = False
     nested: bool = False
-    request: Request | None = None
     origin: int = 0
     first_head: int = 0
 
