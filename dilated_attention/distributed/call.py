@@ -173,7 +173,8 @@ class _Work:
             self.route.exchange,
             cost.head_steps(_question(len(ranks), views[0], k, pattern, self.settings, self.ring)),
         )
-        team = Members(self.members.group, ranks.index(me), len(ranks), ranks)
+        # without the group: what is kept here outlives groups, and another one may come by the same name
+        team = Members(None, ranks.index(me), len(ranks), ranks)
         ahead = cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
         return _Setup(pattern, make_script(job, team.rank), replace(call, first_head=first, padding=None), team, ahead)
 

@@ -19,9 +19,11 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     part_stride_p, part_stride_l, part_stride_g, part_lse_stride_p, part_lse_stride_l, part_lse_stride_g,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # addresses in 64 bits: rows of a dilated view may lie gigabytes apart
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head, problem = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # problems and rows in the one dimension of a grid that has no narrow limit; addresses in 64 bits, as rows of a dilated view may
+    # lie gigabytes apart
+    tiles = tl.cdiv(num_rows, ROWS)
+    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, problem = tl.program_id(1).to(tl.int64), (tl.program_id(0) // tiles).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = rows < num_rows
     lse_at = lse_ptr + problem * lse_stride_p + head * lse_stride_g + rows * lse_stride_l
@@ -50,7 +52,7 @@ def merge_onto(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
     assert out.stride(-1) == 1 and part.stride(-1) == 1
     block = triton.next_power_of_2(D)
     rows = max(1, _SIZE // block)
-    _onto_kernel[(triton.cdiv(L, rows), G, P)](
+    _onto_kernel[(triton.cdiv(L, rows) * P, G)](
         out, lse, part, part_lse, L, *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
         HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
     )  # fmt: skip
@@ -62,10 +64,11 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     dk_stride_b, dk_stride_l, dk_stride_g, dv_stride_b, dv_stride_l, dv_stride_g,
     NUM_OWN: tl.constexpr, WRITES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head = tl.program_id(1) % num_heads
-    batch = tl.program_id(1) // num_heads
-    which = tl.program_id(2)
+    tiles = tl.cdiv(num_rows, ROWS)
+    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(0) // tiles % num_heads
+    batch = tl.program_id(0) // tiles // num_heads
+    which = tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
     tile = (rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
     # (rows, 2, B, heads, D), without gaps
@@ -83,7 +86,8 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(own_ptr + at, mask=tile, other=0.0).to(tl.float32)
     if NUM_OWN > 1:
         total += tl.load(other_ptr + at, mask=tile, other=0.0).to(tl.float32)
-    size = num_rows.to(tl.int64) * row_size
+    # not num_rows.to(): Triton makes a constant of an argument that is 1
+    size = (tl.zeros((), dtype=tl.int64) + num_rows) * row_size
     for index in range(num_came):
         total += tl.load(came_ptr + index * size + at, mask=tile, other=0.0).to(tl.float32)
     tl.store(grad, total.to(dk_ptr.dtype.element_ty), mask=tile)
@@ -97,7 +101,7 @@ def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came
     block = triton.next_power_of_2(D)
     rows = max(1, _SIZE // block)
     some = came if came is not None else own[0]
-    _add_up_kernel[(triton.cdiv(L, rows), B * G, 2)](
+    _add_up_kernel[(triton.cdiv(L, rows) * B * G, 2)](
         dk, dv, own[0] if own else some, own[1] if len(own) > 1 else some, some, L, G, B, 0 if came is None else came.shape[0],
         *dk.stride()[:3], *dv.stride()[:3],
         NUM_OWN=len(own), WRITES=writes, HEAD_DIM=D, BLOCK_D=block, ROWS=rows,

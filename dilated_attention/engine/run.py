@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.backends.base import Backend, Dropout, Mask, Options, accumulation_dtype
-from dilated_attention.engine.merge import add_zero_keys, merge_
+from dilated_attention.engine.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
 
@@ -81,7 +81,7 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
                 out_.copy_(part_out)
                 lse_.copy_(part_lse)
             else:
-                merge_(out_, lse_, part_out, part_lse)
+                merge_onto(out_, lse_, part_out, part_lse)
     return out.to(q.dtype), lse
 
 
