@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, ring_attention, ring_dilated_attention
+from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
 from dilated_attention.distributed import LAYOUTS, call, cost, spans
 from dilated_attention.distributed.route import why_no_heads
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
@@ -243,3 +243,18 @@ def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | N
     options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
     out = ring_attention(q[:, mine], k[:, mine], v[:, mine], window=window, **options)
     return (out.isnan().any(-1).any(-1)[0].nonzero().flatten() + 8 * rank).tolist()
+
+
+def lse_gradient_of_the_last(rank: int, world: int, exchange: str, layout: str) -> float:
+    """Largest error of dq, dk and dv where only the last rank's loss depends on lse."""
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8 * world, 4, 8, dtype=torch.float64).unbind(0))
+    parts = [x.detach().requires_grad_() for x in shard_sequence(None, [q, k, v], [1, 1, 1], layout=layout)]
+    out, lse = ring_attention(*parts, layout=layout, exchange=exchange, seq_len=8 * world, return_lse=True)
+    mine = out.sum() + (lse.sum() if rank == world - 1 else 0)
+    found = torch.autograd.grad(mine, parts)
+    whole, whole_lse = attention(q, k, v, return_lse=True, backend="math")
+    last = [x for span in spans(8 * world, world - 1, world, layout) for x in range(*span)]
+    wanted = torch.autograd.grad(whole.sum() + whole_lse[:, :, last].sum(), (q, k, v))
+    shares = shard_sequence(None, list(wanted), [1, 1, 1], layout=layout)
+    return max(float((a - b).abs().max()) for a, b in zip(found, shares, strict=True))

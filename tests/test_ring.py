@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.distributed import cost
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     RESULTS,
@@ -256,3 +257,32 @@ def test_nan_stays_with_the_queries_that_see_it(exchange: str, at: int, window: 
         pytest.skip("a window's keys come in one exchange")
     found = pool_of(2).run(ring_cases.rows_with_nan, at, exchange, window)
     assert [row for rows in found for row in rows] == list(range(at, 16 if window is None else at + window + 1))
+
+
+@pytest.mark.parametrize(("exchange", "layout"), [("all_to_all", "contiguous"), ("all_gather", "striped"), ("all_gather", "zigzag")])
+def test_a_gradient_of_lse_on_one_rank_alone(exchange: str, layout: str) -> None:
+    assert max(pool_of(2).run(ring_cases.lse_gradient_of_the_last, exchange, layout)) <= 1e-10
+
+
+def test_auto_never_takes_what_cannot_be() -> None:
+    """Keys that are too big, a window and heads that do not divide: of three reasons one is but a preference."""
+    question = cost.Question(
+        size=8,
+        layout="contiguous",
+        seq_len=2**25,
+        batch=1,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=128,
+        itemsize=2,
+        is_causal=True,
+        is_dense=True,
+        branch_heads="all",
+        has_window=True,
+        needs_grad=True,
+        memory=10**10,
+    )
+    offers = {offer.exchange: offer for offer in cost.offers(question)}
+    assert offers["all_gather"].reason is not None and offers["all_gather"].possible
+    assert not offers["ring"].possible and not offers["all_to_all"].possible
+    assert cost.choose(question) == "all_gather"

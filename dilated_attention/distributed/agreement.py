@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,12 @@ MOST_KINDS = 4096
 
 @dataclass(frozen=True)
 class RingCall:
-    """The arguments that one process does not have. ``seq_len`` is −1 where the ranks have to ask each other."""
+    """The arguments that one process does not have.
+
+    Args:
+        seq_len: −1 where the ranks have to ask each other.
+        lse_grad: lse may get a gradient, on some ranks or all.
+    """
 
     group_name: str
     layout: str
@@ -30,6 +36,7 @@ class RingCall:
     seq_len: int
     ranks_per_node: int
     timeout: float
+    lse_grad: bool
 
 
 def agreed_length(
@@ -40,8 +47,13 @@ def agreed_length(
     pattern: DilatedPattern,
     settings: Settings,
     ring: RingCall,
+    kernels: Callable[[], str],
 ) -> int:
-    """N, once all ranks are known to make the same call: found out at the first call of a kind, or at each where N is to be asked for."""
+    """N, once all ranks are known to make the same call: found out at the first call of a kind, or at each where N is to be asked for.
+
+    Args:
+        kernels: what of this rank's choice of kernels all have to have alike.
+    """
     q, k, _ = tensors
     if members.size == 1:
         return _checked_length(ring, [q.shape[1]])
@@ -81,6 +93,8 @@ def agreed_length(
         "layout": ring.layout,
         "exchange": ring.exchange,
         "ranks_per_node": ring.ranks_per_node or "None",
+        "return_lse": ring.lse_grad,
+        "kernels": kernels(),
         "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
     }
     rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]

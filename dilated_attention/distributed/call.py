@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import cost, run
 from dilated_attention.distributed.agreement import RingCall, agreed_length
 from dilated_attention.distributed.group import Members, members_named
@@ -34,7 +35,19 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(out (B, n, H, D), lse (B, H, n), N)."""
     members = members_named(ring.group_name)
-    seq_len = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring)
+    unavailable: list[BackendUnavailable] = []
+
+    def kernels() -> str:
+        # a rank that raised now would leave the others waiting
+        try:
+            return _kernels(members, tensors, padding, pattern, settings, ring)
+        except BackendUnavailable as error:
+            unavailable.append(error)
+            return f"unavailable: {str(error).splitlines()[0]}"
+
+    seq_len = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring, kernels)
+    if unavailable:
+        raise unavailable[0]
     work = _Work(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
@@ -123,7 +136,12 @@ class _Work:
         self.used: Tensors | None = None
 
     def _wire(self) -> Wire | None:
-        return wire_of(self.members, self.ring.timeout) if self.members.size > 1 else None
+        if self.members.size == 1:
+            return None
+        wire = wire_of(self.members, self.ring.timeout)
+        # also by a rank that has nothing to exchange
+        wire.open(self.tensors[0].device)
+        return wire
 
     def _regroup(
         self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False
@@ -161,17 +179,21 @@ class _Work:
         first, last = self.route.used[0][me].heads
         num_heads = self.tensors[0].shape[2]
         pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
-        shape, call = prepare(
-            self.is_backward, views, pattern, self.settings, self.padding, self.documents, None, num_keys=self.ring.seq_len
-        )
         whole = (0, self.ring.seq_len)
         ranks = self.route.team(me)
+        question = _question(len(ranks), views[0], k, pattern, self.settings, self.ring)
+        steps = cost.head_steps(question)
+        extent = cost.buffer_extent(question, pattern, steps, self.route.exchange) if len(ranks) > 1 else 0
+        documents, num_keys = self.documents, self.ring.seq_len
+        shape, call = prepare(
+            self.is_backward, views, pattern, self.settings, self.padding, documents, None, num_keys=num_keys, least_extent=extent
+        )
         job = Job(
             pattern,
             replace(shape, queries=whole, keys=whole),
             tuple(self.route.ranges(rank) for rank in ranks),
             self.route.exchange,
-            cost.head_steps(_question(len(ranks), views[0], k, pattern, self.settings, self.ring)),
+            steps,
         )
         # without the group: what is kept here outlives groups, and another one may come by the same name
         team = Members(None, ranks.index(me), len(ranks), ranks)
@@ -205,6 +227,9 @@ class _Work:
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         """(dq, dk, dv) in the caller's layout."""
         q, k, v = self._inputs("backward")
+        if dlse is None and self.ring.lse_grad and not self.route.stays:
+            # other ranks may have one, and all send alike
+            dlse = torch.zeros_like(lse)
         more = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
         dout, out, lse, *rest = self._regroup(more, "q" * len(more), "backward: dout, out and lse")
         dout, out = kernel_ready(dout), kernel_ready(out)
@@ -237,6 +262,17 @@ def _question(size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPatte
         has_window=bool(settings.window),
         needs_grad=settings.needs_grad,
     )
+
+
+def _kernels(
+    members: Members, tensors: Tensors, padding: torch.Tensor | None, pattern: DilatedPattern, settings: Settings, ring: RingCall
+) -> str:
+    """What all ranks need to have alike, as messages follow from it: whether their kernels cut windows into blocks."""
+    q, k, v = tensors
+    num_keys = ring.seq_len if ring.seq_len >= 0 else q.shape[1] * members.size
+    passes = (False, True) if settings.needs_grad else (False,)
+    shapes = [prepare(back, (q, k, v, q) if back else (q, k, v), pattern, settings, padding, num_keys=num_keys)[0] for back in passes]
+    return f"windows in blocks of {[shape.window_block for shape in shapes]}" if settings.window else "available"
 
 
 def _route_of(members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> Route:

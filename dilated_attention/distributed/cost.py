@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,12 +55,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Offer:
-    """One exchange: its seconds forward, the bytes it holds beside the results, and why it cannot be had, if so."""
+    """One exchange: its seconds forward, the bytes it holds beside the results, and why it is not taken, if so.
+
+    Args:
+        possible: a reason against it is but a preference.
+    """
 
     exchange: str
     seconds: float
     bytes_held: int
     reason: str | None
+    possible: bool = True
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,19 +87,16 @@ def offers(question: Question) -> tuple[Offer, ...]:
     found.append(Offer("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
     held = 2 * 2 * n * x.num_kv_heads * row * (2 if x.needs_grad else 1)
     reason = "a window's keys come in one exchange" if x.has_window else None
-    found.append(Offer("ring", max(compute, wire) + merges + x.size * LATENCY + relayout, held, reason))
+    seconds = max(compute, wire) + merges + x.size * LATENCY + relayout
+    found.append(Offer("ring", seconds, held, reason, possible=reason is None))
     held = int(2 * n * (x.num_heads + x.num_kv_heads) * row)
     reason = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
-    found.append(Offer("all_to_all", mean + _all_to_all(x, n), held, reason))
+    found.append(Offer("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
     if not x.is_dense:
         # a dilated call moves a fraction of its keys under what needs none: nothing else comes near
-        found = [offer if offer.exchange == "all_gather" else _no(offer, "more is moved") for offer in found]
+        found = [replace(offer, reason=offer.reason or "more is moved") for offer in found]
         found[0] = Offer("all_gather", found[0].seconds, 0, None)
-    return tuple(sorted(found, key=lambda offer: (offer.reason is not None, offer.seconds)))
-
-
-def _no(offer: Offer, reason: str) -> Offer:
-    return Offer(offer.exchange, offer.seconds, offer.bytes_held, offer.reason or reason)
+    return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
 
 
 def _too_much(held: int, memory: int) -> str | None:
@@ -140,6 +142,14 @@ def _mean_seconds(x: Question) -> float:
     """Of a rank's share of a forward's arithmetic."""
     pairs = x.seq_len**2 / (2 if x.is_causal else 1)
     return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
+
+
+def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, exchange: str) -> int:
+    """Elements from the first to the last of the largest buffer that a launch may read: keys and values of a row lie side by side."""
+    x = question
+    rows = -(-x.seq_len // (x.size if exchange == "ring" else 1))
+    rows = max(-(-min(w, rows) // r) for w, r in pattern.branches)
+    return 2 * x.batch * (x.num_kv_heads // steps) * x.head_dim * rows
 
 
 def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
@@ -233,4 +243,5 @@ def table(question: Question) -> str:
 @functools.lru_cache(maxsize=8)
 def device_memory(device: torch.device) -> int:
     # of a CPU all processes of the machine share it, and no two see the same amount free
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
+    # whole GiB, as ranks agree on
+    return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

@@ -44,11 +44,12 @@ def ring_attention_op(
     seq_len: int,
     ranks_per_node: int,
     timeout: float,
+    lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out (B, n, H, D), lse (B, H, n), N). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
-    ring = RingCall(group_name, layout, exchange, seq_len, ranks_per_node, timeout)
+    ring = RingCall(group_name, layout, exchange, seq_len, ranks_per_node, timeout, lse_grad)
     out, lse, whole = ring_forward((q, k, v), key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
     return out, lse, torch.tensor(whole, dtype=torch.int64)
 
@@ -86,11 +87,12 @@ def ring_attention_backward_op(
     seq_len: int,
     ranks_per_node: int,
     timeout: float,
+    lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
-    ring = RingCall(group_name, layout, exchange, int(whole.item()), ranks_per_node, timeout)
+    ring = RingCall(group_name, layout, exchange, int(whole.item()), ranks_per_node, timeout, lse_grad)
     tensors = (dout, q, k, v, out, lse)
     dq, dk, dv = ring_backward(tensors, dlse, key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
     return dq, dk, dv

@@ -63,6 +63,7 @@ def prepare(
     seed: torch.Tensor | None = None,
     query_offset: int = 0,
     num_keys: int | None = None,
+    least_extent: int = 0,
 ) -> tuple[Shape, Call]:
     """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
 
@@ -71,6 +72,7 @@ def prepare(
     Args:
         documents: (start, end) pairs that partition the keys; None for one.
         num_keys: of the whole sequence, where k holds a part of it.
+        least_extent: of memory that kernels will read beside the views.
     """
     q, k = views[:2]
     _, Nq, H, D = q.shape
@@ -92,7 +94,7 @@ def prepare(
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=settings.precision,
-        extent=max(_segment_extent(x, longest) for x in views),
+        extent=max(least_extent, *(_segment_extent(x, longest) for x in views)),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
     # each pass has its own choice: every backend's backward takes any other's out and lse

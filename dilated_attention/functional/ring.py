@@ -273,6 +273,7 @@ def _attend(
         -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
         per_node,
         timeout,
+        return_lse and mixture_grad == "exact",
     )
     if not return_lse:
         return out
