@@ -108,7 +108,11 @@ def dilated_bytes(
 
 
 def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, lse_grad: bool = False) -> Bytes:
-    """all_to_all: heads of the whole sequence on each rank, and everything back. A striped sequence travels as any other."""
+    """all_to_all: heads of the whole sequence on each rank, and everything back. A striped sequence travels as any other.
+
+    Args:
+        lse_grad: the call returned lse, whose gradient then travels, zeros where a rank has none.
+    """
     held = sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
     others = seq_len - held
     heads, kv_heads = sizes.heads // size, max(1, sizes.kv_heads // size)
