@@ -53,10 +53,11 @@ def local_positions(
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``.
     """
     members = members_of(group_or_mesh)
-    return _positions(seq_len, members.rank, members.size, layout, device)
+    return positions_of(seq_len, members.rank, members.size, layout, device)
 
 
-def _positions(seq_len: int, rank: int, size: int, layout: str, device: torch.device | str | None) -> torch.Tensor:
+def positions_of(seq_len: int, rank: int, size: int, layout: str, device: torch.device | str | None) -> torch.Tensor:
+    """``local_positions`` of any rank."""
     return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
 
 

@@ -46,11 +46,11 @@ def make_route(
     seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool
 ) -> Route:
     """The route of a resolved ``exchange``; ``inner`` is the number of ranks that share heads out in ``"2d"``."""
-    assert exchange not in ("all_to_all", "2d") or not num_heads % {"all_to_all": size}.get(exchange, inner), "some heads would be nobody's"
     given = [spans(seq_len, rank, size, layout) for rank in range(size)]
     # strided rows are no ranges that kernels could take causally, so they are put in order first
     computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     inner = {"all_to_all": size, "2d": inner}.get(exchange, 1)
+    assert num_heads % inner == 0, "some heads would be nobody's"
     used = []
     for rank in range(size):
         first = rank - rank % inner

@@ -9,12 +9,15 @@ parts stay empty; the sigmoid form that ring libraries use gives NaN there.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from dilated_attention.backends import detect
 from dilated_attention.backends.base import accumulation_dtype
+
+logger = logging.getLogger("dilated_attention")
 
 
 def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,7 +56,7 @@ def add_zero_keys(out: torch.Tensor, lse: torch.Tensor, num_zero_keys: int) -> t
 
 def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """``merge_`` into an out of any dtype, rounded once: views (P, L, G, D) and (P, L, G) of any strides."""
-    if _has_kernels(lse):
+    if has_kernels(lse):
         from dilated_attention.engine.onto_triton import merge_onto as fused
 
         fused(out, lse, part_out, part_lse)
@@ -73,7 +76,7 @@ def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came
         came: more of them (R, L, 2, B, G, D).
         writes: dk and dv hold nothing yet; else the sum is added to them.
     """
-    if len(own) <= 2 and _has_kernels(own[0] if own else came):
+    if len(own) <= 2 and has_kernels(own[0] if own else came):
         from dilated_attention.engine.onto_triton import add_up as fused
 
         fused(dk, dv, own, came, writes=writes)
@@ -86,11 +89,14 @@ def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came
         (grad.copy_ if writes else grad.add_)(share.transpose(0, 1))
 
 
-def _has_kernels(x: torch.Tensor | None) -> bool:
+def has_kernels(x: torch.Tensor | None) -> bool:
     """Triton kernels are for GPUs, and compute in float32."""
     return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and _has_triton(x.device)
 
 
 @functools.lru_cache(maxsize=8)
 def _has_triton(device: torch.device) -> bool:
-    return "triton" in detect(device).packages
+    found = "triton" in detect(device).packages
+    if not found:
+        logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
+    return found

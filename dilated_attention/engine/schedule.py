@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from dilated_attention.backends import detect
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import fused
 from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, make_tiers, transient_budget
 from dilated_attention.engine.families import Piece, chunk_family, make_pieces
 from dilated_attention.engine.lanes import Lanes
+from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
 from dilated_attention.pattern import DilatedPattern
-
-logger = logging.getLogger("dilated_attention")
 
 # on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
 FUSED_DEVICES = {"cuda"}
@@ -206,15 +202,7 @@ def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
     whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
     if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
         return False
-    return q.device.type != "cuda" or (q.dtype is not torch.float64 and _has_triton(q.device))
-
-
-@functools.lru_cache(maxsize=8)
-def _has_triton(device: torch.device) -> bool:
-    found = "triton" in detect(device).packages
-    if not found:
-        logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
-    return found
+    return q.device.type != "cuda" or has_kernels(q)
 
 
 def _in_chunks(cut: Cut, shape: Shape, device: torch.device, call: Call, run: Callable[[Chunk, bool], None]) -> None:

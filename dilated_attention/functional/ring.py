@@ -71,7 +71,8 @@ def ring_dilated_attention(
         ranks_per_node: processes of the group that share heads in ``"2d"``, consecutive ranks; None for LOCAL_WORLD_SIZE.
         timeout: seconds that an exchange may take before an error names it and its peer.
 
-    All other arguments are those of ``dilated_attention``, and equal on all processes, which is checked at the first call of a kind.
+    All other arguments are those of ``dilated_attention``. All but ``backend`` and ``timeout`` are equal on all processes, which is
+    checked at the first call of a kind.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).

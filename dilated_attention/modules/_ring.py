@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dilated_attention import validation as check
 from dilated_attention.distributed.group import members_named
 from dilated_attention.distributed.handshake import agree
-from dilated_attention.distributed.layout import LAYOUTS, spans
+from dilated_attention.distributed.layout import LAYOUTS, positions_of
 from dilated_attention.distributed.route import EXCHANGES
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.pattern.checks import as_int, one_of
@@ -112,8 +112,7 @@ class RingSettings:
 def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
     """See ``RingSettings.positions``. An op, so that a compiled graph holds neither this process's rank nor one length for all."""
     members = members_named(group_name)
-    runs = [torch.arange(*span, device=x.device) for span in spans(seq_len, members.rank, members.size, layout)]
-    positions = torch.cat(runs)
+    positions = positions_of(seq_len, members.rank, members.size, layout, x.device)
     return positions if positions.shape[0] == x.shape[1] else torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
 
 
