@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.backends.hardware import Hardware
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -46,6 +47,10 @@ class Request:
     length: int = 0
     # "native": products in the inputs' dtype · "fp8": in 8-bit floats
     precision: str = "native"
+    # (query block, key block) of lists of kept blocks; None for dense problems
+    blocks: tuple[int, int] | None = None
+    # what masks of single pairs inside blocks say: "none" · "interval" · "bits"
+    block_masks: str = "none"
 
     def describe(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]
@@ -54,6 +59,9 @@ class Request:
         parts.append("backward" if self.needs_grad else "forward")
         if self.precision != "native":
             parts.append(self.precision)
+        if self.blocks is not None:
+            masks = "" if self.block_masks == "none" else f" with {self.block_masks} masks"
+            parts.append(f"blocks of {self.blocks[0]}x{self.blocks[1]}{masks}")
         for flag in ("key_mask", "window", "dropout", "deterministic", "lse_grad"):
             if getattr(self, flag):
                 parts.append(flag)
@@ -89,6 +97,10 @@ class Facts:
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
+    # lists of kept blocks, and whether it computes nothing else
+    block_sizes: frozenset[tuple[int, int]] = frozenset()
+    block_masks: frozenset[str] = frozenset({"none"})
+    blocks_only: bool = False
     # its launches may run beside each other, on several streams
     concurrent: bool = True
     # where these facts were read or measured
@@ -207,6 +219,27 @@ class Backend(ABC):
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
 
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` over the pairs that ``lists`` keep; q (B, Nq, H, D), k and v (B, Nk, K, D). Only if ``facts.block_sizes``."""
+        raise AssertionError(f"{self.name} takes no lists of blocks")
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``backward`` over the pairs that ``lists`` keep: shares in q's dtype or float32. ``dlse`` only if ``facts.lse_grad``."""
+        raise AssertionError(f"{self.name} takes no lists of blocks")
+
 
 class WritingBackend(Backend):
     """A library that writes its results where it is told: ``forward_into`` and ``backward_into`` are its raw functions."""
@@ -296,6 +329,16 @@ def _request_reasons(facts: Facts, request: Request) -> list[str]:
     ):
         if wanted and not able:
             reasons.append(text)
+    if request.blocks is None and facts.blocks_only:
+        reasons.append("computes lists of blocks only")
+    if request.blocks is not None and not facts.block_sizes:
+        reasons.append("takes no lists of blocks")
+    elif request.blocks is not None:
+        if request.blocks not in facts.block_sizes:
+            sizes = ", ".join(f"{q}x{k}" for q, k in sorted(facts.block_sizes))
+            reasons.append(f"blocks are of {sizes}, not {request.blocks[0]}x{request.blocks[1]}")
+        if request.block_masks not in facts.block_masks:
+            reasons.append(f"takes no {request.block_masks} masks inside blocks")
     if facts.max_extent is not None and request.extent >= facts.max_extent:
         reasons.append(f"one segment spans {request.extent} elements, 32-bit offsets end at {facts.max_extent}")
     return reasons

@@ -1,0 +1,105 @@
+"""Lists of key blocks, as block-sparse kernels read them.
+
+The sequence is cut into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
+whole and some under a mask of single pairs. Lists are CSR: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
+ascending, i = group · num_rows + row. A *group* is a (batch entry, head) that has lists of its own; one list may serve all.
+
+Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8 bytes a *different* mask of pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+WORD = 32
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """Which key blocks every query block keeps; m = 1 on the kept pairs.
+
+    Args:
+        num_queries, num_keys: positions; the last block of each may be shorter.
+        q_block, k_block: positions of a block.
+        num_batch, num_heads: groups: 1 where all batch entries (heads) share one list, else their number.
+        row_starts: (num_batch · num_heads · num_rows + 1,) int32.
+        columns: (entries,) int32 key blocks, ascending in each row.
+        masks: (entries,) int32, −1 where every pair of the block is kept, else the index of its mask in ``bits``; None if all are −1.
+        bits: (different masks, q_block, k_block / 32) int32: bit n % 32 of word n // 32 of row m is set where query m of the block keeps
+            key n. Pairs beyond the end of the sequence may have any bit: kernels mind the end themselves. Empty where ``masks`` is None.
+        interval: (low, high) (num_queries,) int32 each, if the masks all say low[i] ≤ j < high[i] of key position j, which some
+            kernels take instead of bits; None if they do not.
+    """
+
+    num_queries: int
+    num_keys: int
+    q_block: int
+    k_block: int
+    num_batch: int
+    num_heads: int
+    row_starts: torch.Tensor
+    columns: torch.Tensor
+    masks: torch.Tensor | None
+    bits: torch.Tensor
+    interval: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_queries // self.q_block)
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.num_keys // self.k_block)
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_batch * self.num_heads
+
+    @property
+    def num_entries(self) -> int:
+        return self.columns.shape[0]
+
+    @property
+    def mask_kind(self) -> str:
+        """``"none"`` · ``"interval"`` · ``"bits"``: the least that a kernel must understand."""
+        if self.masks is None:
+            return "none"
+        return "interval" if self.interval is not None else "bits"
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    @functools.cached_property
+    def row_of_entry(self) -> torch.Tensor:
+        """(entries,) int64: group · num_rows + row of each entry."""
+        counts = self.row_starts.diff().long()
+        rows = torch.arange(counts.shape[0], device=counts.device)
+        return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
+
+    @functools.cached_property
+    def by_column(self) -> ColumnLists:
+        """The same entries by key block, for the gradients of k and v."""
+        row = self.row_of_entry
+        group = row // self.num_rows
+        key = (group * self.num_columns + self.columns) * self.num_rows + row % self.num_rows
+        ordered, order = key.sort()
+        counts = torch.zeros(self.num_groups * self.num_columns, dtype=torch.int64, device=key.device)
+        counts.index_add_(0, ordered // self.num_rows, torch.ones_like(ordered))
+        starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=key.device)
+        starts[1:] = counts.cumsum(0)
+        masks = None if self.masks is None else self.masks[order]
+        return ColumnLists(starts, (ordered % self.num_rows).to(torch.int32), masks)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnLists:
+    """Query blocks of every key block: rows ``rows[starts[i] : starts[i + 1]]``, ascending, i = group · num_columns + column."""
+
+    starts: torch.Tensor
+    rows: torch.Tensor
+    masks: torch.Tensor | None
