@@ -7,6 +7,7 @@ from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash4 import Flash4Backend
 from dilated_attention.backends.flex import FlexBackend
+from dilated_attention.backends.gluon_blocks import GluonBlocksBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
@@ -22,6 +23,7 @@ registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
+registry.register(GluonBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(MathBackend())

@@ -10,7 +10,8 @@ Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -45,6 +46,8 @@ class BlockLists:
     masks: torch.Tensor | None
     bits: torch.Tensor
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
+    # what backends work out of the lists once, in their own form
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_rows(self) -> int:
