@@ -40,6 +40,15 @@ registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
+# Lists of blocks. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project go first since flex_attention,
+# of the same compiler, compiles for seconds per kind of call; neither was measured there.
+registry.set_order("cpu", ("sdpa_cpu", "math"), blocks=True)
+registry.set_order("sm9x", ("gluon", "flash4", "triton", "flex", "math"), blocks=True)
+for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
+    registry.set_order(_architecture, ("triton", "flex", "math"), blocks=True)
+registry.set_order("sm6x", ("math",), blocks=True)
+registry.set_order("rocm", ("math",), blocks=True)
+
 __all__ = [
     "NESTED",
     "NESTED_FACTS",

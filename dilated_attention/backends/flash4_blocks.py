@@ -55,18 +55,17 @@ def forward_blocks(
         sparse = _tensors(interface, table, lists, tensors[0].shape[0], heads.stop - heads.start)
         aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
 
-        def call() -> None:
-            interface._flash_attn_fwd(
-                *tensors[:3],
-                softmax_scale=options.scale,
-                return_lse=True,
-                out=tensors[3],
-                lse=part,
-                mask_mod=mask_mod,
-                aux_tensors=aux,
-                block_sparse_tensors=sparse,
-            )
-
+        call = functools.partial(
+            interface._flash_attn_fwd,
+            *tensors[:3],
+            softmax_scale=options.scale,
+            return_lse=True,
+            out=tensors[3],
+            lse=part,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
         given = (*tensors, part, *sparse[:4], *(aux or ()))
         _replay_forward(interface, given, (options.scale, lists.q_block, lists.k_block, mask_mod is None), call)
         if part is not lse:
@@ -99,19 +98,18 @@ def backward_blocks(
         # keys are counted from the first one of the launch
         aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
 
-        def call() -> None:
-            interface._flash_attn_bwd(
-                *mine,
-                softmax_scale=options.scale,
-                dq=grads[0],
-                dk=grads[1],
-                dv=grads[2],
-                dlse=more[0] if more else None,
-                mask_mod=mask_mod,
-                aux_tensors=aux,
-                block_sparse_tensors=sparse,
-            )
-
+        call = functools.partial(
+            interface._flash_attn_bwd,
+            *mine,
+            softmax_scale=options.scale,
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            dlse=more[0] if more else None,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
         replay = _replay_backward if k.shape[2] == q.shape[2] else _replay_grouped
         settings = (options.scale, lists.q_block, lists.k_block, mask_mod is None, bool(more))
         replay(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)

@@ -29,7 +29,7 @@ _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 @gluon.jit
 def _decode(index, lists, SHAPE: gl.constexpr):
     """index → (query block, head, batch entry, first entry of its list, one past the last)."""
-    starts_ptr, _, _, _, order_ptr, num_rows, num_entries = lists
+    starts_ptr, _, _, _, order_ptr, num_rows, _ = lists
     HEADS: gl.constexpr = SHAPE[0]
     GROUP_BATCH: gl.constexpr = SHAPE[2]
     GROUP_HEAD: gl.constexpr = SHAPE[3]
