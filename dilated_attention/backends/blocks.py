@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 WORD = 32
+# what lists may have: (query block, key block)
+BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 
 @dataclass(frozen=True, eq=False)
