@@ -115,5 +115,6 @@ register_gradients(
     block_sparse_dilated_attention_op,
     block_sparse_dilated_attention_backward_op,
     "block_sparse_dilated_attention",
+    13,
     "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
 )

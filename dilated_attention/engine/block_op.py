@@ -89,10 +89,11 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
-def register_gradients(forward: Any, backward: Any, name: str, way_out: str) -> None:
+def register_gradients(forward: Any, backward: Any, name: str, spec_index: int, way_out: str) -> None:
     """Autograd of an op whose first seven arguments are tensors, given again to its backward after dout, dlse, q, k, v, out, lse.
 
     Args:
+        spec_index: where the op's arguments have the pattern's spec.
         way_out: how else to get second derivatives at small N.
     """
     num_tensors = 7
@@ -101,6 +102,8 @@ def register_gradients(forward: Any, backward: Any, name: str, way_out: str) -> 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:num_tensors], *output)
         ctx.settings = inputs[num_tensors:]
+        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+        ctx.pattern = pattern_from_spec(inputs[spec_index])
 
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, *optional, out, lse = ctx.saved_tensors
@@ -132,5 +135,6 @@ register_gradients(
     block_sparse_attention_op,
     block_sparse_attention_backward_op,
     "block_sparse_attention",
+    7,
     "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)",
 )

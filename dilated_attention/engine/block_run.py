@@ -16,6 +16,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.engine.block_launch import Tensors, backward_lists, forward_lists
 from dilated_attention.engine.block_lists import block_lists
+from dilated_attention.engine.kept import lists_of_kept
 from dilated_attention.engine.plan import Range
 from dilated_attention.engine.prepare import segment_extent
 from dilated_attention.engine.run import without_padding
@@ -133,13 +134,20 @@ def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: B
     seed = 0 if masks.seed is None else int(masks.seed.item())
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     parts = []
+    # of ``kept``, where documents lie one after another
+    first_row = 0
     for start, end in masks.documents or ((0, Nk),):
         keys = slice(start, end)
         rows = slice(0, Nq) if masks.documents is None else keys
         num_queries = front + rows.stop - rows.start
-        lists = block_lists(
-            pattern, end - start, H, first_query=first_query, num_queries=num_queries, is_causal=settings.is_causal, device=q.device
-        )
+        if masks.kept is None:
+            lists = block_lists(
+                pattern, end - start, H, first_query=first_query, num_queries=num_queries, is_causal=settings.is_causal, device=q.device
+            )
+        else:
+            kept = masks.kept[:, :, first_row:]
+            lists = lists_of_kept(kept, pattern, num_queries, end - start, is_causal=settings.is_causal, query_offset=first_query)
+            first_row += lists.num_rows
         backend = _select(request_of(lists, views, settings, masks.padding is not None, is_backward), settings)
         padding = None if masks.padding is None else masks.padding[:, keys]
         dropout = None

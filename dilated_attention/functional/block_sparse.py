@@ -10,6 +10,7 @@ from dilated_attention import validation as check
 from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.block_dilated_op import block_sparse_dilated_attention_op
 from dilated_attention.engine.block_op import block_sparse_attention_op
+from dilated_attention.engine.choose import choose_blocks_op
 from dilated_attention.functional.single import autocast, checked_options, flat_offsets
 from dilated_attention.pattern import BlockPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple
@@ -68,7 +69,7 @@ def block_sparse_attention(
     """
     q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
-    pattern = checked_pattern(pattern, q.shape[2])
+    pattern = checked_pattern(pattern)
     scale, dropout_p, query_offset, seed, needs_grad = checked_options(
         q,
         k,
@@ -90,7 +91,7 @@ def block_sparse_attention(
         key_padding_mask,
         cu_seqlens,
         seed,
-        None,
+        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
         pattern.spec(),
         is_causal,
         scale,
@@ -145,7 +146,7 @@ def block_sparse_dilated_attention(
     q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
     offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    pattern = checked_pattern(pattern, q.shape[2])
+    pattern = checked_pattern(pattern)
     scale, dropout_p, query_offset, seed, needs_grad = checked_options(
         q,
         k,
@@ -167,7 +168,7 @@ def block_sparse_dilated_attention(
         key_padding_mask,
         cu_seqlens,
         seed,
-        None,
+        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
         list(lengths),
         list(rates),
         offset_name,
@@ -184,3 +185,29 @@ def block_sparse_dilated_attention(
         backend,
     )
     return (out, lse) if return_lse else out
+
+
+def checked_pattern(pattern: Any) -> BlockPattern:
+    """A block pattern, or the one of a ``BlockMask``."""
+    if isinstance(pattern, BlockPattern):
+        return pattern
+    raise TypeError(
+        f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
+        "or a BlockMask of torch.nn.attention.flex_attention"
+    )
+
+
+def _chosen(
+    pattern: BlockPattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+) -> torch.Tensor | None:
+    """The blocks that a content-chosen pattern keeps, as bits; None for a pattern that shapes alone determine."""
+    if not pattern.is_chosen:
+        return None
+    return choose_blocks_op(q.detach(), k.detach(), key_padding_mask, cu_seqlens, pattern.spec(), is_causal, scale, query_offset)

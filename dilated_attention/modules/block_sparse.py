@@ -12,7 +12,7 @@ from dilated_attention.backends import registry
 from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.modules._settings import DilatedSettings
-from dilated_attention.pattern import BlockPattern, HeadOffsets, pattern_of_density
+from dilated_attention.pattern import BlockPattern, HeadOffsets
 
 
 class BlockSparseAttention(nn.Module):
@@ -225,6 +225,8 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
             "of dense attention's pairs, e.g. sparsity_ratio=0.1"
         )
     if sparsity_ratio is not None:
+        from dilated_attention.pattern import pattern_of_density
+
         return pattern_of_density(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
     for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
         if value != default:
