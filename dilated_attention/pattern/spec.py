@@ -59,7 +59,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             return f"{_OBJECT}{_number_of(value)}"
-        fields = {f.name: _written(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        fields = {f.metadata.get("argument", f.name): _written(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"kind": type(value).__name__, **fields}
     return [_written(x) for x in value] if isinstance(value, tuple) else value
 
