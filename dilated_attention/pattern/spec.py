@@ -63,7 +63,8 @@ def _written(value: Any) -> str:
         fields = [f'"kind":"{type(value).__name__}"']
         for described in dataclasses.fields(value):
             if described.init:
-                fields.append(f'"{described.name}":{_written(getattr(value, described.name))}')
+                name = described.metadata.get("argument", described.name)
+                fields.append(f'"{name}":{_written(getattr(value, described.name))}')
         return "{" + ",".join(fields) + "}"
     if isinstance(value, tuple):
         return "[" + ",".join([_written(x) for x in value]) + "]"
