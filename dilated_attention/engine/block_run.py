@@ -6,6 +6,7 @@ pairs may be a part. Layout: q (B, Nq, H, D), k and v (B, Nk, K, D), lse (B, H, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class BlockMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """A document: positions [start, end) of keys and rows [first, last) of q, which begin ``front`` rows inside a query block."""
+    """A document (see ``Piece``) and what computes it."""
 
     keys: slice
     rows: slice
@@ -127,36 +128,59 @@ def blocks_backward(
 def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks) -> list[_Part]:
     """Every document with its lists, backend and options."""
     q, k = views[:2]
-    Nq, Nk, H = q.shape[1], k.shape[1], q.shape[2]
-    # a query block begins where the pattern's grid says: rows in front of the first query are computed and cut off again
-    front = masks.query_offset % pattern.block_size[0]
-    first_query = masks.query_offset - front
     seed = 0 if masks.seed is None else int(masks.seed.item())
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     parts = []
-    # of ``kept``, where documents lie one after another
-    first_row = 0
-    for start, end in masks.documents or ((0, Nk),):
-        keys = slice(start, end)
-        rows = slice(0, Nq) if masks.documents is None else keys
-        num_queries = front + rows.stop - rows.start
-        if masks.kept is None:
-            lists = block_lists(
-                pattern, end - start, H, first_query=first_query, num_queries=num_queries, is_causal=settings.is_causal, device=q.device
-            )
-        else:
-            kept = masks.kept[:, :, first_row:]
-            lists = lists_of_kept(kept, pattern, num_queries, end - start, is_causal=settings.is_causal, query_offset=first_query)
-            first_row += lists.num_rows
+    for piece in pieces_of(pattern, q.shape[1], k.shape[1], q.shape[2], settings.is_causal, masks, q.device):
+        keys, rows, front, lists = piece
         backend = _select(request_of(lists, views, settings, masks.padding is not None, is_backward), settings)
         padding = None if masks.padding is None else masks.padding[:, keys]
         dropout = None
         if settings.dropout_p:
-            first = start + first_query
-            dropout = _dropout(q, settings.dropout_p, seed, (first, first + num_queries), (start, end))
+            first = masks.query_offset + rows.start - front
+            dropout = _dropout(q, settings.dropout_p, seed, (first, first + lists.num_queries), (keys.start, keys.stop))
         options = Options(scale=settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic)
         parts.append(_Part(keys, rows, front, lists, backend, options))
     return parts
+
+
+class Piece(NamedTuple):
+    """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which have those rows."""
+
+    keys: slice
+    rows: slice
+    front: int
+    lists: BlockLists
+
+
+def pieces_of(
+    pattern: BlockPattern,
+    num_queries: int,
+    num_keys: int,
+    num_heads: int,
+    is_causal: bool,
+    masks: BlockMasks,
+    device: torch.device,
+) -> Iterator[Piece]:
+    """The documents, or the whole as one."""
+    # a query block begins where the pattern's grid says: rows in front of the first query are computed and cut off again
+    front = masks.query_offset % pattern.q_block
+    first_query = masks.query_offset - front
+    # of ``kept``, where documents lie one after another
+    first_row = 0
+    for start, end in masks.documents or ((0, num_keys),):
+        keys = slice(start, end)
+        rows = slice(0, num_queries) if masks.documents is None else keys
+        length = front + rows.stop - rows.start
+        if masks.kept is None:
+            lists = block_lists(
+                pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=is_causal, device=device
+            )
+        else:
+            kept = masks.kept[:, :, first_row:]
+            lists = lists_of_kept(kept, pattern, length, end - start, is_causal=is_causal, query_offset=first_query)
+            first_row += lists.num_rows
+        yield Piece(keys, rows, front, lists)
 
 
 def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_mask: bool, is_backward: bool) -> Request:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
+from dilated_attention.engine import block_flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.block_dilated_op import block_sparse_dilated_attention_op
 from dilated_attention.engine.block_op import block_sparse_attention_op
 from dilated_attention.engine.choose import choose_blocks_op
