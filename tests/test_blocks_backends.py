@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends import Options, Request, detect, gathered, registry
 from dilated_attention.backends.base import Dropout, Mask
 from dilated_attention.backends.dropout import keep_mask
 from tests.block_cases import BlockCase, Problem, expected, lists_from_dense, make, masked_softmax
@@ -140,14 +140,13 @@ def test_dropout_by_position(groups: tuple[int, int]) -> None:
 
 
 def test_pieces_are_cut_to_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.backends import gathered
-
     monkeypatch.setattr(gathered, "_PIECE_BYTES", 1)
     problem = make(BlockCase(batch=2, num_queries=300, num_keys=350, masks="bits", padding="each", groups=(1, 2)))
     for backend in ("math", "sdpa_cpu"):
         check(run(problem, backend, lse_grad=False), expected(problem, lse_grad=False), 1e-12)
-    found = list(gathered.pieces(problem.q, problem.k, problem.lists, gathered._for_all(problem.options, 2)))
-    assert all(len(piece.rows) == 1 for piece in found) and len(found) > 10
+    found = list(gathered.pieces(problem.q, problem.k, problem.lists, problem.options))
+    assert all(len(piece.rows) == 1 for piece in found)
+    assert sum(piece.columns.numel() for piece in found) == 2 * problem.lists.num_entries
 
 
 def test_math_says_shapes_of_tensors_without_data() -> None:
