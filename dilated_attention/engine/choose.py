@@ -191,11 +191,12 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
         is_real = num_real[:, slice(*document.columns)] > 0
         real = pack(is_real)
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
+    missing = grid.missing[rows]
     budget = None
     if pattern.blocks is not None:
-        budget = torch.full_like(seen, pattern.blocks)[None]
+        budget = (pattern.blocks - missing)[None]
     elif pattern.share is not None:
-        budget = share_of(pattern.share, existing)
+        budget = (share_of(pattern.share, existing + missing) - missing).to(torch.int32)
     return Part(grid.own[:, rows], grid.scored[rows], seen, budget, always, within, real)
 
 
