@@ -125,7 +125,7 @@ def plain(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, 2) for y in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k) * (case.head_dim**-0.5 if case.scale is None else case.scale)
     empty = (m == 0).all(-1)
-    s = torch.where(m > 0, s + m.clamp(min=1).log().to(s.dtype), -torch.inf)
+    s = torch.where(m > 0, s + m.clamp(min=1).double().log().to(s.dtype), -torch.inf)
     s = torch.where(empty[..., None], 0.0, s)
     p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
     if case.dropout_p:
