@@ -15,7 +15,7 @@ from tests.block_cases import BlockCase, Problem, dense, expected, make
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-BACKENDS = ("gluon", "flash4", "triton", "flex")
+BACKENDS = ("gluon", "cudnn_fe", "flash4", "triton", "flex")
 
 
 def random_case(seed: int, **changes: object) -> BlockCase:
