@@ -117,7 +117,8 @@ def _packages() -> frozenset[str]:
 def _has_cudnn_blocks() -> bool:
     """cudnn-frontend from 1.32, whose block-sparse kernels are meant. Not imported for it: that loads a libcudnn of its own choice."""
     try:
-        release = importlib.metadata.version("nvidia-cudnn-frontend").split(".")
+        # None where a package left its folder of metadata and nothing in it
+        release = (importlib.metadata.version("nvidia-cudnn-frontend") or "").split(".")
         spec = importlib.util.find_spec("cudnn")
         if spec is None or (int(release[0]), int(release[1])) < (1, 32):
             return False
