@@ -70,9 +70,10 @@ def backward_lists(
 def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
     dout, q, k, v, out, lse = tensors
 
-    def backward(*tensors: torch.Tensor | Options) -> Tensors:
-        *tensors_, options_ = tensors
-        return backend.backward_blocks(*tensors_, lists, options_)  # type: ignore[arg-type]
+    def backward(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, options: Options
+    ) -> Tensors:
+        return backend.backward_blocks(dout, q, k, v, out, lse, lists, options)
 
     if dlse is None:
         return backward(*tensors, options)

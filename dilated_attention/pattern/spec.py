@@ -60,7 +60,7 @@ def _written(value: Any) -> str:
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             return f'"{_OBJECT}{_number_of(value)}"'
-        fields = [f'"kind":"{type(value).__name__}"']
+        fields = [f'"class":"{type(value).__name__}"']
         for described in dataclasses.fields(value):
             if described.init:
                 name = described.metadata.get("argument", described.name)
@@ -93,10 +93,10 @@ def _number_of(pattern: BlockPattern) -> int:
 
 def _value(written: Any) -> Any:
     if isinstance(written, dict):
-        fields = {name: _value(value) for name, value in written.items() if name != "kind"}
-        kind = _KINDS.get(written.get("kind", ""))
+        fields = {name: _value(value) for name, value in written.items() if name != "class"}
+        kind = _KINDS.get(written.get("class", ""))
         if kind is None:
-            raise ValueError(f"no pattern is called {written.get('kind')!r}; known are {', '.join(sorted(_KINDS))}")
+            raise ValueError(f"no pattern is called {written.get('class')!r}; known are {', '.join(sorted(_KINDS))}")
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)
