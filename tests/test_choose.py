@@ -18,7 +18,7 @@ from dilated_attention.engine.block_lists import block_lists
 from dilated_attention.engine.choose import choose_blocks_op
 from dilated_attention.engine.kept import lists_of_kept, pack, unpack
 from dilated_attention.functional import block_sparse_attention
-from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, TopBlocks, pattern_from_spec
+from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, PerHead, TopBlocks, pattern_from_spec
 
 SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
 
@@ -408,6 +408,8 @@ def test_compositions_with_static_patterns() -> None:
     assert not (blocks_of((top & past).choose(q, k, is_causal=True), 640, 1) & eye).any()
     with pytest.raises(ValueError, match="both are chosen by content"):
         top | TopBlocks(blocks=2, block_size=64)
+    with pytest.raises(ValueError, match=r"join it by \| or &"):
+        PerHead([a, top])
     with pytest.raises(TypeError):
         top | 3  # type: ignore[operator]
 
