@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 from dilated_attention.pattern.block import BlockPattern
 
 _OBJECT = "object:"
+_CLASS = "pattern"
 _KINDS: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -60,7 +62,7 @@ def _written(value: Any) -> Any:
         if value.holds_objects:
             return f"{_OBJECT}{_number_of(value)}"
         fields = {f.name: _written(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {"kind": type(value).__name__, **fields}
+        return {_CLASS: type(value).__name__, **fields}
     return [_written(x) for x in value] if isinstance(value, tuple) else value
 
 
@@ -76,10 +78,11 @@ def _number_of(pattern: BlockPattern) -> int:
 
 def _value(written: Any) -> Any:
     if isinstance(written, dict):
-        fields = {name: _value(value) for name, value in written.items() if name != "kind"}
-        kind = _KINDS.get(written.get("kind", ""))
+        fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
+        kind = _KINDS.get(written.get(_CLASS, ""))
         if kind is None:
-            raise ValueError(f"no pattern is called {written.get('kind')!r}; known are {', '.join(sorted(_KINDS))}")
+            known = ", ".join(sorted(name for name, kind in _KINDS.items() if not inspect.isabstract(kind)))
+            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {known}")
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)
