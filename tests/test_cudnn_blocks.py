@@ -54,6 +54,7 @@ def _kept(
 
 def _check_tensors(*tensors: torch.Tensor, alignment: int = 16) -> None:
     for x in tensors:
+        assert not x.requires_grad
         assert x.stride(-1) == 1 and x.data_ptr() % alignment == 0 and x.dtype is tensors[0].dtype
         assert all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
 
@@ -251,6 +252,11 @@ def test_parts_with_the_whole_softmax_add_up_and_rows_of_plus_inf_give_nothing(n
     for got, want in zip(map(torch.add, *shares), expected(replace(problem, dout=dout), lse_grad=False)[2:], strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
     assert (shares[0][0][:, 5:70] == 0).all()
+
+
+def test_leaves_that_need_gradients_are_taken() -> None:
+    problem = make(BASE)
+    check(replace(problem, q=problem.q.requires_grad_(), k=problem.k.requires_grad_(), v=problem.v.requires_grad_()))
 
 
 def test_gradients_that_are_views_of_one_number_are_copied() -> None:

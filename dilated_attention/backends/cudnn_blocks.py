@@ -129,7 +129,7 @@ class CudnnBlocksBackend(Backend):
                 _aligned(k[:, :, heads]),
                 _aligned(v[:, :, heads]),
                 _aligned(launch.whole(out[:, rows, heads])),
-                pad(lse[:, heads, rows], (0, launch.missing), value=torch.inf).contiguous(),
+                pad(lse[:, heads, rows], (0, launch.missing), value=torch.inf).detach().contiguous(),
                 launch.indices,
                 block_sizes=_block_sizes(lists, q.shape[0]),
                 q2k_block_nums=launch.counts,
@@ -220,7 +220,11 @@ def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows do not lie as bulk copies read them: 16 bytes apart or a multiple of it, and no row twice."""
+    """x, or a copy where its rows do not lie as bulk copies read them: 16 bytes apart or a multiple of it, and no row twice.
+
+    Detached: some of the library's exports refuse what needs a gradient.
+    """
+    x = x.detach()
     fits = x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0
     fits = fits and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)
