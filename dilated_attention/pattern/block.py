@@ -51,13 +51,16 @@ class Grid:
 
     def queries(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position of query blocks."""
-        first = row * self.q_block
-        return first, (first + (self.q_block - 1)).clamp(max=self.num_positions - 1)
+        return self._ends(row, self.q_block)
 
     def keys(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position of key blocks."""
-        first = column * self.k_block
-        return first, (first + (self.k_block - 1)).clamp(max=self.num_positions - 1)
+        return self._ends(column, self.k_block)
+
+    def _ends(self, block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = block * size
+        last = first + (size - 1)
+        return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
 
     def block(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """A number for each block of the whole sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import operator
@@ -15,6 +16,7 @@ import torch
 from dilated_attention.pattern.block import BlockPattern
 
 _OBJECT = "object:"
+_CLASS = "pattern"
 _KINDS: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -62,7 +64,7 @@ def _written(value: Any) -> str:
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             return f'"{_OBJECT}{_number_of(value)}"'
-        fields = [f'"class":"{type(value).__name__}"']
+        fields = [f'"{_CLASS}":"{type(value).__name__}"']
         for described in dataclasses.fields(value):
             if described.init:
                 name = described.metadata.get("argument", described.name)
@@ -101,10 +103,11 @@ def _number_of(pattern: BlockPattern) -> int:
 
 def _value(written: Any) -> Any:
     if isinstance(written, dict):
-        fields = {name: _value(value) for name, value in written.items() if name != "class"}
-        kind = _KINDS.get(written.get("class", ""))
+        fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
+        kind = _KINDS.get(written.get(_CLASS, ""))
         if kind is None:
-            raise ValueError(f"no pattern is called {written.get('class')!r}; known are {', '.join(sorted(_KINDS))}")
+            known = ", ".join(sorted(name for name, kind in _KINDS.items() if not inspect.isabstract(kind)))
+            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {known}")
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)
