@@ -108,9 +108,8 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
     together = lists.num_heads == 1
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
-    lists_of = torch.arange(lists.num_heads)
     # dropout by position is told the heads of all problems at once
-    for chosen in lists_of.split(1 if options.dropout is not None else lists.num_heads):
+    for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
         batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
         index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
         # one number of all that must be equal in a piece: keys, whether pairs are masked, whether it is the ragged last block
@@ -126,9 +125,17 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
                 entries = (starts[index[part], None] + torch.arange(-(-S // lists.k_block))).to(device)
                 head = torch.arange(H)[None] if together else heads[part, None]
                 kv_head = torch.arange(K)[None] if together else head // (H // K)
-                columns = lists.columns[entries].long()
-                where = (x.to(device) for x in (batch[part], rows[part], head, kv_head))
-                yield Piece(*where, columns, entries, L, S, has_pairs)
+                yield Piece(
+                    batch=batch[part].to(device),
+                    rows=rows[part].to(device),
+                    heads=head.to(device),
+                    kv_heads=kv_head.to(device),
+                    columns=lists.columns[entries].long(),
+                    entries=entries,
+                    num_queries=L,
+                    num_keys=S,
+                    has_pairs=has_pairs,
+                )
 
 
 def _keys_of_rows(lists: BlockLists) -> torch.Tensor:
