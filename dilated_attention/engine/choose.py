@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -126,8 +127,8 @@ def _choose(
         first, last = document.rows
         for start in range(first, last, size):
             stop = min(start + size, last)
-            # later rows score more columns
-            width = grid.last_scored[stop - 1]
+            # later rows score more columns; by sixteens, as kernels read aligned rows faster
+            width = min(-(-grid.last_scored[stop - 1] // 16) * 16, columns)
             means = k_means[:, :, document.columns[0] : document.columns[0] + width]
             scores = _scores(q_means[:, :, start:stop], means)
             part = _rows_of(whole, start - first, stop - first)
@@ -152,22 +153,36 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
         from dilated_attention.engine.choose_triton import block_means as fused
 
         return fused(x, ranges, padding)
-    B, N, H, D = x.shape
-    low, high = ranges.long()
+    B, _, H, D = x.shape
     dtype = accumulation_dtype(x.dtype)
-    means = torch.empty((B, H, low.shape[0], D), dtype=dtype, device=x.device)
-    longest = int((high - low).max()) if low.shape[0] else 0
-    size = max(1, _MEAN_BYTES // (B * H * D * max(1, longest) * means.element_size()))
-    for start in range(0, low.shape[0], size):
-        some = slice(start, start + size)
-        at = low[some, None] + torch.arange(longest, device=x.device)
-        inside = (at < high[some, None])[None]
-        at = at.clamp(max=N - 1)
+    means = torch.empty((B, H, ranges.shape[1], D), dtype=dtype, device=x.device)
+    for rows, positions, length in _runs(ranges, _MEAN_BYTES // max(1, B * H * D * means.element_size())):
+        values = x[:, positions].unflatten(1, (-1, length)).to(dtype)
+        count: torch.Tensor | int = length
         if padding is not None:
-            inside = inside & ~padding[:, at]
-        total = x[:, at].to(dtype).masked_fill(~inside[..., None, None], 0).sum(2)
-        means[:, :, some] = (total / inside.sum(-1).clamp(min=1)[..., None, None]).transpose(1, 2)
+            taken = ~padding[:, positions].unflatten(1, (-1, length))
+            values = values.masked_fill(~taken[..., None, None], 0)
+            count = taken.sum(2).clamp(min=1)[..., None, None]
+        means[:, :, rows] = (values.sum(2) / count).transpose(1, 2)
     return means
+
+
+def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, slice, int]]:
+    """Stretches of ranges that are equally long and lie side by side: (which ranges, their positions, positions of each)."""
+    low, high = ranges.tolist()
+    start = 0
+    while start < len(low):
+        length = high[start] - low[start]
+        stop = start + 1
+        while (
+            stop < len(low)
+            and low[stop] == high[stop - 1]
+            and high[stop] - low[stop] == length
+            and high[stop] - low[start] <= most_positions
+        ):
+            stop += 1
+        yield slice(start, stop), slice(low[start], high[stop - 1]), length
+        start = stop
 
 
 def _count(flags: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
