@@ -114,6 +114,21 @@ class BlockPattern(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy has a name of its own, since its original may be freed before it
+        self.__dict__.update(state)
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
 
     @property
     def per_head(self) -> bool:

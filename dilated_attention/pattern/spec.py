@@ -11,6 +11,8 @@ import operator
 import weakref
 from typing import Any
 
+import torch
+
 from dilated_attention.pattern.block import BlockPattern
 
 _OBJECT = "object:"
@@ -83,14 +85,20 @@ def _written(value: Any) -> str:
     return '"' + value + '"'
 
 
-def _number_of(pattern: BlockPattern) -> int:
-    number = pattern.__dict__.get("_number")
-    # a copy carries the number of what it was copied from
-    if number is None or _living.get(number) is not pattern:
+def name_object(pattern: BlockPattern) -> None:
+    """Give a pattern that holds a function or a tensor the number by which its spec names it."""
+    # inside a compiled function nothing would keep it alive until the graph runs
+    if not torch.compiler.is_compiling():
         number = next(_numbers)
         object.__setattr__(pattern, "_number", number)
         _living[number] = pattern
-    return int(number)
+
+
+def _number_of(pattern: BlockPattern) -> int:
+    number = getattr(pattern, "_number", None)
+    if number is None:
+        raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
+    return operator.index(number)
 
 
 def _value(written: Any) -> Any:
