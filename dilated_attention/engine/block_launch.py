@@ -50,8 +50,9 @@ def backward_lists(
         options, front: as of ``forward_lists``.
     """
     dout, q, k, v, out, lse = tensors
-    # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
     lse = _with_front(lse, 2, front, torch.inf)
     dlse = None if dlse is None else _with_front(dlse, 2, front)
@@ -76,10 +77,10 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
         return backend.backward_blocks(dout, q, k, v, out, lse, lists, options)
 
     if dlse is None:
-        return backward(*tensors, options)
+        return backward(dout, q, k, v, out, lse, options)
     if backend.facts.lse_grad:
         return backend.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
-    dq, dk, dv = backward(*tensors, options)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, options)
     more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
     acc = accumulation_dtype(q.dtype)
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
