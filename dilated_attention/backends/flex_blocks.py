@@ -29,7 +29,7 @@ def _build(lists: BlockLists) -> Any:
     rows = _tables(lists.row_starts, lists.columns, lists.masks, lists)
     columns = _tables(by_column.starts, by_column.rows, by_column.masks, lists)
     sizes = (lists.q_block, lists.k_block)
-    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[arg-type]
+    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
 def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | None, lists: BlockLists) -> tuple[torch.Tensor | None, ...]:
