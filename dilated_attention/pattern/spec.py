@@ -1,0 +1,94 @@
+"""Patterns as strings, as they pass through a custom op."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import weakref
+from typing import Any
+
+from dilated_attention.pattern.block import BlockPattern
+
+_OBJECT = "object:"
+_KINDS: dict[str, type[BlockPattern]] = {}
+_living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def register_kind(kind: type[BlockPattern]) -> None:
+    """A pattern class is known by its name; defining it again, as notebooks do, replaces it."""
+    known = _KINDS.get(kind.__name__)
+    if known is not None and known.__module__ != kind.__module__:
+        raise TypeError(f"{kind.__module__}.{kind.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
+    _KINDS[kind.__name__] = kind
+
+
+def spec_of(pattern: BlockPattern) -> str:
+    written = _written(pattern)
+    return written if isinstance(written, str) else json.dumps(written, separators=(",", ":"))
+
+
+def pattern_from_spec(spec: str) -> BlockPattern:
+    """The pattern that ``BlockPattern.spec`` wrote down.
+
+    Raises:
+        RuntimeError: it held a Python function or a tensor, and has gone since, or lived in another process.
+        ValueError: the string names no pattern.
+    """
+    # a cache would keep living objects alive for good
+    return _read(spec) if _OBJECT in spec else _read_and_kept(spec)
+
+
+def _read(spec: str) -> BlockPattern:
+    try:
+        value = spec if spec.startswith(_OBJECT) else json.loads(spec)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns") from error
+    pattern = _value(value)
+    if not isinstance(pattern, BlockPattern):
+        raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns")
+    return pattern
+
+
+_read_and_kept = functools.lru_cache(maxsize=256)(_read)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, BlockPattern):
+        if value.holds_objects:
+            return f"{_OBJECT}{_number_of(value)}"
+        fields = {f.name: _written(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"kind": type(value).__name__, **fields}
+    return [_written(x) for x in value] if isinstance(value, tuple) else value
+
+
+def _number_of(pattern: BlockPattern) -> int:
+    number = pattern.__dict__.get("_number")
+    # a copy carries the number of what it was copied from
+    if number is None or _living.get(number) is not pattern:
+        number = next(_numbers)
+        object.__setattr__(pattern, "_number", number)
+        _living[number] = pattern
+    return int(number)
+
+
+def _value(written: Any) -> Any:
+    if isinstance(written, dict):
+        fields = {name: _value(value) for name, value in written.items() if name != "kind"}
+        kind = _KINDS.get(written.get("kind", ""))
+        if kind is None:
+            raise ValueError(f"no pattern is called {written.get('kind')!r}; known are {', '.join(sorted(_KINDS))}")
+        return kind(**fields)
+    if isinstance(written, list):
+        return tuple(_value(x) for x in written)
+    if isinstance(written, str) and written.startswith(_OBJECT):
+        pattern = _living.get(int(written.removeprefix(_OBJECT)))
+        if pattern is None:
+            raise RuntimeError(
+                f"the pattern {written!r} holds a function or a tensor and has been freed, or was made by another process; "
+                "keep a reference to it as long as it is used, until after the backward pass"
+            )
+        return pattern
+    return written
