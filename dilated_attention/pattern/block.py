@@ -99,6 +99,8 @@ class BlockPattern(Pattern):
     is_tight: ClassVar[bool] = True
     # a Python function or a tensor cannot be written down: ``spec`` names the living object instead
     holds_objects: ClassVar[bool] = False
+    # whether the blocks are chosen by what q and k hold; such a pattern says itself what | and & with it mean
+    is_chosen: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         from dilated_attention.pattern.spec import register_kind
@@ -170,12 +172,12 @@ class BlockPattern(Pattern):
     def __or__(self, other: BlockPattern) -> BlockPattern:
         from dilated_attention.pattern.block_compose import Union
 
-        return Union.of(self, other) if isinstance(other, BlockPattern) else NotImplemented
+        return Union.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def __and__(self, other: BlockPattern) -> BlockPattern:
         from dilated_attention.pattern.block_compose import Intersection
 
-        return Intersection.of(self, other) if isinstance(other, BlockPattern) else NotImplemented
+        return Intersection.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
         last = -(-as_int("num_positions", num_positions, minimum=0) // self.q_block)
