@@ -41,11 +41,11 @@ def measure(N: int, shape: str, pattern: TopBlocks, is_causal: bool, args: argpa
     calls = {"means": means, "choose": choose, "lists": lambda: lists(kept), "both": lambda: lists(choose())}
     times = {name: median for name, (median, _) in interleaved(calls, seconds=args.seconds).items()}
     peak = peak_extra(calls["both"])
-    what = f"{args.batch} × {N} × {shape} {'causal' if is_causal else 'full'}, {args.kind} {getattr(pattern, args.kind)}"
+    what = f"{args.batch} × {N} × {shape} {'causal' if is_causal else 'full'}, {args.kind} {args.amount}"
     timing = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items())
     print(f"{what}: {timing} ms; {found.num_entries / seen:.2%} of seen blocks, {peak / 2**20:.0f} MiB at the peak", flush=True)
     save(args.save, {"N": N, "batch": args.batch, "shape": shape, "causal": is_causal, "kind": args.kind,
-                     "amount": getattr(pattern, args.kind), "block": pattern.block_size, "ms": times,
+                     "amount": args.amount, "block": pattern.block_size, "ms": times,
                      "kept": found.num_entries / seen, "peak_bytes": peak, **machine()})  # fmt: skip
     if args.profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -72,7 +72,7 @@ def check(pattern: TopBlocks, is_causal: bool) -> None:
     scores = (scores * 64).round() / 64
     weights = None if pattern.mass is None else torch_choose.softmax_weights(scores, part)
     share = 0 if pattern.mass is None else torch_choose.share_units(pattern.mass)
-    found, true = (torch.zeros((1, H, grid.num_rows, grid.words), dtype=torch.int32, device="cuda") for _ in range(2))
+    found, true = (torch.zeros((1, H, grid.num_rows, grid.words), dtype=torch.int32, device=q.device) for _ in range(2))
     choose_triton.choose_rows(found, scores, weights, part, columns, share)
     torch_choose.choose_rows(true, scores, weights, part, columns, share)
     assert torch.equal(found, true), f"{pattern}: {int((found != true).sum())} words differ"
@@ -101,7 +101,8 @@ def main() -> None:
         raise SystemExit("no CUDA GPU: this measures GPU kernels")
     args.kind = next((name for name in ("density", "blocks", "mass") if getattr(args, name) is not None), "density")
     amount = getattr(args, args.kind)
-    pattern = TopBlocks(**{args.kind: 0.1 if amount is None else amount}, block_size=tuple(args.block))
+    args.amount = 0.1 if amount is None else amount
+    pattern = TopBlocks(**{args.kind: args.amount}, block_size=tuple(args.block))
     if args.check:
         for is_causal in (False, True):
             for some in (pattern, TopBlocks(blocks=7, block_size=pattern.block_size), TopBlocks(mass=0.6, block_size=pattern.block_size)):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from dilated_attention.backends import Options, Request, detect, registry
-from dilated_attention.backends.base import Dropout, Mask
+from dilated_attention.backends import Options, Request, detect, flex, gathered, registry
+from dilated_attention.backends.base import Dropout
 from dilated_attention.backends.dropout import keep_mask
+from dilated_attention.backends.flex_blocks import block_mask
 from tests.block_cases import BlockCase, Problem, expected, lists_from_dense, make, masked_softmax
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 CASES = {
@@ -60,6 +66,16 @@ def check(results: list[torch.Tensor], truth: list[torch.Tensor], tolerance: flo
         torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance, msg=lambda m, what=what: f"{what}: {m}")
 
 
+def relative_errors(results: list[torch.Tensor], truth: list[torch.Tensor]) -> dict[str, float]:
+    """By norm, where finite; where not, both must agree."""
+    errors = {}
+    for what, got, want in zip(NAMES, results, truth, strict=True):
+        finite = torch.isfinite(want)
+        assert torch.equal(torch.isfinite(got), finite), what
+        errors[what] = ((got.double() - want)[finite].norm() / want[finite].norm().clamp(min=1e-30)).item()
+    return errors
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_math_is_exact(name: str) -> None:
     problem = make(CASES[name])
@@ -78,14 +94,9 @@ def test_sdpa_cpu_matches_float64(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("masks", ["none", "bits"])
 def test_half_precision(backend: str, dtype: torch.dtype, masks: str) -> None:
     problem = make(BlockCase(batch=2, num_queries=200, num_keys=333, heads=4, masks=masks, padding="each", dtype=dtype, groups=(1, 4)))
-    truth = expected(problem, lse_grad=False)
-    results = run(problem, backend, lse_grad=False)
+    errors = relative_errors(run(problem, backend, lse_grad=False), expected(problem, lse_grad=False))
     eps = torch.finfo(dtype).eps
-    for what, got, want in zip(NAMES, results, truth, strict=True):
-        finite = torch.isfinite(want)
-        assert torch.equal(torch.isfinite(got), finite), what
-        error = (got.double() - want)[finite].norm() / want[finite].norm()
-        assert error < (1e-5 if what == "lse" else 2 * eps), (what, error)
+    assert all(error < (1e-5 if what == "lse" else 2 * eps) for what, error in errors.items()), errors
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa_cpu"])
@@ -140,14 +151,13 @@ def test_dropout_by_position(groups: tuple[int, int]) -> None:
 
 
 def test_pieces_are_cut_to_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.backends import gathered
-
     monkeypatch.setattr(gathered, "_PIECE_BYTES", 1)
     problem = make(BlockCase(batch=2, num_queries=300, num_keys=350, masks="bits", padding="each", groups=(1, 2)))
     for backend in ("math", "sdpa_cpu"):
         check(run(problem, backend, lse_grad=False), expected(problem, lse_grad=False), 1e-12)
-    found = list(gathered.pieces(problem.q, problem.k, problem.lists, gathered._for_all(problem.options, 2)))
-    assert all(len(piece.rows) == 1 for piece in found) and len(found) > 10
+    found = list(gathered.pieces(problem.q, problem.k, problem.lists, problem.options))
+    assert all(len(piece.rows) == 1 for piece in found)
+    assert sum(piece.columns.numel() for piece in found) == 2 * problem.lists.num_entries
 
 
 def test_math_says_shapes_of_tensors_without_data() -> None:
@@ -167,3 +177,162 @@ def test_what_they_declare(backend: str, masks: str, blocks: tuple[int, int]) ->
         hardware=detect("cpu"), dtype=torch.float32, head_dim=59, blocks=blocks, block_masks=masks, needs_grad=True, key_mask=True
     )
     assert registry.get(backend).why_not(request) == []
+
+
+FLEX = {name: case for name, case in CASES.items() if case.masks != "bits"}
+
+
+def listed(counts: torch.Tensor | None, table: torch.Tensor | None, num_values: int) -> torch.Tensor:
+    """How often each value stands in each row of a padded table."""
+    if counts is None or table is None:
+        return torch.zeros(())
+    assert counts.dtype is table.dtype is torch.int32 and table.shape[:-1] == counts.shape and table.is_contiguous()
+    taken = (torch.arange(table.shape[-1]) < counts[..., None]).float()
+    return torch.zeros(*counts.shape, num_values).scatter_add_(-1, table.long(), taken)
+
+
+def dense_mask(blocks: BlockMask) -> torch.Tensor:
+    (Nq, Nk), (q_block, k_block) = blocks.seq_lengths, blocks.BLOCK_SIZE
+    masked, whole = (
+        listed(counts, table, -(-Nk // k_block)).bool()
+        for counts, table in ((blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices))
+    )
+    zero, i, j = torch.zeros(()), torch.arange(Nq)[:, None], torch.arange(Nk)[None]
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x.expand(masked.shape).repeat_interleave(q_block, -2).repeat_interleave(k_block, -1)[..., :Nq, :Nk]
+
+    return (spread(masked) & blocks.mask_mod(zero, zero, i, j)) | spread(whole)
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_tables_say_what_the_lists_say(name: str) -> None:
+    """Both directions, masked and whole blocks apart; and with the mask of pairs, exactly the dense mask."""
+    problem = make(FLEX[name])
+    lists, blocks = problem.lists, block_mask(problem.lists)
+    assert block_mask(problem.lists) is blocks and (lists.q_block, lists.k_block) == blocks.BLOCK_SIZE
+
+    masked = listed(blocks.kv_num_blocks, blocks.kv_indices, lists.num_columns)
+    whole = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices, lists.num_columns)
+    assert ((masked + whole) <= 1).all()
+    assert torch.equal(masked, listed(blocks.q_num_blocks, blocks.q_indices, lists.num_rows).transpose(-1, -2))
+    of_columns = listed(blocks.full_q_num_blocks, blocks.full_q_indices, lists.num_rows)
+    assert torch.equal(whole, of_columns.transpose(-1, -2) if of_columns.dim() else of_columns)
+
+    assert torch.equal(dense_mask(blocks), problem.mask)
+
+
+def test_flex_tables_are_as_narrow_as_the_longest_row() -> None:
+    mask = torch.zeros(1, 1, 640, 640, dtype=torch.bool)
+    mask[..., :64] = True
+    mask[..., 128:192, 320:384] = True
+    blocks = block_mask(lists_from_dense(mask, 64, 64))
+    assert blocks.kv_indices.shape == (1, 1, 10, 2) and blocks.q_indices.shape == (1, 1, 10, 10)
+
+
+@pytest.mark.parametrize("name", FLEX)
+@pytest.mark.parametrize("part", [False, True], ids=["alone", "part"])
+def test_flex_around_its_kernel(name: str, part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FlexBackend does with lists before and after the kernel, which a dense one stands in for: empty rows, merged out and lse."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Any]:
+        mask = dense_mask(settings["block_mask"])
+        if settings["score_mod"] is not None:
+            b, j = torch.arange(q.shape[0]).view(-1, 1, 1, 1), torch.arange(k.shape[2])
+            mask = mask & (settings["score_mod"](torch.zeros(()), b, None, None, j) == 0)
+        out, lse = masked_softmax(*(x.transpose(1, 2) for x in (q, k, v)), mask, settings["scale"])
+        return out.transpose(1, 2), SimpleNamespace(lse=lse)
+
+    monkeypatch.setattr(flex, "_compiled", lambda kind, search: kernel)
+    problem = make(dataclasses.replace(FLEX[name], dtype=torch.float32))
+    if not part:
+        check(run(problem, "flex", lse_grad=True), expected(problem), 2e-5)
+        return
+    engine, case, options, tensors = registry.get("flex"), problem.case, problem.options, (problem.q, problem.k, problem.v)
+    first = torch.arange(case.num_keys) < case.k_block
+    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
+    lists = [lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval) for half in (first, ~first)]
+    shares = [engine.backward_blocks(problem.dout, *tensors, out, lse, x, options) for x in lists]
+    check([out, lse, *(a + b for a, b in zip(*shares, strict=True))], expected(problem, lse_grad=False), 2e-5)
+
+
+def test_compiled_flex_on_the_cpu_follows_the_tables() -> None:
+    """Only the forward, without lse, and with tables as wide as the keys: that is all of FlexAttention that torch compiles for CPUs."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    case = BlockCase(num_queries=300, num_keys=400, heads=4, groups=(1, 4), masks="interval", dtype=torch.float32, k_block=128)
+    problem = make(case)
+    blocks = block_mask(problem.lists)
+    room = problem.lists.num_columns - blocks.kv_indices.shape[-1]
+    for name in ("kv_indices", "full_kv_indices"):
+        setattr(blocks, name, torch.nn.functional.pad(getattr(blocks, name), (0, room)))
+    tensors = (x.transpose(1, 2) for x in (problem.q, problem.k, problem.v))
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    out = compiled(*tensors, block_mask=blocks, scale=case.scale, enable_gqa=True)
+    torch.testing.assert_close(out.transpose(1, 2).double(), expected(problem)[0], atol=1e-5, rtol=1e-5)
+
+
+GPU_CASES = {
+    "random": BlockCase(num_queries=2048, num_keys=2048, heads=4, kv_heads=4, q_block=128, k_block=128, density=0.3),
+    "intervals": BlockCase(num_queries=1500, num_keys=1800, heads=4, kv_heads=2, q_block=128, k_block=128, masks="interval"),
+    "lists of each head": BlockCase(num_queries=1333, num_keys=900, heads=4, kv_heads=2, q_block=128, k_block=128, groups=(1, 4)),
+    "lists of each of both": BlockCase(
+        batch=2, num_queries=700, num_keys=900, heads=4, q_block=128, k_block=128, groups=(2, 4), kv_heads=4
+    ),
+    "padding": BlockCase(batch=2, num_queries=700, num_keys=900, heads=4, kv_heads=2, q_block=128, k_block=128, padding="each"),
+    "few queries": BlockCase(num_queries=100, num_keys=1500, heads=4, kv_heads=4, q_block=128, k_block=128, groups=(1, 4)),
+    "views": BlockCase(batch=2, num_queries=700, num_keys=900, q_block=128, k_block=128, layout="packed"),
+    "nothing kept": BlockCase(num_queries=256, num_keys=256, q_block=128, k_block=128, density=0.0),
+    "64x64": BlockCase(num_queries=1000, num_keys=1300, heads=4, kv_heads=2, masks="interval"),
+    "64x64 few queries": BlockCase(num_queries=100, num_keys=1300, heads=4, kv_heads=2),
+    "64x128": BlockCase(num_queries=1000, num_keys=1300, heads=4, kv_heads=2, k_block=128),
+    "128x64": BlockCase(num_queries=1000, num_keys=1300, heads=4, kv_heads=2, q_block=128, groups=(1, 4)),
+}
+# where a block has 64, flex searches for tiles, which takes a minute of compilation for each dtype and head dim
+SETTINGS = [
+    (name, dtype, head_dim)
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64))
+    for name in GPU_CASES
+    if "64" not in name or (dtype, head_dim) == (torch.bfloat16, 64) or name == "64x64"
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype", "head_dim"), SETTINGS, ids=str)
+@pytest.mark.parametrize("backend", ["flex", "math"])
+def test_on_a_gpu(backend: str, name: str, dtype: torch.dtype, head_dim: int) -> None:
+    problem = make(dataclasses.replace(GPU_CASES[name], dtype=dtype, head_dim=head_dim), "cuda")
+    errors = relative_errors(run(problem, backend, lse_grad=True), expected(problem))
+    print(f"{backend} {name} {head_dim} {dtype}: {errors}")
+    limit = 0.01 if dtype is torch.bfloat16 else 2e-5
+    assert all(error < (1e-4 if what == "lse" else limit) for what, error in errors.items()), errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masks", ["none", "interval"])
+@pytest.mark.parametrize("backend", ["flex", "math"])
+def test_parts_with_the_whole_softmax_on_a_gpu(backend: str, masks: str) -> None:
+    case = BlockCase(num_queries=900, num_keys=1100, heads=4, q_block=128, k_block=128, masks=masks, head_dim=64, dtype=torch.bfloat16)
+    problem = make(case, "cuda")
+    engine, options, tensors = registry.get(backend), problem.options, (problem.q, problem.k, problem.v)
+    first = torch.arange(case.num_keys, device="cuda") < 4 * case.k_block
+    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
+    total = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
+    for half in (first, ~first):
+        lists = lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval)
+        for sum_, share in zip(total, engine.backward_blocks(problem.dout, *tensors, out, lse, lists, options), strict=True):
+            sum_ += share
+    errors = relative_errors([out, lse, *total], expected(problem, lse_grad=False))
+    assert all(error < 0.01 for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_deterministic_math_on_a_gpu_repeats() -> None:
+    problem = make(BlockCase(num_queries=1500, num_keys=1500, density=0.5, dtype=torch.float32, head_dim=64), "cuda")
+    engine, tensors = registry.get("math"), (problem.q, problem.k, problem.v)
+    options = dataclasses.replace(problem.options, deterministic=True)
+    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
+    first = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, options)
+    for _ in range(10):
+        again = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, options)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

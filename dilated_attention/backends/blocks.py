@@ -49,7 +49,7 @@ class BlockLists:
     bits: torch.Tensor
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
     # what backends work out of the lists once, in their own form
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:

@@ -1,67 +1,69 @@
 """Lists of blocks on kernels that know nothing of them: query blocks with equally many keys are a batch of equal dense problems.
 
-A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results go back to their places. Memory
-is bounded by the size of a piece, at least one query block's keys. A dense kernel is a pair of functions of (P, L, G, D) queries and
-(P, S, K, D) keys and values, and of ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
+A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results go back to their places.
+Memory: one copy of the inputs, heads first, and one piece. A dense kernel is a pair of functions of queries (P, L, G, D), keys and
+values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Dropout, Options, accumulation_dtype
 from dilated_attention.backends.blocks import WORD, BlockLists
 
 DenseForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 DenseBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
-# keys, values and pairs of one piece; more gains nothing at 100 µs a call, and less stays nearer to the caches
-_PIECE_BYTES = 16 * 2**20
+# keys, values and pairs of one piece
+_PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """P query blocks with S keys each.
+    """P problems of L queries and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
 
     Args:
-        heads, kv_heads: query and key/value heads that it is of.
-        batch, rows: (P,) int64: batch entry and query block of each.
-        columns, entries: (P, blocks) int64: the kept key blocks and where the lists have them.
-        length, num_keys: L and S.
-        has_pairs: some pairs of its blocks take no part.
+        heads, kv_heads: (1 or P, G) and (1 or P, K) heads of each problem.
+        entries: (P, blocks) where the lists have ``columns``.
+        has_pairs: some pairs in its blocks take no part.
     """
 
-    heads: slice
-    kv_heads: slice
     batch: torch.Tensor
     rows: torch.Tensor
+    heads: torch.Tensor
+    kv_heads: torch.Tensor
     columns: torch.Tensor
     entries: torch.Tensor
-    length: int
+    num_queries: int
     num_keys: int
     has_pairs: bool
 
 
+@torch.no_grad()
 def forward_gathered(
     dense: DenseForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``forward_blocks`` by ``dense(q, k, v, options, pairs)``."""
     B, Nq, H, _ = q.shape
-    acc = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full((B, H, Nq), -torch.inf, dtype=acc, device=q.device)
-    options = _for_all(options, B)
+    lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+    if q.is_meta:
+        return out, lse
+    masks = _Masks(lists, options, B)
+    queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
     for piece in pieces(q, k, lists, options):
-        qkv = _inputs(q, k, v, lists, piece)
-        part_out, part_lse = dense(*qkv, _dense_options(options, lists, piece), _pairs(options, lists, piece))
-        _put(out[:, :, piece.heads].transpose(1, 2), part_out.transpose(1, 2), lists, piece)
-        _put(lse[:, piece.heads, :, None], part_lse[..., None], lists, piece)
+        inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
+        part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
+        _put(out, part_out, lists, piece)
+        _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
     return out, lse
 
 
+@torch.no_grad()
 def backward_gathered(
     dense: DenseBackward,
     dout: torch.Tensor,
@@ -75,62 +77,65 @@ def backward_gathered(
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``backward_blocks`` by ``dense(dout, q, k, v, out, lse, options, dlse, pairs)``; dk and dv in float32 (float64 for float64)."""
-    B, Nk, K, D = k.shape
-    acc = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    sums = [torch.zeros((B, lists.num_columns, lists.k_block, K, D), dtype=acc, device=q.device) for _ in range(2)]
-    options = _for_all(options, B)
+    dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
+    if q.is_meta:
+        return dq, dk.result(), dv.result()
+    masks = _Masks(lists, options, q.shape[0])
+    # scores of a row without keys are −inf, too: +inf keeps their difference from being NaN
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
+    dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
+    keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
     for piece in pieces(q, k, lists, options):
-        qkv = _inputs(q, k, v, lists, piece)
-        dout_, out_ = (_rows(x[:, :, piece.heads].transpose(1, 2), lists, piece).transpose(1, 2) for x in (dout, out))
-        # scores of a row without keys are −inf, too: +inf keeps their difference from being NaN
-        lse_ = _rows(lse[:, piece.heads, :, None], lists, piece)[..., 0]
-        lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
-        dlse_ = None if dlse is None else _rows(dlse[:, piece.heads, :, None], lists, piece)[..., 0]
-        pairs = _pairs(options, lists, piece)
-        share, *key_shares = dense(dout_, *qkv, out_, lse_, _dense_options(options, lists, piece), dlse_, pairs)
-        _put(dq[:, :, piece.heads].transpose(1, 2), share.transpose(1, 2).to(q.dtype), lists, piece)
-        for total, key_share in zip(sums, key_shares, strict=True):
-            _add(total[..., piece.kv_heads, :], key_share, lists, piece, options.deterministic)
-    dk, dv = (x.flatten(1, 2)[:, :Nk] for x in sums)
-    return dq, dk, dv
+        inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
+        part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
+        part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
+        dq_share, dk_share, dv_share = dense(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+        _put(dq, dq_share.to(q.dtype), lists, piece)
+        dk.add(dk_share, piece)
+        dv.add(dv_share, piece)
+    return dq, dk.result(), dv.result()
 
 
 def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[Piece]:
     """All query blocks that keep a key, those with equally many keys together. Reads the lists' lengths: waits for a GPU."""
     assert not options.causal and options.mask.band is None, "lists say themselves where they end"
-    B, H, K, device = q.shape[0], q.shape[2], k.shape[2], q.device
+    B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
-    if device.type == "meta":
-        return
+    starts, num_keys = lists.row_starts.long().cpu(), _keys_of_rows(lists).cpu()
     masked = _rows_with_pairs(lists, options.mask.padding).expand(B, -1).cpu()
-    starts = lists.row_starts.long().cpu()
-    counts, num_keys = starts.diff(), _keys_of_rows(lists).cpu()
-    R = lists.num_rows
-    group = (torch.arange(B) if lists.num_batch > 1 else torch.zeros(B, dtype=torch.int64))[:, None] * lists.num_heads
-    for head in range(lists.num_heads):
-        index = (group + head) * R + torch.arange(R)
-        # one number for all that must be equal in a piece: keys, whether pairs are masked, whether it is the ragged last block
-        kind = num_keys[index] * 4 + masked.gather(1, index) * 2
-        kind[:, -1] += int(lists.num_queries % lists.q_block != 0)
-        order = kind.flatten().argsort(stable=True)
-        kinds, members = kind.flatten()[order].unique_consecutive(return_counts=True)
-        for value, chosen in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
-            S, has_pairs, ragged = value // 4, bool(value & 2), value & 1
+    together = lists.num_heads == 1
+    kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
+    last = lists.num_queries % lists.q_block
+    # dropout by position is told the heads of all problems at once
+    for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
+        batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
+        index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
+        # one number of all that must be equal in a piece: keys, whether pairs are masked, whether it is the ragged last block
+        kind = num_keys[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
+        order = kind.argsort(stable=True)
+        kinds, members = kind[order].unique_consecutive(return_counts=True)
+        for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
+            S, has_pairs, L = value // 4, bool(value & 2), last if value & 1 else lists.q_block
             if S == 0:
                 continue
-            L = lists.num_queries % lists.q_block if ragged else lists.q_block
-            heads, kv_heads = (slice(0, H), slice(0, K)) if lists.num_heads == 1 else _head(head, H // K)
-            row_bytes = 2 * (kv_heads.stop - kv_heads.start) * k.shape[3] * k.element_size() + has_pairs * L * (1 + q.element_size())
-            for part in chosen.split(max(1, _PIECE_BYTES // (S * row_bytes))):
-                first, blocks = starts[index.flatten()[part]], int(counts[index.flatten()[part[0]]])
-                entries = (first[:, None] + torch.arange(blocks)).to(device)
-                batch, rows = (part // R).to(device), (part % R).to(device)
-                yield Piece(heads, kv_heads, batch, rows, lists.columns[entries].long(), entries, L, S, has_pairs)
-
-
-def _head(head: int, ratio: int) -> tuple[slice, slice]:
-    return slice(head, head + 1), slice(head // ratio, head // ratio + 1)
+            size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
+            for part in group.split(max(1, _PIECE_BYTES // size)):
+                entries = (starts[index[part], None] + torch.arange(-(-S // lists.k_block))).to(device)
+                head = torch.arange(H)[None] if together else heads[part, None]
+                kv_head = torch.arange(K)[None] if together else head // (H // K)
+                yield Piece(
+                    batch=batch[part].to(device),
+                    rows=rows[part].to(device),
+                    heads=head.to(device),
+                    kv_heads=kv_head.to(device),
+                    columns=lists.columns[entries].long(),
+                    entries=entries,
+                    num_queries=L,
+                    num_keys=S,
+                    has_pairs=has_pairs,
+                )
 
 
 def _keys_of_rows(lists: BlockLists) -> torch.Tensor:
@@ -157,87 +162,127 @@ def _sum_rows(lists: BlockLists, values: torch.Tensor) -> torch.Tensor:
     return sums[:, lists.row_starts.long()].diff()
 
 
-def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, piece: Piece) -> list[torch.Tensor]:
-    rows = _rows(q[:, :, piece.heads].transpose(1, 2), lists, piece)
-    keys = (_gather(x[:, :, piece.kv_heads].transpose(1, 2), piece.batch, piece.columns, lists.k_block, piece.num_keys) for x in (k, v))
-    return [x.transpose(1, 2) for x in (rows, *keys)]
+def _one_dim(lse: torch.Tensor) -> torch.Tensor:
+    """(B, H, N) as (B, N, H, 1)."""
+    return lse.transpose(1, 2)[..., None]
 
 
-def _rows(x: torch.Tensor, lists: BlockLists, piece: Piece) -> torch.Tensor:
-    return _gather(x, piece.batch, piece.rows[:, None], lists.q_block, piece.length)
+def _of_all(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """(B or 1, N) as (B, N, 1, 1)."""
+    return x.expand(batch, -1)[..., None, None]
 
 
-def _gather(x: torch.Tensor, batch: torch.Tensor, blocks: torch.Tensor, block: int, length: int) -> torch.Tensor:
-    """(B, H, N, D) → (P, H, length, D): the positions of each problem's blocks, the last of which may be the ragged end of x."""
-    whole, ragged = x.shape[2] // block, length % block
-    heads = torch.arange(x.shape[1], device=x.device)[None, :, None]
-    # heads come first in memory, as kernels read them fastest
-    found = x[:, :, : whole * block].unflatten(2, (whole, block))[batch[:, None, None], heads, blocks[:, None, : length // block]]
-    found = found.flatten(2, 3)
-    return torch.cat([found, x[:, :, whole * block :][batch]], 2) if ragged else found
+class _Blocks:
+    """x (B, N, H, D) cut into blocks, heads first as kernels read them fastest; behind the end lies anything."""
+
+    def __init__(self, x: torch.Tensor, block: int) -> None:
+        B, N, self.heads, self.dim = x.shape
+        self.count = -(-N // block)
+        x = x.transpose(1, 2)
+        if N % block:
+            padded = x.new_empty((B, self.heads, self.count * block, self.dim))
+            padded[:, :, :N] = x
+            x = padded
+        self.flat = x.contiguous().view(B * self.heads * self.count, block * self.dim)
+        # one memory for all pieces: fresh pages cost a third of the time of a gather on the CPU
+        self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
+
+    def of_rows(self, piece: Piece) -> torch.Tensor:
+        return self._gather(piece.batch, piece.heads, piece.rows[:, None], piece.num_queries)
+
+    def of_columns(self, piece: Piece) -> torch.Tensor:
+        return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
+
+    def _gather(self, batch: torch.Tensor, heads: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+        """(P, length, G or K, D), or of one head where all share x."""
+        heads = torch.zeros_like(heads[:1, :1]) if self.heads == 1 else heads
+        index = (batch[:, None, None] * self.heads + heads[:, :, None]) * self.count + blocks[:, None]
+        if index.numel() > self.scratch.shape[0]:
+            self.scratch = self.flat.new_empty((index.numel(), self.flat.shape[1]))
+        found = self.scratch[: index.numel()]
+        torch.index_select(self.flat, 0, index.flatten(), out=found)
+        return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
 def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Piece) -> None:
-    """Writes (P, H, L, D) to the query blocks of x (B, H, N, D)."""
-    whole = lists.num_queries // lists.q_block
-    if piece.length == lists.q_block:
-        x[:, :, : whole * lists.q_block].unflatten(2, (whole, lists.q_block))[piece.batch, :, piece.rows] = values
+    """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
+    whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
+    if piece.num_queries == block:
+        x[:, : whole * block].unflatten(1, (whole, block))[batch, piece.rows[:, None], :, piece.heads] = values.transpose(1, 2)
     else:
-        x[:, :, whole * lists.q_block :][piece.batch] = values
+        x[:, whole * block :][batch, :, piece.heads] = values.transpose(1, 2)
 
 
-def _add(total: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Piece, deterministic: bool) -> None:
-    """Adds (P, S, K, D) to the key blocks of total (B, columns, k_block, K, D)."""
-    whole, ragged = divmod(piece.num_keys, lists.k_block)
-    values = values.to(total.dtype)
-    if whole:
-        blocks = piece.batch[:, None] * lists.num_columns + piece.columns[:, :whole]
-        shares = values[:, : whole * lists.k_block].unflatten(1, (whole, lists.k_block)).flatten(0, 1)
-        _add_at(total.flatten(0, 1), blocks.flatten(), shares, deterministic)
-    if ragged:
-        _add_at(total[:, -1, :ragged], piece.batch, values[:, whole * lists.k_block :], deterministic)
+class _Sums:
+    """Gradient of keys or values (B, N, K, D), summed over pieces. Heads first where each has lists of its own."""
 
-
-def _add_at(total: torch.Tensor, index: torch.Tensor, values: torch.Tensor, deterministic: bool) -> None:
-    if deterministic and total.is_cuda:
+    def __init__(self, x: torch.Tensor, lists: BlockLists, options: Options) -> None:
+        B, self.num_keys, self.heads, D = x.shape
+        self.together = lists.num_heads == 1
+        shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
+        if not self.together:
+            shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
+        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
         # sorts by index where index_add_ uses atomics
-        total.index_put_((index,), values, accumulate=True)
-    else:
-        total.index_add_(0, index, values)
+        self.sorts = options.deterministic and x.is_cuda
+
+    def add(self, values: torch.Tensor, piece: Piece) -> None:
+        """(P, S, K, D) to the key blocks of ``piece``."""
+        columns, block = self.total.shape[2:4]
+        whole, ragged = divmod(piece.num_keys, block)
+        values = values.to(self.total.dtype)
+        unit = piece.batch if self.together else piece.batch * self.heads + piece.kv_heads[:, 0]
+        blocks = self.total.flatten(0, 2)
+        if whole:
+            index = unit[:, None] * columns + piece.columns[:, :whole]
+            self._add(blocks, index.flatten(), values[:, : whole * block].unflatten(1, (whole, block)).flatten(0, 1))
+        if ragged:
+            self._add(blocks[:, :ragged], unit * columns + columns - 1, values[:, whole * block :])
+
+    def _add(self, total: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        if self.sorts:
+            total.index_put_((index,), values, accumulate=True)
+        else:
+            total.index_add_(0, index, values)
+
+    def result(self) -> torch.Tensor:
+        if self.together:
+            return self.total[:, 0].flatten(1, 2)[:, : self.num_keys]
+        return self.total[..., 0, :].flatten(2, 3)[:, :, : self.num_keys].transpose(1, 2).contiguous()
 
 
-def _pairs(options: Options, lists: BlockLists, piece: Piece) -> torch.Tensor | None:
-    """bool (P, L or 1, S): the pairs of a piece that are kept; None where all are."""
-    if not piece.has_pairs:
-        return None
-    padding, pairs = options.mask.padding, None
-    if lists.masks is not None:
-        ids, which = lists.masks[piece.entries].unique(return_inverse=True)
-        words = lists.bits[ids.clamp(min=0).long()]
-        bits = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=words.dtype)) & 1
-        tiles = bits.bool().flatten(2) | (ids < 0)[:, None, None]
-        pairs = tiles[which].transpose(1, 2).flatten(2)[:, : piece.length, : piece.num_keys]
-    if padding is None:
-        return pairs
-    padded = _gather(padding[:, None, :, None], piece.batch, piece.columns, lists.k_block, piece.num_keys)[:, :, :, 0]
-    return ~padded if pairs is None else pairs & ~padded
+class _Masks:
+    """What ``lists`` and ``options`` say of single pairs, by pieces."""
 
+    def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
+        self.lists, self.scale, self.deterministic, self.dropout = lists, options.scale, options.deterministic, options.dropout
+        padding = options.mask.padding
+        self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
+        if options.dropout is not None:
+            self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
+            self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
 
-def _dense_options(options: Options, lists: BlockLists, piece: Piece) -> Options:
-    """What remains to be said of a piece once its pairs are said."""
-    dropout = options.dropout
-    if dropout is not None:
-        queries = _rows(dropout.queries[:, None, :, None], lists, piece)[:, 0, :, 0]
-        keys = _gather(dropout.keys[:, None, :, None], piece.batch, piece.columns, lists.k_block, piece.num_keys)[:, 0, :, 0]
-        dropout = replace(dropout, batch=dropout.batch[piece.batch], heads=dropout.heads[piece.heads], queries=queries, keys=keys)
-    return Options(scale=options.scale, dropout=dropout, deterministic=options.deterministic)
+    def pairs(self, piece: Piece) -> torch.Tensor | None:
+        """bool (P, L or 1, S), True where kept; None where all are."""
+        if not piece.has_pairs:
+            return None
+        lists, kept = self.lists, None
+        if lists.masks is not None:
+            ids, which = lists.masks[piece.entries].unique(return_inverse=True)
+            words = lists.bits[ids.clamp(min=0).long()]
+            bits = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=words.dtype)) & 1
+            tiles = bits.bool().flatten(2) | (ids < 0)[:, None, None]
+            kept = tiles[which].transpose(1, 2).flatten(2)[:, : piece.num_queries, : piece.num_keys]
+        if self.padding is None:
+            return kept
+        real = ~self.padding.of_columns(piece)[:, None, :, 0, 0]
+        return real if kept is None else kept & real
 
-
-def _for_all(options: Options, batch: int) -> Options:
-    """``options`` with padding and positions that are said once for the batch said for every entry."""
-    padding, dropout = options.mask.padding, options.dropout
-    if padding is not None:
-        options = replace(options, mask=Mask(padding=padding.expand(batch, -1)))
-    if dropout is not None:
-        dropout = replace(dropout, queries=dropout.queries.expand(batch, -1), keys=dropout.keys.expand(batch, -1))
-    return replace(options, dropout=dropout)
+    def options(self, piece: Piece) -> Options:
+        """What a dense kernel is to know beside the pairs."""
+        dropout = self.dropout
+        if dropout is not None:
+            batch, heads = dropout.batch[piece.batch], dropout.heads[piece.heads[0]]
+            queries, keys = self.queries.of_rows(piece)[..., 0, 0], self.keys.of_columns(piece)[..., 0, 0]
+            dropout = Dropout(dropout.probability, dropout.seed, batch, heads, queries, keys)
+        return Options(scale=self.scale, dropout=dropout, deterministic=self.deterministic)

@@ -113,9 +113,7 @@ class MathBackend(Backend):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return backward_gathered(self.backward, dout, q, k, v, out, lse, lists, options, dlse)
 
-    def _scores(
-        self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
         s_PGLS = (q[:, rows].transpose(1, 2).to(k_PGDS.dtype) * options.scale) @ k_PGDS
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:

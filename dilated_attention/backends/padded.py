@@ -102,14 +102,19 @@ def _table(
     entry = starts[chosen].long()[row] + offset
     other = others[entry]
     whole = torch.ones_like(other, dtype=torch.bool) if masks is None else masks[entry] < 0
-    return Table(heads, start, end, _side(row, other, ~whole, shape), _side(row, other, whole, shape))
+    most = lists.num_columns if starts is lists.row_starts else lists.num_rows
+    return Table(heads, start, end, _side(row, other, ~whole, shape, most), _side(row, other, whole, shape, most))
 
 
-def _side(row: torch.Tensor, other: torch.Tensor, kept: torch.Tensor, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _side(
+    row: torch.Tensor, other: torch.Tensor, kept: torch.Tensor, shape: tuple[int, int, int], most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``most``: blocks that there are on the other side, the widest table that libraries take."""
     row, other = row[kept], other[kept]
     counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
     # widths that differ little share what depends on shapes
-    width = max(1, -(-int(counts.max()) // 16) * 16 if counts.numel() else 1)
+    longest = int(counts.max()) if counts.numel() else 0
+    width = max(1, min(-(-longest // 16) * 16, most))
     place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
     indices = torch.zeros((counts.shape[0], width), dtype=torch.int32, device=row.device)
     indices[row, place] = other.to(torch.int32)

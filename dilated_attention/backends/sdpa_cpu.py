@@ -33,7 +33,11 @@ class SdpaCpuBackend(Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``pairs``: bool (P, L or 1, S), True where the pair is kept, in place of a mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        bias, empty_PL = _bias(q, k, options, pairs)
+        if pairs is None:
+            bias, empty_PL = additive_bias(q, k, options)
+        else:
+            assert options.mask.is_trivial
+            bias, empty_PL = _bias_of_pairs(pairs, q.dtype), ~pairs.any(-1)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
@@ -52,7 +56,7 @@ class SdpaCpuBackend(Backend):
         pairs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert dlse is None
-        bias, _ = _bias(q, k, options, pairs)
+        bias = additive_bias(q, k, options)[0] if pairs is None else _bias_of_pairs(pairs, q.dtype)
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
@@ -79,11 +83,6 @@ class SdpaCpuBackend(Backend):
         return backward_gathered(self.backward, dout, q, k, v, out, lse, lists, options, dlse)
 
 
-def _bias(
-    q: torch.Tensor, k: torch.Tensor, options: Options, pairs: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if pairs is None:
-        return additive_bias(q, k, options)
-    assert options.mask.is_trivial
-    bias = torch.zeros(pairs.shape, dtype=q.dtype).masked_fill_(~pairs, -torch.inf)
-    return bias[:, None], (~pairs.any(-1)).expand(-1, q.shape[1])
+def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """bool (P, L or 1, S) as (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
+    return torch.where(pairs, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))[:, None]

@@ -51,7 +51,9 @@ class Tuning:
 # the tiles: 227 KiB on "large" GPUs (sm_90, sm_100), 163 on "medium" (sm_80, sm_87), 99 on "small" (sm_86, sm_89, sm_120).
 _TUNINGS = {
     (kind, memory, size): Tuning(forward=Tile(128, 128, 8, 3), dq=Tile(128, 128, 8, 2), dkdv=Tile(64, 128, 8, 2))
-    for kind in ("half", "float") for memory in ("small", "medium", "large") for size in (64, 128, 256)
+    for kind in ("half", "float")
+    for memory in ("small", "medium", "large")
+    for size in (64, 128, 256)
 }
 
 

@@ -193,8 +193,12 @@ def rows_kernel(
     batch = pair // num_heads
     head = pair % num_heads
     first = block * ROWS
-    dout = _rows(_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN), first, dout_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
-    out = _rows(_base(out_ptr, batch, head, out_batch, out_head, ALIGN), first, out_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
+    dout = _rows(
+        _base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN), first, dout_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE
+    )
+    out = _rows(
+        _base(out_ptr, batch, head, out_batch, out_head, ALIGN), first, out_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE
+    )
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     rows = first + tl.arange(0, ROWS)
     far = rows.to(tl.int64)

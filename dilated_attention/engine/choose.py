@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -152,22 +153,36 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
         from dilated_attention.engine.choose_triton import block_means as fused
 
         return fused(x, ranges, padding)
-    B, N, H, D = x.shape
-    low, high = ranges.long()
+    B, _, H, D = x.shape
     dtype = accumulation_dtype(x.dtype)
-    means = torch.empty((B, H, low.shape[0], D), dtype=dtype, device=x.device)
-    longest = int((high - low).max()) if low.shape[0] else 0
-    size = max(1, _MEAN_BYTES // (B * H * D * max(1, longest) * means.element_size()))
-    for start in range(0, low.shape[0], size):
-        some = slice(start, start + size)
-        at = low[some, None] + torch.arange(longest, device=x.device)
-        inside = (at < high[some, None])[None]
-        at = at.clamp(max=N - 1)
+    means = torch.empty((B, H, ranges.shape[1], D), dtype=dtype, device=x.device)
+    for rows, positions, length in _runs(ranges, _MEAN_BYTES // max(1, B * H * D * means.element_size())):
+        values = x[:, positions].unflatten(1, (-1, length)).to(dtype)
+        count: torch.Tensor | int = length
         if padding is not None:
-            inside = inside & ~padding[:, at]
-        total = x[:, at].to(dtype).masked_fill(~inside[..., None, None], 0).sum(2)
-        means[:, :, some] = (total / inside.sum(-1).clamp(min=1)[..., None, None]).transpose(1, 2)
+            taken = ~padding[:, positions].unflatten(1, (-1, length))
+            values = values.masked_fill(~taken[..., None, None], 0)
+            count = taken.sum(2).clamp(min=1)[..., None, None]
+        means[:, :, rows] = (values.sum(2) / count).transpose(1, 2)
     return means
+
+
+def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, slice, int]]:
+    """Stretches of ranges that are equally long and lie side by side: (which ranges, their positions, positions of each)."""
+    low, high = ranges.tolist()
+    start = 0
+    while start < len(low):
+        length = high[start] - low[start]
+        stop = start + 1
+        while (
+            stop < len(low)
+            and low[stop] == high[stop - 1]
+            and high[stop] - low[stop] == length
+            and high[stop] - low[start] <= most_positions
+        ):
+            stop += 1
+        yield slice(start, stop), slice(low[start], high[stop - 1]), length
+        start = stop
 
 
 def _count(flags: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
@@ -191,11 +206,12 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
         is_real = num_real[:, slice(*document.columns)] > 0
         real = pack(is_real)
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
+    missing = grid.missing[rows]
     budget = None
     if pattern.blocks is not None:
-        budget = torch.full_like(seen, pattern.blocks)[None]
+        budget = (pattern.blocks - missing)[None]
     elif pattern.share is not None:
-        budget = share_of(pattern.share, existing)
+        budget = (share_of(pattern.share, existing + missing) - missing).to(torch.int32)
     return Part(grid.own[:, rows], grid.scored[rows], seen, budget, always, within, real)
 
 

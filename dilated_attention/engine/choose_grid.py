@@ -38,6 +38,8 @@ class Grid:
         own: (2, rows) int32: columns [low, high) of the document that hold the row's own positions.
         scored: (rows,) int32: columns before this one are scored; under causality those that every query of the row sees whole.
         seen: (rows,) int32: columns before this one exist for the row.
+        missing: (rows,) int32: columns that a causal row would see, too, if the sequence did not end before it does. They count as kept
+            wherever blocks are counted, or further keys would change what a query does.
         last_scored: the same as ``scored``, on the host.
     """
 
@@ -49,6 +51,7 @@ class Grid:
     own: torch.Tensor
     scored: torch.Tensor
     seen: torch.Tensor
+    missing: torch.Tensor
     last_scored: tuple[int, ...]
 
 
@@ -94,7 +97,7 @@ def make_grid(
         places.append(Document((row, row + table.shape[1]), (column, column + columns.shape[0]), (start, end), queries[1] - queries[0]))
         tables.append(table)
         row, column = row + table.shape[1], column + columns.shape[0]
-    table = torch.cat(tables, 1) if tables else torch.zeros(6, 0, dtype=torch.int64)
+    table = torch.cat(tables, 1) if tables else torch.zeros(7, 0, dtype=torch.int64)
     on_device = table.to(device, torch.int32)
     return Grid(
         documents=tuple(places),
@@ -105,12 +108,13 @@ def make_grid(
         own=on_device[2:4],
         scored=on_device[4],
         seen=on_device[5],
+        missing=on_device[6],
         last_scored=tuple(table[4].tolist()),
     )
 
 
 def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool) -> torch.Tensor:
-    """(queries low, high, own low, high, scored, seen) of each row of one document, (6, rows) int64.
+    """(queries low, high, own low, high, scored, seen, missing) of each row of one document, (7, rows) int64.
 
     Query blocks begin at multiples of q_block *positions*, so the first one may lack queries in front.
     """
@@ -123,6 +127,7 @@ def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool
     low, high = (low - query_offset).clamp(min=0), (high - query_offset).clamp(min=1)
     columns = torch.full_like(first, -(-num_keys // k_block))
     own_low, own_high = first // k_block, (last - 1) // k_block + 1
-    # a shorter last block counts by where a whole one would end: further keys must not change what a query does
+    # a shorter last block, too, is seen whole only by queries behind where a whole one would end
     scored, seen = ((first + 1) // k_block, own_high) if is_causal else (columns, columns)
-    return torch.stack([queries[0] + low, queries[0] + high, own_low, own_high, scored, seen])
+    missing = (first + q_block - 1) // k_block + 1 - seen if is_causal else torch.zeros_like(first)
+    return torch.stack([queries[0] + low, queries[0] + high, own_low, own_high, scored, seen, missing])

@@ -99,7 +99,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     bit = tl.full((), 1, tl.int32)
     for index in range(32):
         trial = limit | (bit << (31 - index))
-        above = tl.sum(tl.where(key >= (trial ^ _LOWEST), weight, 0), 0)
+        # every key but a candidate's is below, so where blocks are counted no weight is held
+        reached = key >= (trial ^ _LOWEST)
+        above = tl.sum(tl.where(reached, weight, 0), 0) if MASS else tl.sum(reached.to(tl.int32), 0)
         limit = tl.where(above >= need, trial, limit)
     limit ^= _LOWEST
     need -= tl.sum(tl.where(key > limit, weight, 0), 0)

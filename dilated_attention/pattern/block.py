@@ -7,6 +7,7 @@ each may be shorter. A new pattern is one class with three methods: ``allowed``,
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import as_int
 
 BLOCK_SIZES = (64, 128)
+# FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # the state of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
@@ -93,8 +96,6 @@ class BlockPattern(Pattern):
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
 
-    # whether the lists differ from head to head
-    per_head: ClassVar[bool] = False
     # whether ``columns`` names kept blocks only, and ``classify`` never calls a block partial that is full or empty
     is_tight: ClassVar[bool] = True
     # a Python function or a tensor cannot be written down: ``spec`` names the living object instead
@@ -110,6 +111,11 @@ class BlockPattern(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the lists differ from head to head."""
+        return False
 
     @property
     def q_block(self) -> int:
@@ -168,6 +174,15 @@ class BlockPattern(Pattern):
         ``positions`` are those of the queries; the result is the same for all heads.
         """
         return None
+
+    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
+        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``."""
+        pattern = self
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return pattern.allowed(q_idx, kv_idx, head, num_positions)
+
+        return mask_mod
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
         from dilated_attention.pattern.block_compose import Union

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention.pattern.block import FULL, PARTIAL, BlockPattern, Grid, divided
+from dilated_attention.pattern.block import FULL, PARTIAL, BlockPattern, Grid, MaskMod, divided
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class _Composite(BlockPattern):
         object.__setattr__(self, "block_size", parts[0].block_size)
 
     @property
-    def per_head(self) -> bool:  # type: ignore[override]
+    def per_head(self) -> bool:
         return any(part.per_head for part in self.parts)
 
     def check(self, num_positions: int, num_heads: int) -> None:
@@ -48,6 +49,26 @@ class _Composite(BlockPattern):
 
     def at(self, num_positions: int) -> BlockPattern:
         return type(self)(tuple(part.at(num_positions) for part in self.parts))
+
+    @property
+    def different(self) -> tuple[BlockPattern, ...]:
+        """Parts, each once."""
+        return self.parts
+
+    @abstractmethod
+    def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
+        """``allowed`` of the whole from that of the ``different`` parts."""
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.different], heads)
+
+    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
+        of_parts = [part.mask_mod(num_positions, device) for part in self.different]
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return self.combined([of_part(batch, head, q_idx, kv_idx) for of_part in of_parts], head)
+
+        return mask_mod
 
     def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``columns`` of a part, which may be shared where the whole is not."""
@@ -66,8 +87,8 @@ class Union(_Composite):
     def of(*patterns: BlockPattern) -> Union:
         return Union(tuple(part for pattern in patterns for part in (pattern.parts if isinstance(pattern, Union) else (pattern,))))
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        return functools.reduce(operator.or_, (part.allowed(queries, keys, heads, num_positions) for part in self.parts))
+    def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(operator.or_, kept)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         found = []
@@ -99,8 +120,8 @@ class Intersection(_Composite):
         parts = (part for pattern in patterns for part in (pattern.parts if isinstance(pattern, Intersection) else (pattern,)))
         return Intersection(tuple(parts))
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        return functools.reduce(operator.and_, (part.allowed(queries, keys, heads, num_positions) for part in self.parts))
+    def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(operator.and_, kept)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
@@ -130,7 +151,7 @@ class PerHead(_Composite):
     """
 
     @property
-    def per_head(self) -> bool:  # type: ignore[override]
+    def per_head(self) -> bool:
         return True
 
     def check(self, num_positions: int, num_heads: int) -> None:
@@ -145,12 +166,15 @@ class PerHead(_Composite):
             heads.setdefault(part, []).append(head)
         return heads
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        kept = []
-        for part, owners in self.heads_of().items():
-            owned = functools.reduce(operator.or_, (heads == head for head in owners))
-            kept.append(owned & part.allowed(queries, keys, heads, num_positions))
-        return functools.reduce(operator.or_, kept)
+    @property
+    def different(self) -> tuple[BlockPattern, ...]:
+        return tuple(self.heads_of())
+
+    def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
+        chosen = []
+        for owners, of_part in zip(self.heads_of().values(), kept, strict=True):
+            chosen.append(of_part & functools.reduce(operator.or_, (heads == head for head in owners)))
+        return functools.reduce(operator.or_, chosen)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shared = {part: part.columns(grid, heads[:1]) for part in self.heads_of() if not part.per_head}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.pattern.block import BlockPattern, Grid, expand, state_of
+from dilated_attention.pattern.block import BlockPattern, Grid, MaskMod, expand, state_of
 from dilated_attention.pattern.checks import as_int, as_int_tuple
 
 
@@ -156,3 +156,13 @@ class Document(BlockPattern):
         starts = self.starts(positions.device)
         document = self.document_of(positions, starts)
         return starts[document], starts[document + 1]
+
+    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
+        # a table, not a search: what the compiler of FlexAttention makes the most of
+        positions = torch.arange(num_positions, device=device)
+        document = self.document_of(positions, self.starts(positions.device)).to(torch.int32)
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return document[q_idx.clamp(max=num_positions - 1)] == document[kv_idx.clamp(max=num_positions - 1)]
+
+        return mask_mod

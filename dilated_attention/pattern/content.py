@@ -29,8 +29,8 @@ class TopBlocks(BlockPattern):
 
     Args:
         blocks: how many blocks a row keeps, with those that it keeps in any case; fewer only where there are no more.
-        density: the share of blocks instead: of those with a key that is no padding, under causality of those that the row sees; rounded
-            up, at least 1.
+        density: the share of blocks instead: of those with a key that is no padding, under causality of those that the row sees (a last
+            row that lacks queries counts as if it had them); rounded up, at least 1.
         mass: the fewest blocks whose scores' softmax sums to this, instead (XAttention, arXiv 2503.16428, with means for its
             antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole; blocks kept in any
             case count first. Weights below 2^-25 of a row's largest are none.
@@ -192,8 +192,10 @@ class TopBlocks(BlockPattern):
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
         grid = self.grid(num_positions)
         first, last = grid.queries(grid.rows())
-        own = last // self.k_block - first // self.k_block + 1
-        seen = last // self.k_block + 1 if is_causal else torch.full_like(first, grid.num_columns)
+        # a causal row counts as if the sequence did not end in it
+        own_end = (first + (self.q_block - 1) if is_causal else last) // self.k_block + 1
+        own = own_end - first // self.k_block
+        seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
         budget = torch.full_like(seen, self.blocks) if self.blocks is not None else share_of(self.share or 0.0, seen)
         kept = torch.maximum(torch.minimum(budget, seen), own)
         if not is_causal and num_positions % self.k_block and bool((kept < seen).any()):
@@ -226,7 +228,7 @@ class TopBlocks(BlockPattern):
         raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChosenBlocks(BlockPattern):
     """The blocks that ``TopBlocks.choose`` chose, each kept whole: a pattern of as many heads and positions as its tensors had.
 
@@ -242,6 +244,9 @@ class ChosenBlocks(BlockPattern):
     num_positions: int
     first_row: int = 0
 
+    # not the base's, which would hold all choices equal
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
     per_head: ClassVar[bool] = True
     holds_objects: ClassVar[bool] = True
 
