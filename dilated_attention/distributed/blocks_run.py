@@ -156,7 +156,7 @@ def _arrivals(script: BlockScript, k: torch.Tensor, v: torch.Tensor, call: Block
                 arrival.transfer.wait()
             step = arrival.step
             if len(step.put):
-                arrival.memory.index_copy_(0, step.put, arrival.memory[step.put_from])
+                arrival.memory[: step.buffer_rows].index_copy_(0, step.put, arrival.memory[step.put_from])
             yield arrival
             if index + call.ahead < len(steps):
                 waiting.append(_start(script, index + call.ahead, k, v, wire, what))
