@@ -96,4 +96,13 @@ def test_list_backends_names_all() -> None:
         "xformers",
         "math",
     }
-    assert set(KINDS) == {"dilated", "multihead_dilated", "ring", "ring_dilated", "ring_multihead_dilated"}
+    assert set(KINDS) == {
+        "dilated",
+        "multihead_dilated",
+        "block_sparse",
+        "multihead_block_sparse",
+        "block_sparse_dilated",
+        "ring",
+        "ring_dilated",
+        "ring_multihead_dilated",
+    }

@@ -9,13 +9,18 @@ import dilated_attention
 
 PUBLIC = {
     "BackendUnavailable",
+    "BlockSparseAttention",
+    "BlockSparseDilatedAttention",
     "DilatedAttention",
     "DilatedPattern",
+    "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "attention",
+    "block_sparse_attention",
+    "block_sparse_dilated_attention",
     "create_attention",
     "create_model",
     "dilated_attention",

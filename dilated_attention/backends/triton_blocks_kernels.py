@@ -100,7 +100,9 @@ def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, 
         WORDS: tl.constexpr = WALK[1] // 32
         word = tl.arange(0, KEYS // 32)[:, None] if TRANSPOSED else tl.arange(0, KEYS // 32)[None, :]
         tile = bits_ptr + tl.maximum(mask, 0).to(tl.int64) * (WALK[0] * WORDS)
-        words = tl.load(tile + (part * ROWS + row) * WORDS + sub * (KEYS // 32) + word, mask=(row >= 0) & (word >= 0) & (mask >= 0), other=-1)
+        words = tl.load(
+            tile + (part * ROWS + row) * WORDS + sub * (KEYS // 32) + word, mask=(row >= 0) & (word >= 0) & (mask >= 0), other=-1
+        )
         if TRANSPOSED:
             bits = tl.reshape((words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, (KEYS, ROWS))
         else:
@@ -151,10 +153,13 @@ def forward_kernel(
         if MASKS:
             mask = tl.load(masks_ptr + entry)
             if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False)
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
                 s = tl.where(kept, s, float("-inf"))
-        elif EVEN == 0 and first_key + KEYS > num_keys:
-            s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
+            if first_key + KEYS > num_keys:
+                s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
         if PADDED:
             keys = first_key + tl.arange(0, KEYS)
             padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
@@ -191,8 +196,12 @@ def rows_kernel(
     batch = pair // num_heads
     head = pair % num_heads
     first = block * ROWS
-    dout = _rows(_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN), first, dout_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
-    out = _rows(_base(out_ptr, batch, head, out_batch, out_head, ALIGN), first, out_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
+    dout = _rows(
+        _base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN), first, dout_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE
+    )
+    out = _rows(
+        _base(out_ptr, batch, head, out_batch, out_head, ALIGN), first, out_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE
+    )
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     rows = first + tl.arange(0, ROWS)
     far = rows.to(tl.int64)
@@ -255,10 +264,13 @@ def dq_kernel(
         if MASKS:
             mask = tl.load(masks_ptr + entry)
             if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False)
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
                 p = tl.where(kept, p, 0.0)
-        elif EVEN == 0 and first_key + KEYS > num_keys:
-            p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
+            if first_key + KEYS > num_keys:
+                p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
         if PADDED:
             keys = first_key + tl.arange(0, KEYS)
             padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
@@ -322,7 +334,9 @@ def dkdv_kernel(
             if MASKS:
                 mask = tl.load(masks_ptr + entry)
                 if mask >= 0:
-                    kept = _kept(mask, sub, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, True)
+                    kept = _kept(
+                        mask, sub, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, True
+                    )
                     p = tl.where(kept, p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")

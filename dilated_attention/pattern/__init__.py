@@ -1,6 +1,46 @@
 """What attends to what. Patterns are frozen, validated records that count and draw themselves."""
 
 from dilated_attention.pattern.base import Pattern
+from dilated_attention.pattern.block import BlockPattern
+from dilated_attention.pattern.block_compose import Intersection, PerHead, Union
+from dilated_attention.pattern.block_density import Sparsity, with_sparsity
+from dilated_attention.pattern.block_flex import from_block_mask, to_block_mask
+from dilated_attention.pattern.block_function import MaskFunction
+from dilated_attention.pattern.block_global import BigBird, GlobalLocal
+from dilated_attention.pattern.block_level import Axial, BlockTensor, DilatedBlocks, Strided
+from dilated_attention.pattern.block_random import RandomBlocks
+from dilated_attention.pattern.block_window import Causal, Document, LocalWindow
+from dilated_attention.pattern.content import ChosenBlocks, TopBlocks
 from dilated_attention.pattern.dilated import MAX_LENGTH, NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
+from dilated_attention.pattern.spec import pattern_from_spec
 
-__all__ = ["MAX_LENGTH", "NOT_IN_BRANCH", "DilatedPattern", "HeadOffsets", "Pattern", "taken"]
+__all__ = [
+    "MAX_LENGTH",
+    "NOT_IN_BRANCH",
+    "Axial",
+    "BigBird",
+    "BlockPattern",
+    "BlockTensor",
+    "Causal",
+    "ChosenBlocks",
+    "DilatedBlocks",
+    "DilatedPattern",
+    "Document",
+    "GlobalLocal",
+    "HeadOffsets",
+    "Intersection",
+    "LocalWindow",
+    "MaskFunction",
+    "Pattern",
+    "PerHead",
+    "RandomBlocks",
+    "Sparsity",
+    "Strided",
+    "TopBlocks",
+    "Union",
+    "from_block_mask",
+    "pattern_from_spec",
+    "taken",
+    "to_block_mask",
+    "with_sparsity",
+]

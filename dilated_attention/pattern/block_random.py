@@ -1,0 +1,111 @@
+"""Random blocks: drawn by a hash of (seed, head, row, draw), so that every process and device draws the same, without a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.pattern.block import Grid, expand
+from dilated_attention.pattern.block_level import WholeBlocks, own_columns
+from dilated_attention.pattern.checks import as_int
+
+# SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+@dataclass(frozen=True)
+class RandomBlocks(WholeBlocks):
+    """Blocks at random, ``round(ratio · rows · columns)`` of them for each head, exactly.
+
+    Rows differ by at most one block. The n blocks of a row are drawn one from each of n stretches of columns, as equal as can be: none
+    twice, and spread over the whole sequence.
+
+    Args:
+        ratio: kept blocks per block, 0 … 1.
+        seed: of the draws.
+        per_head: every head draws for itself; otherwise all share one list.
+        own_block: the key block of a row's first position is one of those that it keeps, if it keeps any. Else causal rows may be empty.
+    """
+
+    ratio: float
+    seed: int = 0
+    per_head: bool = True
+    own_block: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", checked_ratio("ratio", self.ratio))
+        object.__setattr__(self, "seed", checked_seed(self.seed))
+
+    def counts(self, grid: Grid, row: torch.Tensor) -> torch.Tensor:
+        """Kept blocks of rows of the whole sequence."""
+        rows = max(-(-grid.num_positions // grid.q_block), 1)
+        total = round(self.ratio * rows * grid.num_columns)
+        return (row + 1) * total // rows - row * total // rows
+
+    def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The column that draw ``number`` of ``count`` takes: one of its stretch."""
+        low = number * grid.num_columns // count
+        high = (number + 1) * grid.num_columns // count
+        column = low + hashed(self.seed, head, row, number) % (high - low)
+        if self.own_block:
+            own, _ = own_columns(grid, row)
+            column = torch.where((own >= low) & (own < high), own, column)
+        return column
+
+    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        # columns beyond the end may be asked for; they have no stretch
+        column = column.clamp(max=max(grid.num_columns - 1, 0))
+        count = self.counts(grid, row)
+        some = count.clamp(min=1)
+        number = ((column + 1) * some - 1) // max(grid.num_columns, 1)
+        return (count > 0) & (self.draw(grid, self._drawing(head), row, some, number) == column)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = grid.rows()
+        index, number = expand(torch.zeros_like(rows), self.counts(grid, rows))
+        group = grid.range(0, len(heads))[:, None]
+        head = self._drawing(torch.tensor(heads, device=grid.device)[:, None])
+        row = rows[index]
+        column = self.draw(grid, head, row, self.counts(grid, row), number)
+        return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
+
+    def _drawing(self, head: torch.Tensor) -> torch.Tensor:
+        return head if self.per_head else torch.zeros_like(head)
+
+    def cost(self, grid: Grid) -> float:
+        return self.ratio * grid.num_columns + 1
+
+
+def hashed(seed: int, *coordinates: torch.Tensor) -> torch.Tensor:
+    """31 random bits for each element of the broadcast coordinates, as int64. Chained: each coordinate is mixed into those before it."""
+    state: torch.Tensor | int = seed
+    for coordinate in coordinates:
+        mixed = coordinate.to(torch.int64) + state + _STEP
+        for bits, factor in _MIX:
+            mixed = (mixed ^ _shifted(mixed, bits)) * factor
+        state = mixed ^ _shifted(mixed, 31)
+    assert isinstance(state, torch.Tensor)
+    return _shifted(state, 33)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def checked_ratio(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: the kept part of all pairs")
+    return float(value)
+
+
+def checked_seed(seed: int) -> int:
+    number = as_int("seed", seed, minimum=0)
+    if number >= 2**62:
+        raise ValueError(f"seed is {number}; expected less than 2**62")
+    return number
