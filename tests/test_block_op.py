@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import BackendUnavailable, DilatedPattern, block_sparse_attention, block_sparse_dilated_attention
+from dilated_attention.backends import Dropout, Mask, Options
+from dilated_attention.backends.math import MathBackend
 from dilated_attention.engine import block_run
+from dilated_attention.engine.block_launch import backward_lists, forward_lists
+from dilated_attention.engine.block_lists import block_lists
+from dilated_attention.engine.kept import lists_of_kept
 from dilated_attention.pattern import (
     BigBird,
     BlockPattern,
@@ -441,3 +447,31 @@ def test_what_depends_on_shapes_is_refused_before_results_are_allocated(
 def test_nested_is_about_branches() -> None:
     with pytest.raises(BackendUnavailable, match="not lists of blocks"):
         block_sparse_attention(**tensors(), pattern=WINDOW, backend="nested")
+
+
+# --- launches -------------------------------------------------------------------------------------------------------------------------------
+
+
+class OneByOne(MathBackend):
+    """As a library that takes one batch entry a launch."""
+
+    facts = replace(MathBackend.facts, max_batch=1)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_launches_that_a_backend_wants_cut_give_the_same(chosen: bool) -> None:
+    q, k, v = (x.detach() for x in make_qkv(3, 80, 80))
+    pattern = TopBlocks(1, block_size=64) if chosen else WINDOW
+    if chosen:
+        kept = OPS.choose_blocks(q, k, None, None, pattern.spec(), True, 0.5, 0)
+        lists = lists_of_kept(kept, pattern, 80, 80, is_causal=True)
+    else:
+        lists = block_lists(pattern, 80, 2, is_causal=True, device="cpu")
+    positions = torch.arange(80).expand(3, -1)
+    dropout = Dropout(0.3, 5, torch.arange(3), torch.arange(2), positions, positions)
+    options = Options(scale=0.5, mask=Mask(torch.arange(80)[None] % torch.tensor([[5], [7], [90]]) == 2), dropout=dropout)
+    whole, cut = (forward_lists(backend, lists, q, k, v, options) for backend in (MathBackend(), OneByOne()))
+    tensors_ = (torch.ones_like(q), q, k, v, *whole)
+    grads = (backward_lists(backend, lists, tensors_, options, torch.ones_like(whole[1])) for backend in (MathBackend(), OneByOne()))
+    for one, other in zip((*whole, *next(grads)), (*cut, *next(grads)), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-13)

@@ -71,16 +71,14 @@ def backward_lists(
 def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
     dout, q, k, v, out, lse = tensors
 
-    def backward(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, options: Options
-    ) -> Tensors:
-        return backend.backward_blocks(dout, q, k, v, out, lse, lists, options)
+    native = dlse if backend.facts.lse_grad else None
+    dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
+    if dlse is None or native is not None:
+        return dq, dk, dv
 
-    if dlse is None:
-        return backward(dout, q, k, v, out, lse, options)
-    if backend.facts.lse_grad:
-        return backend.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
-    dq, dk, dv = backward(dout, q, k, v, out, lse, options)
+    def backward(*tensors: torch.Tensor, options: Options) -> Tensors:
+        return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
+
     more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
     acc = accumulation_dtype(q.dtype)
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
