@@ -15,6 +15,8 @@ from dilated_attention.pattern.checks import as_int
 
 # most over mean work that counts as even
 EVEN = 1.02
+# by which it must fall for shorter runs to be taken
+WORTH_IT = 0.01
 
 
 def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_heads: int = 1, *, is_causal: bool = False) -> Layout:
@@ -47,9 +49,10 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
     for deal in _deals(work, size):
         blocks = deal()
         uneven = _imbalance(work, blocks)
-        if best is None or uneven < best[0]:
+        # shorter runs let more keys travel, so they must be worth it
+        if best is None or uneven < best[0] - WORTH_IT:
             best = uneven, blocks
-        if uneven <= EVEN:
+        if best[0] <= EVEN:
             break
     assert best is not None
     runs = tuple(tuple((first * unit, min(last * unit, seq_len)) for first, last in mine) for mine in best[1])
@@ -109,7 +112,9 @@ def _dealt(work: list[int], size: int, length: int) -> list[list[Range]]:
     room = [_share(count, size, rank)[1] - _share(count, size, rank)[0] for rank in range(size)]
     load = [0] * size
     dealt: list[list[Range]] = [[] for _ in range(size)]
-    waiting = [(-(total[min(first + length, count)] - total[first]), first, min(first + length, count)) for first in range(0, count, length)]
+    waiting = [
+        (-(total[min(first + length, count)] - total[first]), first, min(first + length, count)) for first in range(0, count, length)
+    ]
     heapq.heapify(waiting)
     while waiting:
         _, first, last = heapq.heappop(waiting)

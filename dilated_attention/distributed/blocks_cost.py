@@ -68,7 +68,9 @@ def head_steps(load: Load, memory: int) -> tuple[int, ...]:
     """
     if load.wire == 0:
         return (load.heads,)
-    candidates = sorted({_grown(load, first) for first in range(1, load.heads + 1)} | {even(load.heads, n) for n in range(1, load.heads + 1)})
+    candidates = sorted(
+        {_grown(load, first) for first in range(1, load.heads + 1)} | {even(load.heads, n) for n in range(1, load.heads + 1)}
+    )
     room = [steps for steps in candidates if 2 * max(steps) * load.bytes_held <= SHARE * memory]
     return min(room or [even(load.heads, load.heads)], key=lambda steps: (_seconds(load, steps), len(steps)))
 

@@ -147,33 +147,24 @@ def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> 
 def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(low, high) of each query in rows of a buffer, where key block c lies as its block ``mapping[c]``; None if there is no such interval.
 
-    Where a query block's masked key blocks lie in the buffer in the order of their positions, its queries' intervals begin in the
-    first one and end in the last one; whether that is all is then looked at, block by block.
+    Each masked block says from which of its keys on, and up to which, a query keeps them. The interval is what all blocks of the row
+    together leave; whether it says of each block what that says is then looked at. It does where a row's masked blocks lie in the buffer
+    in the order of their positions.
     """
     if lists.interval is None or lists.masks is None:
         return None
-    size, R = lists.k_block, lists.num_rows
-    device = lists.columns.device
+    size, R, n = lists.k_block, lists.num_rows, lists.num_queries
     masked = (lists.masks >= 0).nonzero()[:, 0]
     row, column = lists.row_of_entry[masked] % R, lists.columns[masked].long()
-    block = mapping[column]
-    back = torch.zeros(max(lists.num_columns, 1), dtype=torch.int64, device=device)
-    back[mapping[mapping >= 0]] = (mapping >= 0).nonzero()[:, 0]
-    ends = torch.zeros(R, dtype=torch.int64, device=device)
-    first_block = ends.scatter_reduce(0, row, block, "amin", include_self=False)
-    last_block = ends.scatter_reduce(0, row, block, "amax", include_self=False)
-    missing = R * lists.q_block - lists.num_queries
-    low, high = (torch.nn.functional.pad(x.long(), (0, missing)).view(R, -1) for x in lists.interval)
-
-    def inside(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return (x - blocks[:, None] * size).clamp(0, size)
-
-    new_low = inside(low, back[first_block]) + first_block[:, None] * size
-    new_high = inside(high, back[last_block]) + last_block[:, None] * size
-    want = inside(low[row], column), inside(high[row], column)
-    got = inside(new_low[row], block), inside(new_high[row], block)
-    equal = ((want[0] == got[0]) & (want[1] == got[1])) | ((want[0] >= want[1]) & (got[0] >= got[1]))
+    first = (mapping[column] * size)[:, None]
+    low, high = (torch.nn.functional.pad(x.long(), (0, R * lists.q_block - n)).view(R, -1) for x in lists.interval)
+    from_key, to_key = ((x[row] - column[:, None] * size).clamp(0, size) for x in (low, high))
+    index = row[:, None].expand_as(from_key)
+    end = len(mapping) * size
+    new_low = torch.zeros_like(low).scatter_reduce(0, index, torch.where(from_key > 0, first + from_key, 0), "amax")
+    new_high = torch.full_like(high, end).scatter_reduce(0, index, torch.where(to_key < size, first + to_key, end), "amin")
+    got_from, got_to = ((x[row] - first).clamp(0, size) for x in (new_low, new_high))
+    equal = ((from_key == got_from) & (to_key == got_to)) | ((from_key >= to_key) & (got_from >= got_to))
     if not bool(equal.all()):
         return None
-    n = lists.num_queries
     return new_low.flatten()[:n].to(torch.int32), new_high.flatten()[:n].to(torch.int32)

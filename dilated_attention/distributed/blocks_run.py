@@ -71,7 +71,6 @@ class _Arrival:
 def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, n, H, D) in q's dtype, lse (B, H, n)) of this rank's q, k, v."""
     q, k, v = tensors
-    B, n, H, _ = q.shape
     arrivals = _arrivals(script, k, v, call, wire, "forward")
     queries = [part.of(q, 1) for part in script.queries]
     out: torch.Tensor | None = None
@@ -82,8 +81,8 @@ def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire |
         heads = slice(*step.heads)
         for launch, backend, rows in zip(step.launches, backends, queries, strict=True):
             inside = rows[:, :, heads], keys[:, launch.keys], values[:, launch.keys]
-            part, part_lse = forward_lists(_given(backend), launch.lists, *inside, call.options(step, launch, B))
-            if len(script.steps) == len(step.launches) == 1 and launch.queries.rows is not None:
+            part, part_lse = forward_lists(_given(backend), launch.lists, *inside, call.options(step, launch, q.shape[0]))
+            if script.is_one_launch:
                 return part, part_lse
             if out is None or lse is None:
                 out, lse = _new_results(q)
@@ -92,9 +91,7 @@ def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire |
     return (out, lse) if out is not None and lse is not None else _new_results(q)
 
 
-def backward(
-    script: BlockScript, tensors: Tensors, call: BlockCall, wires: tuple[Wire, Wire] | None, dlse: torch.Tensor | None
-) -> Tensors:
+def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tuple[Wire, Wire] | None, dlse: torch.Tensor | None) -> Tensors:
     """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D) and lse (B, H, n), as ``dlse``.
 
     Args:
@@ -103,10 +100,8 @@ def backward(
     dout, q, k, v, out, lse = tensors
     arrivals = _arrivals(script, k, v, call, None if wires is None else wires[0], "backward")
     # of rows that the rank does not hold, weights and gradients are 0
-    queries = [
-        (*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf), None if dlse is None else part.of(dlse, 2))
-        for part in script.queries
-    ]
+    queries = [(*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf)) for part in script.queries]
+    dlses = [None if dlse is None else part.of(dlse, 2) for part in script.queries]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     returning: deque[_Return] = deque()
     for arrival, backends in zip(arrivals, call.backends, strict=True):
@@ -114,11 +109,15 @@ def backward(
         keys, values = arrival.keys(k, v)
         heads = slice(*step.heads)
         shares: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for launch, backend, (dout_, q_, out_, lse_, dlse_) in zip(step.launches, backends, queries, strict=True):
-            inside = dout_[:, :, heads], q_[:, :, heads], keys[:, launch.keys], values[:, launch.keys], out_[:, :, heads], lse_[:, heads]
+        for launch, backend, (*rows, lse_), dlse_ in zip(step.launches, backends, queries, dlses, strict=True):
+            dout_, q_, out_ = (x[:, :, heads] for x in rows)
+            inside = dout_, q_, keys[:, launch.keys], values[:, launch.keys], out_, lse_[:, heads]
             some_dlse = None if dlse_ is None else dlse_[:, heads]
             dq_, dk_, dv_ = backward_lists(_given(backend), launch.lists, inside, call.options(step, launch, q.shape[0]), some_dlse)
-            launch.queries.put(dq[:, :, heads], 1, dq_)
+            if script.is_one_launch:
+                dq = dq_.to(q.dtype)
+            else:
+                launch.queries.put(dq[:, :, heads], 1, dq_)
             shares.append((dk_, dv_))
         returning.append(_send_back(step, _side_by_side(shares, keys, q), _of_heads(dk, dv, step), None if wires is None else wires[1]))
         # what came back while this step was computed is added before the next one's memory is asked for
@@ -178,7 +177,9 @@ def _start(script: BlockScript, index: int, k: torch.Tensor, v: torch.Tensor, wi
     return _Arrival(step, memory, transfer)
 
 
-def _side_by_side(shares: list[tuple[torch.Tensor, torch.Tensor]], keys: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _side_by_side(
+    shares: list[tuple[torch.Tensor, torch.Tensor]], keys: torch.Tensor, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the buffer's rows, of all documents, one after the other."""
     if len(shares) == 1:
         return shares[0]

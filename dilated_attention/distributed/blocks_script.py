@@ -118,6 +118,11 @@ class BlockScript:
     def exchanges(self) -> bool:
         return any(step.exchanges for step in self.steps)
 
+    @functools.cached_property
+    def is_one_launch(self) -> bool:
+        """A launch's results are the rank's."""
+        return len(self.steps) == len(self.queries) == 1 and self.queries[0].rows is not None
+
 
 @functools.lru_cache(maxsize=32)
 @torch.no_grad()

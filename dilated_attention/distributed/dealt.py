@@ -78,7 +78,11 @@ def is_dealt(layout: str) -> bool:
 
 def short_name(layout: str) -> str:
     """The name as messages show it."""
-    return layout if len(layout) <= 60 else f"{layout[:40]} … ({layout.count('-')} runs, hash {hashlib.sha256(layout.encode()).hexdigest()[:8]})"
+    return (
+        layout
+        if len(layout) <= 60
+        else f"{layout[:40]} … ({layout.count('-')} runs, hash {hashlib.sha256(layout.encode()).hexdigest()[:8]})"
+    )
 
 
 def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
