@@ -66,7 +66,7 @@ def sustained(functions: dict[str, Callable[[], Any]], *, turn: float = 0.15, tu
             function()
             middle.record()
             middle.synchronize()
-            calls = max(2, min(400, int(500 * turn / max(start.elapsed_time(middle), 1e-3))))
+            calls = max(1, min(400, int(500 * turn / max(start.elapsed_time(middle), 1e-3))))
             for _ in range(calls):
                 function()
             middle.record()
