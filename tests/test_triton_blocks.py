@@ -208,6 +208,19 @@ def test_long_lists_are_started_first_and_equal_ones_stay_in_order() -> None:
     assert under_test.row_order(counted([[0, 1]])).places.tolist() == [[1, 0]]
 
 
+def test_long_lists_of_some_heads() -> None:
+    """Every block finds its program, in whatever order they start: a row and a column of one head keep everything."""
+    problem = make(replace(FIRST, num_queries=260, num_keys=300, density=0.0, groups=(1, 2), heads=2), DEVICE)
+    blocks = torch.zeros(1, 2, 5, 5, dtype=torch.bool, device=DEVICE)
+    blocks[:, :, torch.arange(5), torch.arange(5)] = True
+    blocks[:, 1, 3] = blocks[:, 1, :, 2] = True
+    mask = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :260, :300]
+    lists = lists_from_dense(mask, 64, 64)
+    assert under_test.row_order(lists).heavy == under_test.column_order(lists, 1).heavy == 1
+    problem = replace(problem, mask=mask, lists=lists)
+    check(run(problem), expected(problem, lse_grad=False))
+
+
 def test_what_it_says_of_itself() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), torch_version=(2, 13), packages=frozenset({"triton"}))
     request = Request(hardware=hopper, dtype=torch.bfloat16, head_dim=72, blocks=(64, 128), block_masks="bits", key_mask=True)

@@ -48,9 +48,9 @@ class Tuning:
 
 
 # By (dtype class, shared memory, head dim rounded up): "large" has 227 KiB for a program (sm_90, sm_100), "medium" 163 (sm_80, sm_87),
-# "small" 99 (sm_86, sm_89, sm_120). Tiles fit there, and ptxas keeps what a step needs in registers. Hopper at 64: two programs
-# a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: a branch around the masks holds
-# every operand of 64 rows in registers, and ptxas 12.8 then spills them all.
+# "small" 99 (sm_86, sm_89, sm_120). Chosen by what ptxas 12.8 makes of them, no or few registers spilled; not timed.
+# Hopper at 64: two programs a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: around
+# the branch for masks every operand is held in registers, which 64 rows in dkdv do not fit.
 _SMALL_64 = Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(64, 64, 4, 3), dkdv=Tile(32, 128, 8, 2))
 _FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
 _FLOAT_128, _FLOAT_256 = (Tuning(forward=tile, dq=tile, dkdv=tile) for tile in (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)))
