@@ -1,7 +1,7 @@
 """Exact long-sequence attention on PyTorch: dilated (LongNet), block-sparse, dense, and what is built from them."""
 
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.distributed import local_positions, shard_sequence, unshard_sequence
+from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
 from dilated_attention.functional import (
     attention,
@@ -9,6 +9,7 @@ from dilated_attention.functional import (
     block_sparse_dilated_attention,
     dilated_attention,
     ring_attention,
+    ring_block_sparse_attention,
     ring_dilated_attention,
 )
 from dilated_attention.modules import (
@@ -18,6 +19,7 @@ from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingAttention,
+    RingBlockSparseAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
@@ -32,9 +34,11 @@ __all__ = [
     "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
+    "RingBlockSparseAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "attention",
+    "balanced_layout",
     "block_sparse_attention",
     "block_sparse_dilated_attention",
     "create_attention",
@@ -44,6 +48,7 @@ __all__ = [
     "list_backends",
     "local_positions",
     "ring_attention",
+    "ring_block_sparse_attention",
     "ring_dilated_attention",
     "shard_sequence",
     "unshard_sequence",

@@ -50,8 +50,9 @@ def backward_lists(
         options, front: as of ``forward_lists``.
     """
     dout, q, k, v, out, lse = tensors
-    # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
     lse = _with_front(lse, 2, front, torch.inf)
     dlse = None if dlse is None else _with_front(dlse, 2, front)

@@ -133,7 +133,7 @@ def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: B
     parts = []
     for piece in pieces_of(pattern, q.shape[1], k.shape[1], q.shape[2], settings.is_causal, masks, q.device):
         keys, rows, front, lists = piece
-        backend = _select(request_of(lists, views, settings, masks.padding is not None, is_backward), settings)
+        backend = select_backend(request_of(lists, views, settings, masks.padding is not None, is_backward), settings)
         padding = None if masks.padding is None else masks.padding[:, keys]
         dropout = None
         if settings.dropout_p:
@@ -206,7 +206,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_m
     )
 
 
-def _select(request: Request, settings: BlockSettings) -> Backend:
+def select_backend(request: Request, settings: BlockSettings) -> Backend:
     """The backend of this pass. A forward that needs gradients asks for both, so that BackendUnavailable comes before the work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(

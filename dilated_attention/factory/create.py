@@ -18,6 +18,7 @@ from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingAttention,
+    RingBlockSparseAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
@@ -31,6 +32,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "block_sparse_dilated": BlockSparseDilatedAttention,
     "ring": RingAttention,
     "ring_dilated": RingDilatedAttention,
+    "ring_block_sparse": RingBlockSparseAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
 }
 _BUILD_OPTIONS = ("backend", "group", "mesh", "layout", "exchange", "ranks_per_node", "timeout", "device", "dtype")
@@ -44,7 +46,7 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.ring import ring_attention, ring_dilated_attention
+from dilated_attention.functional.ring_block_sparse import ring_block_sparse_attention
 from dilated_attention.functional.single import attention, dilated_attention
 
 __all__ = [
@@ -10,5 +11,6 @@ __all__ = [
     "block_sparse_dilated_attention",
     "dilated_attention",
     "ring_attention",
+    "ring_block_sparse_attention",
     "ring_dilated_attention",
 ]

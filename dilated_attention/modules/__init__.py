@@ -6,6 +6,7 @@ from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSpars
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.modules.multihead import MultiheadDilatedAttention
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
 from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
+    "RingBlockSparseAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "RingSettings",
