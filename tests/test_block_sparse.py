@@ -32,6 +32,7 @@ from dilated_attention.pattern import (
     MaskFunction,
     PerHead,
     RandomBlocks,
+    Sparsity,
     Strided,
     TopBlocks,
 )
@@ -114,9 +115,7 @@ def block_pattern(case: Case, x: Inputs, b: int, rows: slice, keys: slice) -> Bl
         return case.pattern
     q, k = x.q[b : b + 1, rows], x.k[b : b + 1, keys]
     padding = None if x.key_padding_mask is None else x.key_padding_mask[b : b + 1, keys]
-    return case.pattern.choose(
-        q, k, is_causal=case.is_causal, scale=case.scale, key_padding_mask=padding, query_offset=case.query_offset
-    )
+    return case.pattern.choose(q, k, is_causal=case.is_causal, scale=case.scale, key_padding_mask=padding, query_offset=case.query_offset)
 
 
 def plain(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +159,9 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return block_sparse_dilated_attention(q, k, v, branches.segment_lengths, branches.dilation_rates, case.pattern, **options)
 
 
-def results(function: Callable[..., Any], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> dict[str, torch.Tensor]:
+def results(
+    function: Callable[..., Any], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
     leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in (x.q, x.k, x.v)]
     out, lse = function(case, x, *leaves, **options)
     grads = torch.autograd.grad((out, lse), leaves, (x.dout.to(out.dtype), x.dlse.to(lse.dtype)))
@@ -203,6 +204,7 @@ PATTERNS: dict[str, Callable[[int, BlockSize], BlockPattern]] = {
     "dilated blocks": lambda n, b: DilatedBlocks(2, 3, block_size=b),
     "axial": lambda n, b: Axial(130, block_size=b),
     "random": lambda n, b: RandomBlocks(0.4, seed=1, block_size=b),
+    "sparsity": lambda n, b: Sparsity(0.3, "big_bird", block_size=b),
     "table": lambda n, b: BlockTensor(table(1, -(-n // b[0]), -(-n // b[1])), block_size=b),
     "table of heads": lambda n, b: BlockTensor(table(2, -(-n // b[0]), -(-n // b[1])), block_size=b),
     "function": lambda n, b: MaskFunction(by_table, block_size=b),
@@ -266,6 +268,7 @@ def some_patterns(draw: st.DrawFn, heads: int, length: int, block: BlockSize, *,
         st.builds(DilatedBlocks, st.integers(1, 3), st.integers(1, 3), block_size=st.just(block)),
         st.builds(Axial, st.integers(1, 300), block_size=st.just(block)),
         st.builds(RandomBlocks, st.sampled_from([0.0, 0.2, 0.5, 1.0]), seed=st.integers(0, 9), block_size=st.just(block)),
+        st.builds(Sparsity, st.sampled_from([0.1, 0.6]), st.sampled_from(["random", "local", "global_local"]), block_size=st.just(block)),
         st.builds(MaskFunction, st.just(by_table), per_head=st.booleans(), block_size=st.just(block)),
     ]
     if not any_length:
@@ -316,7 +319,7 @@ def some_cases(draw: st.DrawFn) -> Case:
 
 
 @given(case=some_cases(), backend=st.sampled_from(BACKENDS))
-@settings(max_examples=150)
+@settings(max_examples=120)
 def test_any_composition_with_any_option_is_one_softmax(case: Case, backend: str) -> None:
     check(case, "math" if case.dropout_p else backend)
 

@@ -92,6 +92,9 @@ def test_list_backends_names_all() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu",
+        "gluon",
+        "cudnn_fe",
+        "triton",
         "flex",
         "xformers",
         "math",
@@ -103,6 +106,7 @@ def test_list_backends_names_all() -> None:
         "multihead_block_sparse",
         "block_sparse_dilated",
         "ring",
+        "ring_block_sparse",
         "ring_dilated",
         "ring_multihead_dilated",
     }

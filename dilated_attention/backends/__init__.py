@@ -2,6 +2,7 @@
 
 from dilated_attention.backends import preference
 from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request, reasons_of
+from dilated_attention.backends.cudnn_blocks import CudnnBlocksBackend
 from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
@@ -25,6 +26,7 @@ registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
 registry.register(GluonBlocksBackend())
+registry.register(CudnnBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(TritonBlocksBackend())
@@ -45,7 +47,7 @@ registry.set_order("rocm", ("math",))
 # Lists of blocks. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project go first since flex_attention,
 # of the same compiler, compiles for seconds per kind of call; neither was measured there.
 registry.set_order("cpu", ("sdpa_cpu", "math"), blocks=True)
-registry.set_order("sm9x", ("gluon", "flash4", "triton", "flex", "math"), blocks=True)
+registry.set_order("sm9x", ("gluon", "cudnn_fe", "flash4", "triton", "flex", "math"), blocks=True)
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
     registry.set_order(_architecture, ("triton", "flex", "math"), blocks=True)
 registry.set_order("sm6x", ("math",), blocks=True)

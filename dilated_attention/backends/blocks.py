@@ -80,6 +80,11 @@ class BlockLists:
         return sum(x.numel() * x.element_size() for x in tensors)
 
     @functools.cached_property
+    def fills_every_row(self) -> bool:
+        """Every query keeps a key for sure. Waits for the GPU, once."""
+        return self.masks is None and bool((self.row_starts.diff() > 0).all())
+
+    @functools.cached_property
     def row_of_entry(self) -> torch.Tensor:
         """(entries,) int64: group · num_rows + row of each entry."""
         counts = self.row_starts.diff().long()

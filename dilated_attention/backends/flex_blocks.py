@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.blocks import BlockLists
-
-# tables are built once for lists that serve many calls
-_BUILT: weakref.WeakKeyDictionary[BlockLists, Any] = weakref.WeakKeyDictionary()
 
 
 def block_mask(lists: BlockLists) -> Any:
@@ -18,9 +14,9 @@ def block_mask(lists: BlockLists) -> Any:
 
     Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have tables of their own.
     """
-    if lists not in _BUILT:
-        _BUILT[lists] = _build(lists)
-    return _BUILT[lists]
+    if "flex" not in lists.cache:
+        lists.cache["flex"] = _build(lists)
+    return lists.cache["flex"]
 
 
 def _build(lists: BlockLists) -> Any:
@@ -28,13 +24,12 @@ def _build(lists: BlockLists) -> Any:
 
     assert lists.mask_kind in ("none", "interval"), lists.mask_kind
     by_column = lists.by_column
-    settings: dict[str, Any] = {"BLOCK_SIZE": (lists.q_block, lists.k_block)}
-    if lists.interval is not None:
-        settings["mask_mod"] = _in_interval(*lists.interval)
+    mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
     # ragged blocks at the ends are listed as any other: kernels mind the ends of both kinds
     rows = _tables(lists.row_starts, lists.columns, lists.masks, lists)
     columns = _tables(by_column.starts, by_column.rows, by_column.masks, lists)
-    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, **settings)  # type: ignore[arg-type]
+    sizes = (lists.q_block, lists.k_block)
+    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
 def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | None, lists: BlockLists) -> tuple[torch.Tensor | None, ...]:
@@ -57,6 +52,10 @@ def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | No
         shape = (lists.num_batch, lists.num_heads, -1)
         tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
     return (*tables, *[None] * (4 - len(tables)))
+
+
+def _every_pair(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx >= 0
 
 
 def _in_interval(low: torch.Tensor, high: torch.Tensor) -> Any:

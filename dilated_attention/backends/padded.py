@@ -37,38 +37,41 @@ class Table:
     full: tuple[torch.Tensor, torch.Tensor]
 
 
-def row_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
+def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[Table, ...]:
     """Key blocks of every query block.
 
     Args:
         together: heads that share a key head, and so stay in one table.
+        uncut: all query blocks in one table where that is not too large, however unlike their lists are: for a launch that costs
+            more than padding.
     """
-    return _kept(lists, ("row_tables", together), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
+    return _kept(lists, ("row_tables", together, uncut), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
 
 
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
     """Query blocks of every key block."""
     by_column = lists.by_column
-    return _kept(lists, ("column_tables", together), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
+    return _kept(lists, ("column_tables", together, False), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
 
 
 def _kept(
-    lists: BlockLists, key: tuple[str, int], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
+    lists: BlockLists, key: tuple[str, int, bool], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
 ) -> tuple[Table, ...]:
     """Made once for these lists, which are a frozen record with a place for what is worked out of it."""
     found = lists.cache.get(key)
     if found is None:
-        found = lists.cache[key] = tuple(_tables(lists, starts, others, masks, blocks, key[1]))
+        found = lists.cache[key] = tuple(_tables(lists, starts, others, masks, blocks, *key[1:]))
     return found
 
 
 def _tables(
-    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int, together: int
+    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int, together: int, uncut: bool
 ) -> Iterator[Table]:
     groups = (lists.num_batch, lists.num_heads)
     counts = starts.diff().view(*groups, blocks)
     longest = counts.amax((0, 1))
-    for start, end in _runs(longest):
+    small = lists.num_groups * blocks * int(longest.max()) * 4 <= TABLE_BYTES
+    for start, end in [(0, blocks)] if uncut and small else _runs(longest):
         width = int(longest[start:end].max())
         per_head = max(1, groups[0] * (end - start) * width * 4)
         step = groups[1] if groups[1] == 1 else max(together, TABLE_BYTES // per_head // together * together)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
 from dilated_attention.backends.blocks import BlockLists
 
 _SIZES = (64, 128)
@@ -47,24 +47,45 @@ class Tuning:
     dkdv: Tile
 
 
-# Keys: (dtype class, shared memory class, head dim rounded up). Chosen so that ptxas spills no registers and shared memory holds
-# the tiles: 227 KiB on "large" GPUs (sm_90, sm_100), 163 on "medium" (sm_80, sm_87), 99 on "small" (sm_86, sm_89, sm_120).
+# By (dtype class, shared memory, head dim rounded up): "large" has 227 KiB for a program (sm_90, sm_100), "medium" 163 (sm_80, sm_87),
+# "small" 99 (sm_86, sm_89, sm_120). Tiles fit there, and ptxas keeps what a step needs in registers. Hopper at 64: two programs
+# a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: a branch around the masks holds
+# every operand of 64 rows in registers, and ptxas 12.8 then spills them all.
+_SMALL_64 = Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(64, 64, 4, 3), dkdv=Tile(32, 128, 8, 2))
+_FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
+_FLOAT_128, _FLOAT_256 = (Tuning(forward=tile, dq=tile, dkdv=tile) for tile in (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)))
 _TUNINGS = {
-    (kind, memory, size): Tuning(forward=Tile(128, 128, 8, 3), dq=Tile(128, 128, 8, 2), dkdv=Tile(64, 128, 8, 2))
-    for kind in ("half", "float")
-    for memory in ("small", "medium", "large")
-    for size in (64, 128, 256)
+    ("half", "large", 64): Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 2)),
+    ("half", "large", 128): Tuning(forward=Tile(128, 128, 8, 2), dq=Tile(128, 64, 8, 2), dkdv=Tile(64, 128, 8, 2)),
+    ("half", "large", 256): Tuning(forward=Tile(128, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2)),
+    ("half", "medium", 64): _SMALL_64,
+    ("half", "medium", 128): Tuning(forward=Tile(128, 64, 8, 3), dq=Tile(64, 64, 8, 2), dkdv=Tile(64, 64, 8, 2)),
+    ("half", "medium", 256): Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2)),
+    ("half", "small", 64): _SMALL_64,
+    ("half", "small", 128): Tuning(forward=Tile(64, 64, 4, 2), dq=Tile(64, 64, 8, 2), dkdv=Tile(64, 64, 8, 2)),
+    ("half", "small", 256): Tuning(forward=Tile(64, 32, 4, 2), dq=Tile(32, 32, 4, 2), dkdv=Tile(32, 32, 4, 2)),
+    ("float", "large", 64): _FLOAT_64,
+    ("float", "large", 128): _FLOAT_128,
+    ("float", "large", 256): _FLOAT_256,
+    ("float", "medium", 64): _FLOAT_64,
+    ("float", "medium", 128): _FLOAT_128,
+    ("float", "medium", 256): _FLOAT_256,
+    ("float", "small", 64): _FLOAT_64,
+    ("float", "small", 128): Tuning(forward=Tile(64, 32, 8, 2), dq=Tile(32, 32, 4, 2), dkdv=Tile(32, 32, 4, 2)),
 }
 
 
 def default_tuning(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Tuning:
     """``capability`` None (the interpreter) counts as Hopper."""
-    if capability is None or capability[0] in (9, 10):
-        memory = "large"
-    else:
-        memory = "medium" if capability in ((8, 0), (8, 7)) else "small"
+    kind = "float" if dtype is torch.float32 else "half"
     size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    return _TUNINGS["float" if dtype is torch.float32 else "half", memory, size]
+    return _TUNINGS[kind, _shared_memory(capability), size]
+
+
+def _shared_memory(capability: tuple[int, int] | None) -> str:
+    if capability is None or capability[0] in (9, 10):
+        return "large"
+    return "medium" if capability in ((8, 0), (8, 7)) else "small"
 
 
 class TritonBlocksBackend(Backend):
@@ -88,6 +109,13 @@ class TritonBlocksBackend(Backend):
         install="pip install triton",
         source="compiled for sm_80, sm_89 and sm_90 by Triton 3.7, interpreted on CPUs",
     )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        capability = request.hardware.capability
+        if request.dtype is torch.float32 and request.head_dim > 128 and capability and _shared_memory(capability) == "small":
+            limit = f"compute capability {capability[0]}.{capability[1]}"
+            return [f"float32 of head_dim {request.head_dim} needs more shared memory than {limit} has; up to 128 it does not"]
+        return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("triton computes lists of blocks only")
@@ -139,7 +167,7 @@ def forward(
     """
     from dilated_attention.backends import triton_blocks_kernels as kernels
 
-    B, _, H, D = q.shape
+    B, _, H, _ = q.shape
     tile = (tuning or _tuning_for(q)).forward
     problem = _problem(q, k, v, lists, options)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -81,32 +81,33 @@ def _next(list_ptr, step, end, SUBS: tl.constexpr):
 
 
 @triton.jit
-def _unpack(words, SHAPE: tl.constexpr):
-    """int32 (…, words) → bool of ``SHAPE``, 32 columns a word."""
-    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(bits, SHAPE) != 0
-
-
-@triton.jit
-def _kept(mask, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, sub,
-          WALK: tl.constexpr, MASKS: tl.constexpr):  # fmt: skip
-    """Pairs (ROWS, KEYS) of a tile that are kept: tile (part, sub) of a block, whose mask is number ``mask`` (none if negative)."""
+def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys,
+          WALK: tl.constexpr, MASKS: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Which pairs of a tile are kept, (ROWS, KEYS) or transposed: tile (part, sub) of a block whose mask is number ``mask``, none if
+    negative."""
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
-    keys = first_key + tl.arange(0, KEYS)
-    kept = tl.broadcast_to((keys < num_keys)[None, :], (ROWS, KEYS))
+    # positions in the tile along its two dimensions; the other dimension of each is 1
+    row = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
+    key = tl.arange(0, KEYS)[:, None] if TRANSPOSED else tl.arange(0, KEYS)[None, :]
+    kept = first_key + key < num_keys
     if MASKS == 1:
-        rows = first_query + tl.arange(0, ROWS)
-        low = tl.load(low_ptr + rows, mask=rows < num_queries, other=0)
-        high = tl.load(high_ptr + rows, mask=rows < num_queries, other=0)
-        kept = kept & ((mask < 0) | ((keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])))
+        inside = first_query + row < num_queries
+        low = tl.load(low_ptr + first_query + row, mask=inside, other=0)
+        high = tl.load(high_ptr + first_query + row, mask=inside, other=0)
+        kept = kept & ((mask < 0) | ((first_key + key >= low) & (first_key + key < high)))
     if MASKS == 2:
         WORDS: tl.constexpr = WALK[1] // 32
-        rows = part * ROWS + tl.arange(0, ROWS)
-        words = sub * (KEYS // 32) + tl.arange(0, KEYS // 32)
+        word = tl.arange(0, KEYS // 32)[:, None] if TRANSPOSED else tl.arange(0, KEYS // 32)[None, :]
         tile = bits_ptr + tl.maximum(mask, 0).to(tl.int64) * (WALK[0] * WORDS)
-        held = tl.load(tile + rows[:, None] * WORDS + words[None, :], mask=(rows >= 0)[:, None] & (mask >= 0), other=-1)
-        kept = kept & _unpack(held, (ROWS, KEYS))
+        words = tl.load(
+            tile + (part * ROWS + row) * WORDS + sub * (KEYS // 32) + word, mask=(row >= 0) & (word >= 0) & (mask >= 0), other=-1
+        )
+        if TRANSPOSED:
+            bits = tl.reshape((words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, (KEYS, ROWS))
+        else:
+            bits = tl.reshape((words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1, (ROWS, KEYS))
+        kept = kept & (bits != 0)
     return kept
 
 
@@ -152,9 +153,11 @@ def forward_kernel(
         if MASKS:
             mask = tl.load(masks_ptr + entry)
             if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(mask, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, sub, WALK, MASKS)
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
                 s = tl.where(kept, s, float("-inf"))
-        elif not EVEN:
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
             if first_key + KEYS > num_keys:
                 s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
         if PADDED:
@@ -261,9 +264,11 @@ def dq_kernel(
         if MASKS:
             mask = tl.load(masks_ptr + entry)
             if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(mask, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, sub, WALK, MASKS)
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
                 p = tl.where(kept, p, 0.0)
-        elif not EVEN:
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
             if first_key + KEYS > num_keys:
                 p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
         if PADDED:
@@ -329,8 +334,10 @@ def dkdv_kernel(
             if MASKS:
                 mask = tl.load(masks_ptr + entry)
                 if mask >= 0:
-                    kept = _kept(mask, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, part, WALK, MASKS)
-                    p = tl.where(tl.trans(kept), p, 0.0)
+                    kept = _kept(
+                        mask, sub, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, True
+                    )
+                    p = tl.where(kept, p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
             ds = p * (dp - delta[None, :])

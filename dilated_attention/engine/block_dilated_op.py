@@ -11,7 +11,7 @@ import torch
 from dilated_attention.backends import NESTED
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
-from dilated_attention.engine.block_op import new_like, new_lse, register_gradients
+from dilated_attention.engine.block_op import as_new, new_like, new_lse, register_gradients
 from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
 from dilated_attention.engine.merge import merge_onto
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
@@ -101,7 +101,7 @@ def block_sparse_dilated_attention_backward_op(
     with without_autocast(q):
         shares = schedule.backward(pattern, shape, tensors, call, dlse)
         more = blocks_backward(tensors, pattern_from_spec(spec), _block_settings(settings), masks, dlse)
-        dq, dk, dv = ((a.to(acc) + b).to(q.dtype).contiguous() for a, b in zip(shares, more, strict=True))
+        dq, dk, dv = (as_new((a.to(acc) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
     return dq, dk, dv
 
 

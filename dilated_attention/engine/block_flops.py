@@ -71,9 +71,10 @@ def _block_flops(per_pair: int, q: torch.Tensor, k: torch.Tensor, optional: tupl
 
 
 def _both_flops(per_pair: int, q: torch.Tensor, k: torch.Tensor, optional: tuple[Any, ...], arguments: tuple[Any, ...]) -> int:
-    *branches, spec, is_causal, scale, query_offset = arguments[:10]
+    branches, of_blocks = arguments[:6], arguments[6:]
+    is_causal, scale, query_offset = of_blocks[1:4]
     dilated = dilated_flops(tuple(q.shape), tuple(k.shape), (*branches, [], is_causal, scale, query_offset), per_pair)
-    return dilated + _block_flops(per_pair, q, k, optional, arguments[6:])
+    return dilated + _block_flops(per_pair, q, k, optional, of_blocks)
 
 
 @register_flop_formula(torch.ops.dilated_attention.block_sparse_attention, get_raw=True)

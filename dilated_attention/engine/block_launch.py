@@ -50,8 +50,9 @@ def backward_lists(
         options, front: as of ``forward_lists``.
     """
     dout, q, k, v, out, lse = tensors
-    # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
     lse = _with_front(lse, 2, front, torch.inf)
     dlse = None if dlse is None else _with_front(dlse, 2, front)
@@ -70,15 +71,14 @@ def backward_lists(
 def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
     dout, q, k, v, out, lse = tensors
 
-    def backward(*tensors: torch.Tensor | Options) -> Tensors:
-        *tensors_, options_ = tensors
-        return backend.backward_blocks(*tensors_, lists, options_)  # type: ignore[arg-type]
+    native = dlse if backend.facts.lse_grad else None
+    dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
+    if dlse is None or native is not None:
+        return dq, dk, dv
 
-    if dlse is None:
-        return backward(*tensors, options)
-    if backend.facts.lse_grad:
-        return backend.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
-    dq, dk, dv = backward(*tensors, options)
+    def backward(*tensors: torch.Tensor, options: Options) -> Tensors:
+        return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
+
     more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
     acc = accumulation_dtype(q.dtype)
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv

@@ -86,7 +86,7 @@ def _built(
         k_block=pattern.k_block,
         num_batch=1,
         num_heads=kept.num_groups,
-        row_starts=_starts(kept.counts),
+        row_starts=kept.row_starts,
         columns=kept.columns,
         masks=kept.masks,
         bits=kept.bits,

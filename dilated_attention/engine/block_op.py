@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ def block_sparse_attention_op(
     masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
     with without_autocast(q):
         out, lse = blocks_forward(q, k, v, pattern_from_spec(spec), settings, masks)
-    return out.contiguous(), lse.contiguous()
+    return as_new(out), as_new(lse)
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_attention_backward", mutates_args=())
@@ -77,8 +79,16 @@ def block_sparse_attention_backward_op(
     masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
     with without_autocast(q):
         grads = blocks_backward((dout, q, k, v, out, lse), pattern_from_spec(spec), settings, masks, dlse)
-    dq, dk, dv = (grad.to(q.dtype).contiguous() for grad in grads)
+    dq, dk, dv = (as_new(grad.to(q.dtype)) for grad in grads)
     return dq, dk, dv
+
+
+def as_new(x: torch.Tensor) -> torch.Tensor:
+    """x as a tensor of its shape is made, which is what the fakes promise: contiguous in dimensions of size 1, too, and no part of another."""
+    strides = itertools.accumulate((max(size, 1) for size in reversed(x.shape[1:])), operator.mul, initial=1)
+    if x.storage_offset() == 0 and x.stride() == tuple(strides)[::-1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def new_like(x: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ def lse_share(
         ones[..., 1] = 1
         values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
     no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dq, dk, _ = backward(ones, q, k, no_v, values, lse, replace(options, dropout=None))
+    dq, dk, _ = backward(ones, q, k, no_v, values, lse, options=replace(options, dropout=None))
     return dq, dk
 
 

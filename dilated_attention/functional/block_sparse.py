@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import validation as check
 from dilated_attention.engine import block_flops  # noqa: F401  registers the formulas of the ops
@@ -12,8 +14,10 @@ from dilated_attention.engine.block_dilated_op import block_sparse_dilated_atten
 from dilated_attention.engine.block_op import block_sparse_attention_op
 from dilated_attention.engine.choose import choose_blocks_op
 from dilated_attention.functional.single import autocast, checked_options, flat_offsets
-from dilated_attention.pattern import BlockPattern, HeadOffsets
+from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple
+
+_converted: weakref.WeakKeyDictionary[BlockMask, BlockPattern] = weakref.WeakKeyDictionary()
 
 
 def block_sparse_attention(
@@ -43,7 +47,7 @@ def block_sparse_attention(
         q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
         k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
         pattern: of ``dilated_attention.pattern``, alone or several joined by | and &, for all heads or per head; or a ``BlockMask`` of
-            torch.nn.attention.flex_attention, which is converted in every call: for many, convert it once by ``from_block_mask``.
+            torch.nn.attention.flex_attention, as ``from_block_mask`` reads it.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k; None for 1/sqrt(D).
         cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each is attended as if alone, with its own blocks.
@@ -188,13 +192,23 @@ def block_sparse_dilated_attention(
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:
-    """A block pattern, or the one of a ``BlockMask``."""
+    """A block pattern, or the one of a ``BlockMask``, which is converted once in its life."""
     if isinstance(pattern, BlockPattern):
         return pattern
-    raise TypeError(
-        f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
-        "or a BlockMask of torch.nn.attention.flex_attention"
-    )
+    if not isinstance(pattern, BlockMask):
+        raise TypeError(
+            f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
+            "or a BlockMask of torch.nn.attention.flex_attention"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
+            "dilated_attention.pattern.from_block_mask(block_mask)"
+        )
+    known = _converted.get(pattern)
+    if known is None:
+        known = _converted[pattern] = from_block_mask(pattern)
+    return known
 
 
 def _chosen(

@@ -12,7 +12,9 @@ from dilated_attention.backends import registry
 from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.modules._settings import DilatedSettings
-from dilated_attention.pattern import BlockPattern, HeadOffsets
+from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
+from dilated_attention.pattern.block_density import KINDS
+from dilated_attention.pattern.checks import one_of
 
 
 class BlockSparseAttention(nn.Module):
@@ -25,7 +27,8 @@ class BlockSparseAttention(nn.Module):
     Args:
         pattern: of ``dilated_attention.pattern``, or a ``BlockMask`` of flex attention; None with ``sparsity_ratio``.
         sparsity_ratio: instead of a pattern, the fraction of dense attention's pairs that is to be computed; (0, 1].
-        sparsity: which pairs those are: see ``dilated_attention.pattern.pattern_of_density``.
+        sparsity: which pairs those are: ``"random"`` blocks · ``"local"`` · ``"dilated"`` · ``"global_local"`` · ``"big_bird"``; see
+            ``dilated_attention.pattern.Sparsity``.
         block_size: of that pattern: 64 or 128, or (query block, key block).
         seed: of that pattern, where it draws blocks.
         scale: factor of q·k; None for 1/sqrt(D).
@@ -225,9 +228,14 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
             "of dense attention's pairs, e.g. sparsity_ratio=0.1"
         )
     if sparsity_ratio is not None:
-        from dilated_attention.pattern import pattern_of_density
-
-        return pattern_of_density(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
+        one_of("sparsity", sparsity, KINDS)
+        if isinstance(sparsity_ratio, bool) or not isinstance(sparsity_ratio, (int, float)):
+            raise TypeError(
+                f"sparsity_ratio is {sparsity_ratio!r} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
+            )
+        if not 0 < sparsity_ratio <= 1:
+            raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the part of all pairs to compute, above 0 and at most 1")
+        return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
     for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
         if value != default:
             raise ValueError(

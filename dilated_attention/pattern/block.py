@@ -51,13 +51,16 @@ class Grid:
 
     def queries(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position of query blocks."""
-        first = row * self.q_block
-        return first, (first + (self.q_block - 1)).clamp(max=self.num_positions - 1)
+        return self._ends(row, self.q_block)
 
     def keys(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position of key blocks."""
-        first = column * self.k_block
-        return first, (first + (self.k_block - 1)).clamp(max=self.num_positions - 1)
+        return self._ends(column, self.k_block)
+
+    def _ends(self, block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = block * size
+        last = first + (size - 1)
+        return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
 
     def block(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """A number for each block of the whole sequence."""
@@ -111,6 +114,21 @@ class BlockPattern(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy has a name of its own, since its original may be freed before it
+        self.__dict__.update(state)
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
 
     @property
     def per_head(self) -> bool:

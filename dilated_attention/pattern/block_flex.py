@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern.block import BLOCK_SIZES, BlockPattern
+from dilated_attention.pattern.block import BLOCK_SIZES, BlockPattern, MaskMod
 from dilated_attention.pattern.block_function import MaskFunction
 from dilated_attention.pattern.block_kept import kept_blocks
 from dilated_attention.pattern.block_level import BlockTensor
@@ -52,8 +52,14 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
         kept = kept[..., :columns].repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
 
+    mask_mod: MaskMod = block_mask.mask_mod
+    if chosen:
+        # patterns know no batch: their functions are asked about entry 0
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return block_mask.mask_mod(batch + chosen, head, q_idx, kv_idx)
+
     partial = table(block_mask.kv_num_blocks, block_mask.kv_indices)
-    pattern: BlockPattern = partial & MaskFunction(block_mask.mask_mod, per_head=partial.per_head, block_size=block_size)
+    pattern: BlockPattern = partial & MaskFunction(mask_mod, per_head=partial.per_head, block_size=block_size)
     if block_mask.full_kv_num_blocks is not None:
         assert block_mask.full_kv_indices is not None
         pattern = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | pattern
@@ -69,7 +75,7 @@ def to_block_mask(
     """
     kept = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     grid = pattern.grid(num_positions, device=device)
-    rows = torch.arange(kept.counts.shape[0], device=device).repeat_interleave(kept.counts)
+    rows = torch.repeat_interleave(kept.row_starts.diff().long())
     group, row = rows // max(grid.num_rows, 1), rows % max(grid.num_rows, 1)
     column = kept.columns.long()
     is_full = torch.ones_like(column, dtype=torch.bool) if kept.masks is None else kept.masks < 0

@@ -112,14 +112,16 @@ class BigBird(GlobalLocal):
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
         count = free.clamp(max=self.random_blocks)
+        numbers = grid.range(0, self.random_blocks)
+        random = hashed(self.seed, head[..., None], row[..., None], numbers).unbind(-1)
         chosen: list[torch.Tensor] = []
         for number in range(self.random_blocks):
             # among one more than before; a number drawn twice gives way to the newest one, which cannot have been drawn yet
             newest = free - count + number
-            drawn = hashed(self.seed, head, row, torch.full_like(row, number)) % (newest + 1).clamp(min=1)
+            drawn = random[number] % (newest + 1).clamp(min=1)
             for earlier in chosen:
-                drawn = torch.where((earlier == drawn) & (earlier >= 0), newest, drawn)
-            chosen.append(torch.where(number < count, drawn, -1))
+                drawn = torch.where(earlier == drawn, newest, drawn)
+            chosen.append(torch.where(count > number, drawn, -1))
         return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
 
     def drawn(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,13 @@ class BigBird(GlobalLocal):
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state, key = super().classify(grid, head, row, column)
-        return torch.where(self.drawn(grid, head, row, column), FULL, state), key
+        # blocks of one row come together: the draws of a row are made once
+        blocks = max(-(-grid.num_positions // grid.q_block), 1)
+        rows, of_row = torch.unique_consecutive(head * blocks + row, return_inverse=True)
+        found = torch.zeros_like(row, dtype=torch.bool)
+        for drawn in self.draws(grid, *divided(rows, blocks)):
+            found |= drawn[of_row] == column
+        return torch.where(found, FULL, state), key
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + self.random_blocks, grid.num_columns)

@@ -21,7 +21,7 @@ class KeptBlocks:
     """Lists of kept blocks as rows of (group, query block), the form of ``backends.blocks.BlockLists``.
 
     Args:
-        counts: (groups · rows,) int64 kept blocks.
+        row_starts: (groups · rows + 1,) int32: row i has blocks row_starts[i] … row_starts[i + 1] − 1.
         columns: (E,) int32, ascending in each row.
         masks: (E,) int32 index into ``bits``, −1 where every pair is kept; None if all are.
         bits: (different masks, q_block, k_block / 32) int32; 0 beyond the end of the sequence.
@@ -29,7 +29,7 @@ class KeptBlocks:
     """
 
     num_groups: int
-    counts: torch.Tensor
+    row_starts: torch.Tensor
     columns: torch.Tensor
     masks: torch.Tensor | None
     bits: torch.Tensor
@@ -37,14 +37,13 @@ class KeptBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as ``BlockLists`` holds them, with 4 bytes for the start of each row."""
-        tensors = [self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
-        return 4 * (self.counts.shape[0] + 1) + sum(x.numel() * x.element_size() for x in tensors)
+        tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of some heads: their blocks, their masks (int64, −1 for none) and the pairs that each mask keeps."""
+    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the pairs that each mask keeps."""
 
     grid: Grid
     entries: Entries
@@ -70,19 +69,19 @@ def kept_blocks(
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
     grid = pattern.grid(num_positions, rows, device)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    counts, columns, masks, bits = [], [], [], []
-    num_masks = 0
+    starts, columns, masks, bits = [grid.range(0, 1).to(torch.int32)], [], [], []
+    num_entries = num_masks = 0
     for piece in _pieces(pattern, grid, heads):
-        entries, rows_here = piece.entries, piece.grid.num_rows
-        where = entries.group * rows_here + (entries.row - piece.grid.first_row)
-        starts = torch.searchsorted(where, piece.grid.range(0, entries.num_groups * rows_here + 1))
-        counts.append(starts.diff())
+        entries = piece.entries
+        starts.append(_row_ends(piece) + num_entries)
         columns.append(entries.column.to(torch.int32))
-        no_masks = torch.full_like(columns[-1], -1)
-        masks.append(no_masks if piece.masks is None else torch.where(piece.masks < 0, -1, piece.masks + num_masks).to(torch.int32))
+        masks.append(torch.full_like(columns[-1], -1) if piece.masks is None else piece.masks)
+        if num_masks:
+            masks[-1] = torch.where(masks[-1] < 0, -1, masks[-1] + num_masks)
         bits.append(piece.bits)
+        num_entries += entries.column.shape[0]
         num_masks += piece.bits.shape[0]
-    kept = KeptBlocks(len(heads), _cat(counts), _cat(columns), _cat(masks) if num_masks else None, _cat(bits), None)
+    kept = KeptBlocks(len(heads), torch.cat(starts), _cat(columns), _cat(masks) if num_masks else None, _cat(bits), None)
     if kept.masks is None:
         return kept
     known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
@@ -91,7 +90,15 @@ def kept_blocks(
     if known is None:
         return kept
     low, high = (x.to(torch.int32) for x in known)
-    return KeptBlocks(kept.num_groups, kept.counts, kept.columns, kept.masks, kept.bits, (low, high))
+    return KeptBlocks(kept.num_groups, kept.row_starts, kept.columns, kept.masks, kept.bits, (low, high))
+
+
+def _row_ends(piece: _Piece) -> torch.Tensor:
+    """(groups · rows,) int32: entries up to the end of each row."""
+    entries, rows = piece.entries, piece.grid.num_rows
+    row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
+    row = entries.group * rows + row if entries.num_groups > 1 else row
+    return torch.searchsorted(row, piece.grid.range(0, entries.num_groups * rows), right=True, out_int32=True)
 
 
 def count_pairs(pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
@@ -148,18 +155,21 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     no_bits = torch.zeros(0, grid.q_block, grid.k_block // WORD, dtype=torch.int32, device=grid.device)
     if not partial.numel():
         return _Piece(grid, entries, None, no_bits, none)
-    row, column = entries.row[partial], entries.column[partial]
+    key = entries.key[partial]
     # a short block says nothing of the pairs of a whole one
-    cut = (grid.queries(row)[1] - row * grid.q_block != grid.q_block - 1).long() * 2
-    cut += grid.keys(column)[1] - column * grid.k_block != grid.k_block - 1
-    different, number = torch.unique(entries.key[partial] * 4 + cut, return_inverse=True)
+    if grid.num_positions % grid.q_block:
+        key = key * 2 + (entries.row[partial] == grid.num_positions // grid.q_block)
+    if grid.num_positions % grid.k_block:
+        key = key * 2 + (entries.column[partial] == grid.num_positions // grid.k_block)
+    different, number = torch.unique(key, return_inverse=True)
     # the first block of each, so that every process takes the same
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
-    head = torch.tensor(heads, device=grid.device)[entries.group[chosen]]
-    bits, pairs = _masks(pattern, grid, head, entries.row[chosen], entries.column[chosen])
-    masks = torch.full_like(entries.row, -1).index_put((partial,), number)
+    group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
+    head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
+    bits, pairs = _masks(pattern, grid, head, row, column)
+    masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
     piece = _Piece(grid, entries, masks, bits, pairs)
-    return piece if pattern.is_tight else _tightened(piece, _sizes(grid, entries.row[chosen], entries.column[chosen]))
+    return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
 
 
 def _masks(
@@ -173,7 +183,10 @@ def _masks(
         queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
         keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
         kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
-        kept = kept & (queries < grid.num_positions) & (keys < grid.num_positions)
+        if grid.num_positions % grid.q_block:
+            kept = kept & (queries < grid.num_positions)
+        if grid.num_positions % grid.k_block:
+            kept = kept & (keys < grid.num_positions)
         bits.append(packed(kept))
         pairs.append(kept.sum((1, 2)))
     return torch.cat(bits), torch.cat(pairs)
@@ -190,7 +203,7 @@ def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
     is_partial = piece.masks >= 0
     index = piece.masks.clamp(min=0)
     kept = (~(is_partial & empty[index])).nonzero()[:, 0]
-    masks = torch.where(is_partial, number[index], -1)[kept]
+    masks = torch.where(is_partial, number[index], -1)[kept].to(torch.int32)
     entries = piece.entries
     entries = Entries(entries.group[kept], entries.row[kept], entries.column[kept], masks < 0, entries.key[kept], entries.num_groups)
     return _Piece(piece.grid, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
@@ -210,11 +223,11 @@ def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[tor
     a mask keeps less than the candidate, a wider one would be further off.
     """
     assert kept.masks is not None
-    first, last, count = _row_ends(kept.bits)
+    first, last, count = _mask_ends(kept.bits)
     if not bool(((last - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
-    row = torch.searchsorted(kept.counts.cumsum(0), partial, right=True) % grid.num_rows
+    row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
     column, mask = kept.columns[partial].long(), kept.masks[partial].long()
     if kept.num_groups > 1:
         # heads mostly share their masks: each block once
@@ -241,7 +254,7 @@ def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[tor
     return None if bool(wrong) else (low[:num_queries], high[:num_queries])
 
 
-def _row_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First kept key, one behind the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
     found = []
     for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import operator
 import weakref
 from typing import Any
 
+import torch
+
 from dilated_attention.pattern.block import BlockPattern
 
 _OBJECT = "object:"
+_CLASS = "pattern"
 _KINDS: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -60,7 +64,7 @@ def _written(value: Any) -> str:
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             return f'"{_OBJECT}{_number_of(value)}"'
-        fields = [f'"kind":"{type(value).__name__}"']
+        fields = [f'"{_CLASS}":"{type(value).__name__}"']
         for described in dataclasses.fields(value):
             if described.init:
                 name = described.metadata.get("argument", described.name)
@@ -81,22 +85,29 @@ def _written(value: Any) -> str:
     return '"' + value + '"'
 
 
-def _number_of(pattern: BlockPattern) -> int:
-    number = pattern.__dict__.get("_number")
-    # a copy carries the number of what it was copied from
-    if number is None or _living.get(number) is not pattern:
+def name_object(pattern: BlockPattern) -> None:
+    """Give a pattern that holds a function or a tensor the number by which its spec names it."""
+    # inside a compiled function nothing would keep it alive until the graph runs
+    if not torch.compiler.is_compiling():
         number = next(_numbers)
         object.__setattr__(pattern, "_number", number)
         _living[number] = pattern
-    return int(number)
+
+
+def _number_of(pattern: BlockPattern) -> int:
+    number = getattr(pattern, "_number", None)
+    if number is None:
+        raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
+    return operator.index(number)
 
 
 def _value(written: Any) -> Any:
     if isinstance(written, dict):
-        fields = {name: _value(value) for name, value in written.items() if name != "kind"}
-        kind = _KINDS.get(written.get("kind", ""))
+        fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
+        kind = _KINDS.get(written.get(_CLASS, ""))
         if kind is None:
-            raise ValueError(f"no pattern is called {written.get('kind')!r}; known are {', '.join(sorted(_KINDS))}")
+            known = ", ".join(sorted(name for name, kind in _KINDS.items() if not inspect.isabstract(kind)))
+            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {known}")
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)
