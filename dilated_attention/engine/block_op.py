@@ -35,8 +35,10 @@ def block_sparse_attention_op(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)). ``spec`` is ``BlockPattern.spec()``, ``kept`` what a content-chosen one chose. Arguments are
-    checked by the caller."""
+    """(out (B, Nq, H, D), lse (B, H, Nq)). Arguments are checked by the caller.
+
+    ``spec`` is ``BlockPattern.spec()``; ``kept`` is what a content-chosen pattern chose.
+    """
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     if not q.numel():
         return new_like(q), new_lse(q).fill_(-torch.inf)
