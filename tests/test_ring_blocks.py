@@ -44,6 +44,7 @@ from dilated_attention.pattern import (
     RandomBlocks,
     Strided,
     TopBlocks,
+    with_sparsity,
 )
 from tests.pool import pool_of
 from tests.test_block_sparse import PATTERNS, RESULTS, TOLERANCE, Case, Inputs, by_table, errors, inputs, plain, results, some_patterns
@@ -176,6 +177,13 @@ def test_every_option(world: int) -> None:
         case = case_of(pattern, N_BIG, **options, seed=index)
         spreads.append(Spread(case=case, layout=layout, head_steps=[None, 2][index % 2], seq_len_given=name != "scale"))
     check(world, spreads)
+
+
+def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
+    pattern = with_sparsity(0.3, "big_bird", block_size=64)
+    assert pattern.at(1000).per_head and not pattern.at(300).per_head
+    case = case_of(pattern, 1300, heads=2, bounds=(0, 300, 1300))
+    check(2, [Spread(case=case), Spread(case=case, head_steps=2)])
 
 
 @pytest.mark.parametrize("world", WORLDS)

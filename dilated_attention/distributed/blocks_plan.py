@@ -118,15 +118,17 @@ def columns_of(job: BlockJob) -> Columns:
 def needs_of(job: BlockJob, device: torch.device) -> Needs:
     """Args: device: where blocks are listed; the result lies on the CPU."""
     columns = columns_of(job)
-    groups = job.num_heads if job.pattern.per_head else 1
+    # a pattern given by a density may differ between heads at one length and not at another
+    per_head = any(job.pattern.at(end - start).per_head for start, end in job.documents)
+    groups = job.num_heads if per_head else 1
     C = columns.starts.shape[0]
-    kept = torch.zeros((job.size, groups * C), dtype=torch.bool, device=device)
+    kept = torch.zeros((job.size, groups, C), dtype=torch.bool, device=device)
     pairs = torch.zeros((job.size, groups), dtype=torch.float64, device=device)
     digest = hashlib.sha256() if job.pattern.holds_objects else None
     for index, (start, end) in enumerate(job.documents):
         rows = torch.stack([_rows_held(job, spans, start, end) for spans in job.holdings]).to(device)
         for first_row, entries in entries_of(job, end - start, device):
-            where = entries.group * C + columns.first[index] + entries.column
+            column = columns.first[index] + entries.column
             # of whole blocks, which is what kernels compute
             area = (end - start - entries.column * job.pattern.k_block).clamp(max=job.pattern.k_block).double()
             if digest is not None:
@@ -134,9 +136,14 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
                 digest.update(f"{first_row}:".encode() + said.cpu().numpy().tobytes())
             for rank in range(job.size):
                 held = rows[rank][entries.row]
-                kept[rank][where[held > 0]] = True
-                pairs[rank].index_add_(0, entries.group, held * area)
-    kept, pairs = kept.view(job.size, groups, C).cpu(), pairs.cpu()
+                mine = held > 0
+                if entries.num_groups == groups:
+                    kept[rank, entries.group[mine], column[mine]] = True
+                    pairs[rank].index_add_(0, entries.group, held * area)
+                else:
+                    kept[rank, :, column[mine]] = True
+                    pairs[rank] += (held * area).sum()
+    kept, pairs = kept.cpu(), pairs.cpu()
     ratio = job.num_heads // job.num_kv_heads
     if groups > 1:
         kept, pairs = kept.unflatten(1, (job.num_kv_heads, ratio)).any(2), pairs.unflatten(1, (job.num_kv_heads, ratio)).sum(2)
