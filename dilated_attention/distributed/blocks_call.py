@@ -185,9 +185,9 @@ class _Work:
         return _Setup(script, calls, lanes, needs.digest)
 
     def _backends(self, script: BlockScript, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
-        return tuple(tuple(self._backend(step, launch, is_backward) for launch in step.launches) for step in script.steps)
+        return tuple(tuple(self._backend(step, launch, is_backward, script.exchanges) for launch in step.launches) for step in script.steps)
 
-    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool) -> Backend | None:
+    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool, exchanges: bool) -> Backend | None:
         if not launch.lists.num_entries or not self.tensors[0].shape[0]:
             return None
         settings = self.arguments.settings
@@ -200,7 +200,9 @@ class _Work:
             count = step.kv_heads[1] - step.kv_heads[0]
             keys = torch.empty((step.buffer_rows, 2, B, count, D), dtype=k.dtype, device="meta")[:, 0].transpose(0, 1)
         views = (q[:, :, slice(*step.heads)], keys)
-        return select_backend(request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward), settings)
+        request = request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward)
+        # the next step's keys, or the last one's gradients, travel meanwhile
+        return select_backend(replace(request, beside_exchange=exchanges), settings)
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire] | None:
         """For keys and for their gradients; opened by all ranks, also by those that have nothing to exchange."""
