@@ -420,7 +420,7 @@ def test_the_module(world: int) -> None:
         (LocalWindow(300), 128 * 256, 4, True, "contiguous"),
         (Causal(), 128 * 64, 4, False, "zigzag"),
         (RandomBlocks(0.4), 128 * 192 + 5, 2, True, "zigzag"),
-        (Document((128 * 40, 128 * 10, 128 * 10, 128 * 4)), 128 * 64, 4, False, "dealt"),
+        (Document((128 * 320, 128 * 80, 128 * 80, 128 * 32)), 128 * 512, 4, False, "dealt"),
         (Strided(7) & Causal(), 128 * 61, 5, False, "any"),
         (LocalWindow(5), 100, 4, False, "any"),
         (LocalWindow(5), 0, 3, False, "contiguous"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from dilated_attention.pattern.checks import as_int
 # channel, 235 GB/s at 4 bytes a row and channel. Measured on 4 H200s in rings of steps by heads (benchmarks/ring_blocks.py): a window of
 # 10 % on runs dealt out received 741 MiB and took 10.0 ms, contiguous 106 MiB and 7.8 ms, without an exchange 6.7 ms
 PAIRS_PER_ROW = 2500
+# by which shorter runs must lower the cost to be taken
+WORTH_IT = 0.01
 
 
 def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_heads: int = 1, *, is_causal: bool = False) -> Layout:
@@ -46,8 +49,12 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
         raise ValueError(f"pattern is {pattern!r}, which is chosen by content anew in every call; expected one that shapes determine")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
     work = Work.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal)
-    deals = [deal() for deal in _deals(work.pairs.tolist(), size)]
-    best = min(deals, key=work.cost)
+    best, least = [], math.inf
+    for deal in _deals(work.pairs.tolist(), size):
+        blocks = deal()
+        cost = work.cost(blocks)
+        if cost < least * (1 - WORTH_IT):
+            best, least = blocks, cost
     runs = tuple(tuple((first * work.unit, min(last * work.unit, seq_len)) for first, last in mine) for mine in best)
     return Layout(seq_len, runs, work.imbalance(best))
 
