@@ -144,6 +144,12 @@ def test_cached_by_all_arguments() -> None:
     assert block_lists(BlockTensor(~table), 500, 2, device="cpu").num_entries == 0 and full.num_entries == 16
 
 
+def test_lists_made_while_inferring_serve_training() -> None:
+    with torch.inference_mode():
+        lists = block_lists(GlobalLocal(30, 10), 500, 2, device="cpu")
+    assert lists.masks is not None and not any(x.is_inference() for x in (lists.row_starts, lists.columns, lists.masks, lists.bits))
+
+
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CACHED_BYTES", 3 * block_lists(LocalWindow(1), 5000, 1, device="cpu").nbytes)
     for width in range(20):
