@@ -126,12 +126,14 @@ class World:
             once()
             before = self._memory()
             elapsed = once()
-            peak = torch.cuda.max_memory_allocated() - before if self.is_cuda else 0
-            # a replay recorded by the first call, an allocator that now has its blocks
-            return (once() if elapsed < _LONG else elapsed), peak
+            return elapsed, torch.cuda.max_memory_allocated() - before if self.is_cuda else 0
 
         firsts = self.everywhere(first, ranks)
-        repeats = max(_LEAST, min(_MOST, int(seconds / max(elapsed for elapsed, _ in firsts))))
+        longest = max(elapsed for elapsed, _ in firsts)
+        if longest < _LONG:
+            # a replay recorded by the first call, an allocator that now has its blocks; on all ranks, as they exchange with each other
+            longest = max(self.everywhere(once, ranks))
+        repeats = max(_LEAST, min(_MOST, int(seconds / longest)))
         times = self.everywhere(lambda: self._times(call, repeats), ranks)
         medians = [statistics.median(found) for found, _ in times]
         slowest = max(range(len(medians)), key=lambda rank: medians[rank])

@@ -47,6 +47,37 @@ def interleaved(
     return result
 
 
+def sustained(functions: dict[str, Callable[[], Any]], *, turn: float = 0.15, turns: int = 3) -> dict[str, tuple[float, float]]:
+    """{name: (median ms of a call, spread)}: each function runs alone for ``turn`` seconds, in turns; the second half of each counts.
+
+    For functions of very different length and power: called one after another, a short one runs at the clock that a long one's heat has
+    left, and a long one at that which others have let recover. Here each has its own. Calls are queued ahead, so Python's time counts only
+    where it is longer than the GPU's.
+    """
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+        function()
+    for _ in range(turns):
+        for name, function in functions.items():
+            start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            torch.cuda.synchronize()
+            start.record()
+            function()
+            middle.record()
+            middle.synchronize()
+            calls = max(1, min(400, int(500 * turn / max(start.elapsed_time(middle), 1e-3))))
+            for _ in range(calls):
+                function()
+            middle.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            end.synchronize()
+            found[name].append(middle.elapsed_time(end) / calls)
+    return {name: (statistics.median(times), (max(times) - min(times)) / statistics.median(times)) for name, times in found.items()}
+
+
 def peak_extra(function: Callable[[], Any]) -> int:
     """Bytes allocated at the highest point of a call beyond those before it, results included."""
     torch.cuda.synchronize()

@@ -1,13 +1,25 @@
-"""Exact long-sequence attention on PyTorch: dilated (LongNet), dense, and what is built from them."""
+"""Exact long-sequence attention on PyTorch: dilated (LongNet), block-sparse, dense, and what is built from them."""
 
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.distributed import local_positions, shard_sequence, unshard_sequence
+from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
-from dilated_attention.functional import attention, dilated_attention, ring_attention, ring_dilated_attention
+from dilated_attention.functional import (
+    attention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+)
 from dilated_attention.modules import (
+    BlockSparseAttention,
+    BlockSparseDilatedAttention,
     DilatedAttention,
+    MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingAttention,
+    RingBlockSparseAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
@@ -15,13 +27,20 @@ from dilated_attention.pattern import DilatedPattern
 
 __all__ = [
     "BackendUnavailable",
+    "BlockSparseAttention",
+    "BlockSparseDilatedAttention",
     "DilatedAttention",
     "DilatedPattern",
+    "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
+    "RingBlockSparseAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "attention",
+    "balanced_layout",
+    "block_sparse_attention",
+    "block_sparse_dilated_attention",
     "create_attention",
     "create_model",
     "dilated_attention",
@@ -29,6 +48,7 @@ __all__ = [
     "list_backends",
     "local_positions",
     "ring_attention",
+    "ring_block_sparse_attention",
     "ring_dilated_attention",
     "shard_sequence",
     "unshard_sequence",

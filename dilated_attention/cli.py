@@ -131,7 +131,7 @@ def _described(hardware: Hardware) -> str:
     parts = [f"{hardware.name or hardware.device_type}: {hardware.architecture}"]
     if hardware.cudnn_version is not None:
         parts.append(f"cuDNN {hardware.cudnn_version}")
-    known = (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8")
+    known = (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8", "nvidia-cudnn-frontend")
     parts += [f"{package} {'installed' if package in hardware.packages else 'not installed'}" for package in known]
     return ", ".join(parts)
 

@@ -26,7 +26,7 @@ from dilated_attention.pattern import (
     Strided,
     block_kept,
 )
-from tests.block_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
+from tests.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
 
 MILLION = 2**20
 # bfloat16, 16 heads of 128

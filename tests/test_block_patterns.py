@@ -39,7 +39,7 @@ from dilated_attention.pattern import (
 )
 from dilated_attention.pattern.block_density import KINDS
 from dilated_attention.pattern.block_kept import packed, unpacked
-from tests.block_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, simple_patterns
+from tests.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, simple_patterns
 
 ALL_SIMPLE = sorted(simple_patterns(64, 64))
 

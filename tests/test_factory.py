@@ -92,8 +92,21 @@ def test_list_backends_names_all() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu",
+        "gluon",
+        "cudnn_fe",
+        "triton",
         "flex",
         "xformers",
         "math",
     }
-    assert set(KINDS) == {"dilated", "multihead_dilated", "ring", "ring_dilated", "ring_multihead_dilated"}
+    assert set(KINDS) == {
+        "dilated",
+        "multihead_dilated",
+        "block_sparse",
+        "multihead_block_sparse",
+        "block_sparse_dilated",
+        "ring",
+        "ring_block_sparse",
+        "ring_dilated",
+        "ring_multihead_dilated",
+    }

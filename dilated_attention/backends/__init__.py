@@ -2,16 +2,19 @@
 
 from dilated_attention.backends import preference
 from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request, reasons_of
+from dilated_attention.backends.cudnn_blocks import CudnnBlocksBackend
 from dilated_attention.backends.flash2 import Flash2Backend
 from dilated_attention.backends.flash3 import Flash3Backend
 from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash4 import Flash4Backend
 from dilated_attention.backends.flex import FlexBackend
+from dilated_attention.backends.gluon_blocks import GluonBlocksBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
 from dilated_attention.backends.math import MathBackend
 from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 from dilated_attention.backends.selection import NESTED, NESTED_FACTS, BackendUnavailable, Registry, registry
+from dilated_attention.backends.triton_blocks import TritonBlocksBackend
 from dilated_attention.backends.xformers import XformersBackend
 
 registry.register(Flash4Backend())
@@ -22,8 +25,11 @@ registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
+registry.register(GluonBlocksBackend())
+registry.register(CudnnBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
+registry.register(TritonBlocksBackend())
 registry.register(MathBackend())
 
 # What applies where no table of measured times has a row (preference.py; shipped/ holds those of the package). Hopper: H200 figures of each backend's `source`. Ampere and Ada: FlashAttention-2 leads cuDNN there
@@ -37,6 +43,15 @@ registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficien
 registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
+
+# Lists of blocks. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project go first since flex_attention,
+# of the same compiler, compiles for seconds per kind of call; neither was measured there.
+registry.set_order("cpu", ("sdpa_cpu", "math"), blocks=True)
+registry.set_order("sm9x", ("gluon", "cudnn_fe", "flash4", "triton", "flex", "math"), blocks=True)
+for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
+    registry.set_order(_architecture, ("triton", "flex", "math"), blocks=True)
+registry.set_order("sm6x", ("math",), blocks=True)
+registry.set_order("rocm", ("math",), blocks=True)
 
 __all__ = [
     "NESTED",

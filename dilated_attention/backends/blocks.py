@@ -10,11 +10,14 @@ Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 WORD = 32
+# what lists may have: (query block, key block)
+BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,8 @@ class BlockLists:
     masks: torch.Tensor | None
     bits: torch.Tensor
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
+    # what backends work out of the lists once, in their own form
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +78,11 @@ class BlockLists:
     def nbytes(self) -> int:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
         return sum(x.numel() * x.element_size() for x in tensors)
+
+    @functools.cached_property
+    def fills_every_row(self) -> bool:
+        """Every query keeps a key for sure. Waits for the GPU, once."""
+        return self.masks is None and bool((self.row_starts.diff() > 0).all())
 
     @functools.cached_property
     def row_of_entry(self) -> torch.Tensor:

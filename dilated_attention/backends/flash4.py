@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends import flash4_blocks
 from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.backends.flash4_replay import Replay
 from dilated_attention.backends.masks import window_sizes
 
@@ -33,6 +35,8 @@ class Flash4Backend(WritingBackend):
         lse_grad=True,
         max_batch=65_535,
         aligned_last=True,
+        block_sizes=frozenset({(64, 64), (64, 128), (128, 64), (128, 128)}),
+        block_masks=frozenset({"none", "interval"}),
         writes_views=True,
         source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
     )
@@ -56,7 +60,28 @@ class Flash4Backend(WritingBackend):
             reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {request.head_dim}")
         if request.head_dim < 8:
             reasons.append(f"head_dim is at least 8, not {request.head_dim}")
+        if request.blocks is not None:
+            reasons += flash4_blocks.block_reasons(request)
         return reasons
+
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options)
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
 
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor

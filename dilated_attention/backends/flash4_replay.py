@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +31,31 @@ class _Scratch:
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """Kernels with their arguments: (position of the argument, index into inputs + scratch), everything else as it was."""
+class _Place:
+    """Stands inside a tuple or list among the arguments for the tensor of this index into inputs + scratch."""
 
-    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[int, int], ...]], ...]
+    index: int
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Kernels with their arguments: (position of the argument, index into inputs + scratch), everything else as it was.
+
+    ``groups`` are the positions of arguments that are tuples or lists with tensors in them (lists of blocks), whose places are in them.
+    """
+
+    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
     scratch: tuple[_Scratch, ...]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device
         held = [*tensors, *((torch.zeros if s.zeroed else torch.empty)(s.shape, dtype=s.dtype, device=device) for s in self.scratch)]
-        for kernel, arguments, places in self.steps:
+        for kernel, arguments, places, groups in self.steps:
             filled = list(arguments)
             for position, index in places:
                 filled[position] = held[index]
+            for position in groups:
+                filled[position] = _mapped(filled[position], lambda x: held[x.index] if isinstance(x, _Place) else x)
             kernel(*filled)
 
 
@@ -145,28 +157,58 @@ def _recording(
     used: set[int] = set()
     scratch: list[_Scratch] = []
     recorded = []
+
+    def place_of(tensor: torch.Tensor) -> int | None:
+        identity = _identity(tensor)
+        if identity not in known:
+            if not tensor.is_contiguous() or tensor.storage_offset():
+                return None
+            known[identity] = len(spans) + len(scratch)
+            scratch.append(_Scratch(tuple(tensor.shape), tensor.dtype, len(scratch) >= num_scratch - num_zeroed))
+        used.add(known[identity])
+        return known[identity]
+
     for kernel, arguments in steps:
-        places = []
+        places, groups = [], []
         kept = list(arguments)
         for position, argument in enumerate(arguments):
-            if not isinstance(argument, torch.Tensor):
-                if _holds_tensor(argument):
+            if isinstance(argument, torch.Tensor):
+                place = place_of(argument)
+                if place is None:
                     return None
-                continue
-            identity = _identity(argument)
-            if identity not in known:
-                if not argument.is_contiguous() or argument.storage_offset():
+                places.append((position, place))
+                kept[position] = None
+            elif isinstance(argument, (tuple, list)) and _holds_tensor(argument):
+                # a tensor that is nowhere known is one that the interface made for itself
+                unknown = [x for x in _leaves(argument) if isinstance(x, torch.Tensor) and _identity(x) not in known]
+                if unknown:
                     return None
-                known[identity] = len(spans) + len(scratch)
-                scratch.append(_Scratch(tuple(argument.shape), argument.dtype, len(scratch) >= num_scratch - num_zeroed))
-            used.add(known[identity])
-            places.append((position, known[identity]))
-            kept[position] = None
-        recorded.append((kernel, tuple(kept), tuple(places)))
+                used.update(known[_identity(x)] for x in _leaves(argument) if isinstance(x, torch.Tensor))
+                kept[position] = _mapped(argument, lambda x: _Place(known[_identity(x)]) if isinstance(x, torch.Tensor) else x)
+                groups.append(position)
+            elif _holds_tensor(argument):
+                return None
+        recorded.append((kernel, tuple(kept), tuple(places), tuple(groups)))
     # an input that no kernel was given was copied first; more scratch than expected may be such copies
     if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(spans))):
         return None
     return _Recording(tuple(recorded), tuple(scratch))
+
+
+def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples and lists, named ones too, of changed leaves."""
+    if not isinstance(argument, (tuple, list)):
+        return change(argument)
+    parts = [_mapped(x, change) for x in argument]
+    return type(argument)(*parts) if hasattr(argument, "_fields") else type(argument)(parts)
+
+
+def _leaves(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, (tuple, list)):
+        for x in argument:
+            yield from _leaves(x)
+    else:
+        yield argument
 
 
 def _holds_tensor(argument: Any) -> bool:

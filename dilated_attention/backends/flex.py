@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
+from dilated_attention.backends.flex_blocks import block_mask
 from dilated_attention.backends.masks import clear_empty_rows
 
 # recompiles of one kind of call: batch, heads and lengths of 1 and new stride orders each take one; torch's own limit is 8
@@ -36,6 +38,8 @@ class FlexBackend(Backend):
         lse_grad=True,
         max_batch=65_535,
         max_extent=2**31,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset({"none", "interval"}),
         package="triton",
         install="pip install triton",
         source="H200, torch 2.11, triton 3.6",
@@ -62,30 +66,80 @@ class FlexBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with _autograd_inside_an_op():
-            inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
-            part_out, part_lse = _flex(*inputs, options)
-            out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
-            with torch.no_grad():
-                weight = (part_lse - lse).exp()
-                difference = part_out.float() - out_PGLD.float()
-                lse_grad = (dout_PGLD.float() * difference).sum(-1)
-                if dlse is not None:
-                    lse_grad = lse_grad + dlse
-                out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
-            grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
-        return grads[0], grads[1], grads[2]
+        return _part_backward(dout, q, k, v, out, lse, options, dlse)
+
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = _flex(q, k, v, options, lists)
+        # lists of each head leave other rows empty in each
+        return out.transpose(1, 2).masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # a row without keys has weight exp(−inf − lse): 0 with +inf, NaN with −inf
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
 
 
-def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _part_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    dlse: torch.Tensor | None,
+    lists: BlockLists | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with _autograd_inside_an_op():
+        inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+        part_out, part_lse = _flex(*inputs, options, lists)
+        out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
+        with torch.no_grad():
+            weight = (part_lse - lse).exp()
+            difference = part_out.float() - out_PGLD.float()
+            lse_grad = (dout_PGLD.float() * difference).sum(-1)
+            if dlse is not None:
+                lse_grad = lse_grad + dlse
+            out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
+        grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+    return grads[0], grads[1], grads[2]
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lists: BlockLists | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
-    mask = None if band is None else _band_block_mask(band, q.shape[1], k.shape[1], str(q.device))
+    if lists is not None:
+        assert band is None, "lists say themselves where they end"
+        mask, name = block_mask(lists), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
+    elif band is not None:
+        mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"
+    else:
+        mask, name = None, "full"
     padding = options.mask.padding
     score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
-    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], mask is None, score_mod is None, q.requires_grad)
+    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, score_mod is None, q.requires_grad)
+    # tiles that torch takes by default may be of 128, which blocks of 64 do not hold; it has others, among which it then measures
+    search = lists is not None and min(lists.q_block, lists.k_block) < _BLOCK
+    # torch's kernel for few queries reads the lists of one query block only
+    kernel = None if lists is None else {"FORCE_USE_FLEX_ATTENTION": True}
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        out, aux = _compiled(kind)(
+        out, aux = _compiled(kind, search)(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -93,6 +147,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -
             block_mask=mask,
             scale=options.scale,
             enable_gqa=q.shape[2] != k.shape[2],
+            kernel_options=kernel,
             return_aux=_lse_only(),
         )
     return out, aux.lse
@@ -116,12 +171,12 @@ def _call_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: An
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(kind: tuple[Any, ...]) -> Any:
+def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
     """One compiled function for each kind of call. Dynamo counts recompiles by code object, so each gets a code object of its own:
     a process that meets many shapes would otherwise use up one function's limit."""
     function = types.FunctionType(_call_flex.__code__.replace(co_name=f"flex_{hash(kind) & 0xFFFFFF:x}"), _call_flex.__globals__)
     # fullgraph: past the limit this raises, where plain compile would quietly materialise every score
-    return torch.compile(function, fullgraph=True, dynamic=True)
+    return torch.compile(function, fullgraph=True, dynamic=True, options={"max_autotune": True} if search else None)
 
 
 @functools.cache

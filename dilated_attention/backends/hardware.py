@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ _DISTRIBUTIONS = {
     "flash-attn-2": "flash-attn",
     "xformers": "xformers",
     "triton": "triton",
+    "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
 
 
@@ -38,8 +40,8 @@ class Hardware:
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
-        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
-            ``"flash-attn-3-fp8"``.
+        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"``,
+            ``"flash-attn-3-fp8"`` and ``"nvidia-cudnn-frontend"``.
         name: for display, and the device that a table of measured times is for.
         versions: of torch and the kernel packages as installed, on a CPU also its instruction set. Empty in a record made by
             hand: no measurement of this machine speaks for it.
@@ -107,7 +109,24 @@ def _packages() -> frozenset[str]:
     # its fp8 kernels are no op of their own: a build without them refuses only when called. fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
+    if _has_cudnn_blocks():
+        found.add("nvidia-cudnn-frontend")
     return frozenset(found)
+
+
+def _has_cudnn_blocks() -> bool:
+    """cudnn-frontend from 1.32, whose block-sparse kernels are meant. Not imported for it: that loads a libcudnn of its own choice."""
+    try:
+        # None where a package left its folder of metadata and nothing in it
+        release = (importlib.metadata.version("nvidia-cudnn-frontend") or "").split(".")
+        spec = importlib.util.find_spec("cudnn")
+        if spec is None or (int(release[0]), int(release[1])) < (1, 32):
+            return False
+    except (importlib.metadata.PackageNotFoundError, ImportError, ValueError, IndexError):
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    # its kernels are written in nvidia-cutlass-dsl
+    return any((folder / "block_sparse_attention" / "__init__.py").is_file() for folder in folders) and _importable("cutlass")
 
 
 def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from dilated_attention.backends.base import ALL_FLOATS, Backend, Facts, Options, accumulation_dtype
+from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.dropout import keep_mask
+from dilated_attention.backends.gathered import backward_gathered, forward_gathered
 
 # scores of one block of query rows: small enough to stay near the caches and to bound memory at any length
 _BLOCK_BYTES = 32 * 2**20
@@ -25,18 +27,23 @@ class MathBackend(Backend):
         dropout=True,
         lse_grad=True,
         aligned_last=True,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset({"none", "interval", "bits"}),
         rocm=True,
         source="plain torch; no limits of its own",
     )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``pairs``: bool (P, L or 1, S), True where the pair is kept, beside what ``options`` mask."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
         out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
         lse = torch.empty((P, G, L), dtype=acc, device=q.device)
         k_PGDS, v_PGSD = _heads_first(k, G, acc).transpose(-1, -2), _heads_first(v, G, acc)
         for rows in _row_blocks(q, k):
-            s_PGLS = self._scores(q, k_PGDS, rows, options)
+            s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
             lse_PGL = s_PGLS.logsumexp(-1)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
             if options.dropout is not None:
@@ -56,6 +63,7 @@ class MathBackend(Backend):
         lse: torch.Tensor,
         options: Options,
         dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         P, L, G, D = q.shape
         K, S = k.shape[2], k.shape[1]
@@ -70,7 +78,7 @@ class MathBackend(Backend):
             delta_PGL = (do_PGLD * out[:, rows].transpose(1, 2).to(acc)).sum(-1)
             if dlse is not None:
                 delta_PGL = delta_PGL - dlse[:, :, rows].to(acc)
-            s_PGLS = self._scores(q, k_PGSD.transpose(-1, -2), rows, options)
+            s_PGLS = self._scores(q, k_PGSD.transpose(-1, -2), rows, options, pairs)
             p_PGLS = (s_PGLS - lse[:, :, rows, None].to(acc)).exp_()
             dp_PGLS = do_PGLD @ v_PGSD.transpose(-1, -2)
             if options.dropout is not None:
@@ -86,13 +94,35 @@ class MathBackend(Backend):
         dk, dv = (x.unflatten(1, (K, G // K)).sum(2).transpose(1, 2) for x in (dk_PGSD, dv_PGSD))
         return dq, dk, dv
 
-    def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options) -> torch.Tensor:
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return forward_gathered(self.forward, q, k, v, lists, options)
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return backward_gathered(self.backward, dout, q, k, v, out, lse, lists, options, dlse)
+
+    def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
         s_PGLS = (q[:, rows].transpose(1, 2).to(k_PGDS.dtype) * options.scale) @ k_PGDS
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:
             s_PGLS.masked_fill_(~band_mask(band, q.shape[1], k_PGDS.shape[-1], q.device, rows), -torch.inf)
         if options.mask.padding is not None:
             s_PGLS.masked_fill_(options.mask.padding[:, None, None, :], -torch.inf)
+        if pairs is not None:
+            kept = pairs if pairs.shape[1] == 1 else pairs[:, rows]
+            s_PGLS.masked_fill_(~kept[:, None], -torch.inf)
         return s_PGLS
 
 

@@ -3,7 +3,7 @@
 A row holds the times of one kind of call: pass, dtype class, head dim, rows of a problem, causal. For a request the row is taken
 whose head dim is the smallest measured one that is not below the request's (kernels round up), else the largest; among those the
 one whose length is nearest by ratio, ties to the longer. An unknown length takes the longest. Pass, dtype class and causal must be
-equal. Rows were timed without masks, windows, dropout and deterministic gradients, so a request with any of these has none.
+equal. Rows were timed without masks, windows, dropout, deterministic gradients and lists of blocks, so a request with any of these has none.
 
 A table orders and nothing more: whether a backend can is said by its ``why_not``.
 """
@@ -92,7 +92,7 @@ class Table:
         """The row that speaks for ``request`` (rule: above), or None."""
         dtype = _DTYPE_CLASSES.get(request.dtype)
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
-        if dtype is None or unmeasured or request.precision != "native":
+        if dtype is None or unmeasured or request.precision != "native" or request.blocks is not None:
             return None
         rows = self._by_kind.get((_PASSES[request.needs_grad], dtype, request.causal), ())
         if not rows:

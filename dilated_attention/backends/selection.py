@@ -40,7 +40,8 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._families: dict[str, tuple[str, ...]] = {}
-        self._orders: dict[str, tuple[str, ...]] = {}
+        # by architecture, for dense problems and for lists of blocks
+        self._orders: dict[tuple[str, bool], tuple[str, ...]] = {}
         self._told: set[str] = set()
         # a training step asks the same few questions over and over, and an answer depends on nothing but the request
         self._answers: dict[tuple[Request, str], Backend] = {}
@@ -55,8 +56,9 @@ class Registry:
         if family is not None:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
-    def set_order(self, architecture: str, names: tuple[str, ...]) -> None:
-        self._orders[architecture] = names
+    def set_order(self, architecture: str, names: tuple[str, ...], *, blocks: bool = False) -> None:
+        """``blocks``: the order for lists of blocks, instead of that for dense problems."""
+        self._orders[architecture, blocks] = names
         self._answers.clear()
 
     def names(self) -> tuple[str, ...]:
@@ -76,10 +78,11 @@ class Registry:
     def ranking(self, request: Request) -> preference.Ranking:
         """``order`` with what put each name in its place: a table measured here, the shipped one, or the architecture's order."""
         hardware = request.hardware
-        first = self._orders.get(hardware.architecture)
+        blocks = request.blocks is not None
+        first = self._orders.get((hardware.architecture, blocks))
         if first is None and hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
-            first = self._orders.get(f"sm{hardware.capability[0]}x")
-        first = first or self._orders.get(hardware.device_type, ())
+            first = self._orders.get((f"sm{hardware.capability[0]}x", blocks))
+        first = first or self._orders.get((hardware.device_type, blocks), ())
         return preference.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:

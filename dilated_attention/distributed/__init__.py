@@ -1,14 +1,18 @@
 """Sequences spread over processes: who holds which positions, and how they are cut and put together again."""
 
+from dilated_attention.distributed.balance import balanced_layout
 from dilated_attention.distributed.cost import explain_exchange
+from dilated_attention.distributed.dealt import Layout
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.group import Members, members_of
 from dilated_attention.distributed.layout import LAYOUTS, local_positions, shard_sequence, spans, unshard_sequence
 
 __all__ = [
     "LAYOUTS",
+    "Layout",
     "Members",
     "RingError",
+    "balanced_layout",
     "explain_exchange",
     "local_positions",
     "members_of",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.cost import device_memory
+from dilated_attention.distributed.dealt import short_name
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import local_length
@@ -55,19 +56,48 @@ def agreed_length(
         kernels: what of this rank's choice of kernels all have to have alike.
     """
     q, k, _ = tensors
-    if members.size == 1:
-        return _checked_length(ring, [q.shape[1]])
-    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    documents = documents_of(members, cu_seqlens)
     # what ranks may choose on their own is no part of a kind, or some would ask and others not
     shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
-    assert members.group is not None
-    agreed = _agreed.setdefault(members.group, set())
-    if ring.seq_len >= 0 and kind in agreed:
-        return ring.seq_len
     dense = pattern.segment_lengths[0] >= MAX_LENGTH
-    same = {
-        "function": "ring_attention" if dense else "ring_dilated_attention",
+
+    def same() -> dict[str, object]:
+        return {
+            "function": "ring_attention" if dense else "ring_dilated_attention",
+            **same_of_tensors(tensors, padding, documents),
+            "segment_lengths": str(list(pattern.segment_lengths)),
+            "dilation_rates": str(list(pattern.dilation_rates)),
+            "head_offsets": str(pattern.head_offsets),
+            "branch_heads": pattern.branch_heads,
+            "tail": pattern.tail,
+            "window": str(settings.window or None),
+            "is_causal": settings.is_causal,
+            "scale": settings.scale,
+            "dropout_p": settings.dropout_p,
+            "mixture_grad": "detached" if settings.detached else "exact",
+            "deterministic": settings.deterministic,
+            "requires_grad": settings.needs_grad,
+            "layout": ring.layout,
+            "exchange": ring.exchange,
+            "ranks_per_node": ring.ranks_per_node or "None",
+            "return_lse": ring.lse_grad,
+            "kernels": kernels(),
+            "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
+        }
+
+    return length_of_kind(members, kind, same, q.shape[1], ring)
+
+
+def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Bounds of documents, to be compared; one process compares nothing and does not wait for a GPU that has them."""
+    return None if cu_seqlens is None or members.size == 1 else tuple(cu_seqlens.tolist())
+
+
+def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: tuple[int, ...] | None) -> dict[str, object]:
+    """What all ranks' tensors have alike, by name."""
+    q, k, _ = tensors
+    return {
         "q.shape[0]": q.shape[0],
         "q.shape[2]": q.shape[2],
         "k.shape[2]": k.shape[2],
@@ -78,32 +108,37 @@ def agreed_length(
         "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": "given" if padding is not None else "None",
         "cu_seqlens": "None" if documents is None else _shortened(documents),
-        "segment_lengths": str(list(pattern.segment_lengths)),
-        "dilation_rates": str(list(pattern.dilation_rates)),
-        "head_offsets": str(pattern.head_offsets),
-        "branch_heads": pattern.branch_heads,
-        "tail": pattern.tail,
-        "window": str(settings.window or None),
-        "is_causal": settings.is_causal,
-        "scale": settings.scale,
-        "dropout_p": settings.dropout_p,
-        "mixture_grad": "detached" if settings.detached else "exact",
-        "deterministic": settings.deterministic,
-        "requires_grad": settings.needs_grad,
-        "layout": ring.layout,
-        "exchange": ring.exchange,
-        "ranks_per_node": ring.ranks_per_node or "None",
-        "return_lse": ring.lse_grad,
-        "kernels": kernels(),
-        "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
     }
-    rows = [own["rows"] for own in agree(members, same, {"rows": q.shape[1]}, ring.timeout)]
-    seq_len = _checked_length(ring, rows)
+
+
+def length_of_kind(members: Members, kind: object, same: Callable[[], Mapping[str, object]], rows: int, ring: RingCall) -> int:
+    """N, once ``same`` is equal on all ranks: asked for at the first call of a ``kind``, or at each where N is not given.
+
+    Args:
+        rows: of this rank.
+    """
+    if members.size == 1:
+        return _checked_length(ring, [rows])
+    if ring.seq_len >= 0 and is_agreed(members, kind):
+        return ring.seq_len
+    held = [own["rows"] for own in agree(members, same(), {"rows": rows}, ring.timeout)]
+    seq_len = _checked_length(ring, held)
     if ring.seq_len >= 0:
-        if len(agreed) >= MOST_KINDS:
-            agreed.clear()
-        agreed.add(kind)
+        remember(members, kind)
     return seq_len
+
+
+def is_agreed(members: Members, kind: object) -> bool:
+    """Whether the group's ranks are known to make calls of this kind alike."""
+    return members.group is None or kind in _agreed.get(members.group, ())
+
+
+def remember(members: Members, kind: object) -> None:
+    assert members.group is not None, "one process agrees with itself"
+    agreed = _agreed.setdefault(members.group, set())
+    if len(agreed) >= MOST_KINDS:
+        agreed.clear()
+    agreed.add(kind)
 
 
 # by group, whose ranks make the same calls and so forget at the same one; another group's would come in between on some of them
@@ -120,7 +155,7 @@ def _checked_length(ring: RingCall, rows: list[int]) -> int:
     expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
     if rows != expected:
         raise ValueError(
-            f"the group's ranks hold {rows} positions; a {ring.layout} sequence of {seq_len} has {expected}: cut it by shard_sequence "
+            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: cut it by shard_sequence "
             "with the same layout and seq_len"
         )
     return seq_len

@@ -14,6 +14,9 @@ sums (8 for float64, else 4), and R(r) the rows of other ranks that rank r's que
 A backward receives the keys and values again, and sends back a share of dK and dV, on a CPU in the dtype of sums, for each row and run
 of its queries that saw it: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag's rank may see the same keys (the last rank's
 two are one). Of a dilated branch with H < r² each query head has a share of its own: 2·H·D·B·f·(w − n)/r.
+
+    blocks             2·R·D·B·s forward, R: rows of others in the key blocks that its queries keep, counted for each key/value head, and
+                       as often as heads travel together; backward as much again, while 2·R·D·B·f go back
 """
 
 from __future__ import annotations
@@ -21,8 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from dilated_attention.distributed.dealt import Layout
 from dilated_attention.distributed.layout import spans
 from dilated_attention.engine.plan import Range
+from dilated_attention.pattern import BlockPattern
 
 # of (reader, holder): heads of rows that come, and that shares go back for
 Seen = Callable[[int, int], tuple[int, int]]
@@ -131,6 +138,44 @@ def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *
         backward_sent=away * (inputs + more) + here * back,
         backward_received=here * (inputs + more) + away * back,
     )
+
+
+def block_bytes(
+    pattern: BlockPattern,
+    seq_len: int,
+    size: int,
+    rank: int,
+    layout: str | Layout,
+    sizes: Sizes,
+    *,
+    is_causal: bool,
+    head_steps: tuple[int, ...] | None = None,
+) -> Bytes:
+    """``ring_block_sparse_attention`` of one document, from the pattern's definition by pairs: for small N.
+
+    Args:
+        head_steps: key/value heads that travel together; None for all. It matters only to patterns that differ between heads.
+    """
+    mask = pattern.dense_mask(seq_len, seq_len, sizes.heads, is_causal=is_causal)
+    q_blocks, k_blocks = (torch.arange(seq_len) // block for block in (pattern.q_block, pattern.k_block))
+    positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
+
+    def of_rank(r: int) -> torch.Tensor:
+        """bool (K, N): keys in the blocks that some query's block keeps; all queries of a block count, also those of another rank."""
+        mine = torch.isin(q_blocks, q_blocks[positions[r]])
+        keys = mask[:, mine].any(1).unflatten(0, (sizes.kv_heads, -1)).any(1)
+        steps = [part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))]
+        together = torch.cat(steps)
+        blocks = torch.zeros(sizes.kv_heads, -(-seq_len // pattern.k_block), dtype=torch.int64).index_add_(1, k_blocks, together.long())
+        return blocks[:, k_blocks] > 0
+
+    kept = [of_rank(r) for r in range(size)]
+
+    def seen(reader: int, holder: int) -> tuple[int, int]:
+        rows = int(kept[reader][:, positions[holder]].sum())
+        return rows, rows
+
+    return _of_keys(size, rank, sizes, seen)
 
 
 def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:

@@ -3,8 +3,9 @@
     contiguous  W runs; rank r holds the r-th                      natural order, unbalanced if causal
     zigzag      2W runs; rank r holds the r-th and the (2W−1−r)-th  balanced if causal
     striped     rank r holds every position ≡ r (mod W)             balanced if causal, finest
+    a Layout    the runs that it names                              balanced for a pattern of blocks (balanced_layout)
 
-Runs differ by at most one position, the first ones being the longer ones, so no length need divide and nothing is padded.
+Runs of the first two differ by at most one position, the first ones being the longer ones, so no length need divide and nothing is padded.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dilated_attention.distributed.dealt import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
 from dilated_attention.distributed.group import Members, members_of
-from dilated_attention.pattern.checks import one_of
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+__all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
+
 Span = tuple[int, int, int]
 
 
-def spans(seq_len: int, rank: int, size: int, layout: str) -> tuple[Span, ...]:
+def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
     """(start, stop, step) of the positions of one rank, in the order in which it holds them."""
-    one_of("layout", layout, LAYOUTS)
+    layout = layout_name(layout)
+    if is_dealt(layout):
+        # a rank without a run has an empty one
+        return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
     if layout == "striped":
         return ((min(rank, seq_len), seq_len, size),)
     if layout == "contiguous":
@@ -38,31 +43,31 @@ def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:
     return start, start + length + (index < longer)
 
 
-def local_length(seq_len: int, rank: int, size: int, layout: str) -> int:
+def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> int:
     return sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
 
 
 def local_positions(
-    group_or_mesh: Any, seq_len: int, *, layout: str = "contiguous", device: torch.device | str | None = None
+    group_or_mesh: Any, seq_len: int, *, layout: str | Layout = "contiguous", device: torch.device | str | None = None
 ) -> torch.Tensor:
     """Positions (n,) int64 in the whole sequence of this rank's rows, for rotary embeddings and position ids.
 
     Args:
         group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
         seq_len: N, of the whole sequence.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
     """
     members = members_of(group_or_mesh)
     return positions_of(seq_len, members.rank, members.size, layout, device)
 
 
-def positions_of(seq_len: int, rank: int, size: int, layout: str, device: torch.device | str | None) -> torch.Tensor:
+def positions_of(seq_len: int, rank: int, size: int, layout: str | Layout, device: torch.device | str | None) -> torch.Tensor:
     """``local_positions`` of any rank."""
     return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
 
 
 def shard_sequence(
-    group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str = "contiguous"
+    group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "contiguous"
 ) -> list[torch.Tensor]:
     """This rank's part of tensors that every rank holds whole, each along its sequence dimension. Differentiable, no communication.
 
@@ -70,10 +75,10 @@ def shard_sequence(
         group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
         buffers: whole tensors.
         seq_dims: the sequence dimension of each.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
 
     Returns:
-        New contiguous tensors, of ceil or floor of N/W positions (zigzag: of two runs of N/(2W)).
+        New contiguous tensors, of ceil or floor of N/W positions (zigzag: of two runs of N/(2W)), or of the rank's runs of a ``Layout``.
 
     Raises:
         ValueError, TypeError: as many dimensions as buffers are needed, each within its tensor; a group that lacks this rank.
@@ -92,7 +97,7 @@ def unshard_sequence(
     buffers: Sequence[torch.Tensor],
     seq_dims: Sequence[int],
     *,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     seq_len: int | None = None,
 ) -> list[torch.Tensor]:
     """The whole tensors on every rank, from every rank's part: the inverse of ``shard_sequence``. All ranks must call it.
@@ -107,7 +112,7 @@ def unshard_sequence(
         ValueError: the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
     """
     members = members_of(group_or_mesh)
-    one_of("layout", layout, LAYOUTS)
+    layout = layout_name(layout)
     dims = _check(buffers, seq_dims)
     lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
     totals = [sum(column) for column in zip(*lengths, strict=True)]
@@ -116,7 +121,7 @@ def unshard_sequence(
         found = [row[index] for row in lengths]
         if found != expected:
             raise ValueError(
-                f"buffers[{index}] has {found} positions on the group's ranks; a {layout} sequence of "
+                f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of "
                 f"{seq_len if seq_len is not None else total} has {expected}: shard it by shard_sequence with the same layout and seq_len"
             )
     if members.size == 1:

@@ -12,7 +12,7 @@ from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.prepare import WINDOW_BLOCK, pattern_of
 
 
-def _flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:
+def dilated_flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:
     segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, _, query_offset = arguments[:10]
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     B, Nq, H, D = q_shape
@@ -27,7 +27,7 @@ def _forward_flops(
     q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
 ) -> int:
     """4·D per pair. Packed documents count as one sequence: their bounds are data, which a formula does not see."""
-    return _flops(q_shape, k_shape, arguments, 4)
+    return dilated_flops(q_shape, k_shape, arguments, 4)
 
 
 @register_flop_formula(torch.ops.dilated_attention.dilated_attention_backward)
@@ -47,4 +47,4 @@ def _backward_flops(
     **_: Any,
 ) -> int:
     """10·D per pair: five matrix products, of which one repeats the forward's scores."""
-    return _flops(q_shape, k_shape, arguments, 10)
+    return dilated_flops(q_shape, k_shape, arguments, 10)

@@ -94,7 +94,7 @@ def prepare(
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=settings.precision,
-        extent=max(least_extent, *(_segment_extent(x, longest) for x in views)),
+        extent=max(least_extent, *(segment_extent(x, longest) for x in views)),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
     # each pass has its own choice: every backend's backward takes any other's out and lse
@@ -160,7 +160,7 @@ def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...
     return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
 
-def _segment_extent(x: torch.Tensor, length: int) -> int:
+def segment_extent(x: torch.Tensor, length: int) -> int:
     """Elements between the first and the last one of ``length`` positions of all heads: with heads first, heads lie far apart."""
     return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
 

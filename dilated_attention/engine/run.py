@@ -9,7 +9,7 @@ Layout inside: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -150,15 +150,20 @@ def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options
     native = dlse if backend.facts.lse_grad else None
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, native)
     if dlse is not None and native is None:
-        more_dq, more_dk = _lse_share(backend, q, k, lse, dlse, options)
+        more_dq, more_dk = lse_share(backend.backward, q, k, lse, dlse, options)
         dq, dk = dq + more_dq, dk + more_dk
     return dq, dk, dv
 
 
-def _lse_share(
-    backend: Backend, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor, options: Options
+def lse_share(
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gradient of lse adds to dq and dk, from a backward that knows none.
+    """What a gradient of lse adds to dq and dk, from a ``Backend.backward`` that knows none; lse and dlse (P, G, L).
 
     dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
     component of out carries what the first one loses in half precision.
@@ -172,7 +177,7 @@ def _lse_share(
         ones[..., 1] = 1
         values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
     no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dq, dk, _ = backend.backward(ones, q, k, no_v, values, lse, replace(options, dropout=None))
+    dq, dk, _ = backward(ones, q, k, no_v, values, lse, options=replace(options, dropout=None))
     return dq, dk
 
 
@@ -224,7 +229,7 @@ def forward_in_reach(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The backend's forward; on a CPU, where a value is NaN or infinite, with that kept to the queries that may see it."""
     if v.device.type == "cpu" and (options.causal or options.mask.band is not None):
-        wild = _not_finite(v)
+        wild = not_finite(v)
         if wild is not None:
             out, lse = backend.forward(q, k, v.masked_fill(wild, 0), options)
             reached, _ = backend.forward(q, k, wild.to(v.dtype), options)
@@ -240,10 +245,10 @@ def _values_not_finite(plan: Plan, v: torch.Tensor) -> torch.Tensor | None:
     """
     if v.device.type != "cpu" or not any(problem.causal or problem.band is not None for problem in plan.problems):
         return None
-    return _not_finite(v)
+    return not_finite(v)
 
 
-def _not_finite(v: torch.Tensor) -> torch.Tensor | None:
+def not_finite(v: torch.Tensor) -> torch.Tensor | None:
     if bool(v.sum(dtype=accumulation_dtype(v.dtype)).isfinite()):
         return None
     wild = ~v.isfinite()

@@ -12,9 +12,13 @@ from torch import nn
 from dilated_attention.factory.presets import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.modules import (
+    BlockSparseAttention,
+    BlockSparseDilatedAttention,
     DilatedAttention,
+    MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingAttention,
+    RingBlockSparseAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
@@ -23,8 +27,12 @@ from dilated_attention.modules import (
 KINDS: dict[str, type[nn.Module]] = {
     "dilated": DilatedAttention,
     "multihead_dilated": MultiheadDilatedAttention,
+    "block_sparse": BlockSparseAttention,
+    "multihead_block_sparse": MultiheadBlockSparseAttention,
+    "block_sparse_dilated": BlockSparseDilatedAttention,
     "ring": RingAttention,
     "ring_dilated": RingDilatedAttention,
+    "ring_block_sparse": RingBlockSparseAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
 }
 _BUILD_OPTIONS = ("backend", "group", "mesh", "layout", "exchange", "ranks_per_node", "timeout", "device", "dtype")
@@ -34,9 +42,11 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     """An attention module by its kind.
 
     Args:
-        kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention``;
+        kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention`` ·
+            ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
+            ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:

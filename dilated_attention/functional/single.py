@@ -180,18 +180,22 @@ def _attend(
     q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
     offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    scale = check.check_scale(scale, q.shape[3], q.dtype)
     one_of("mixture_grad", mixture_grad, ("exact", "detached"))
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
-        check.check_bool(name, flag)
-    dropout_p = check.check_probability("dropout_p", dropout_p)
-    query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
-    check.check_key_padding_mask(key_padding_mask, k)
-    check.check_cu_seqlens(cu_seqlens, q, k)
-    registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
-    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
+        q,
+        k,
+        v,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+    )
     out, lse = dilated_attention_op(
         q,
         k,
@@ -212,13 +216,43 @@ def _attend(
         dropout_p,
         mixture_grad == "detached",
         deterministic,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        needs_grad,
         backend,
         precision,
     )
     if not return_lse:
         return out
     return out, lse.detach() if mixture_grad == "detached" else lse
+
+
+def checked_options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    cu_seqlens: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    dropout_p: float,
+    query_offset: int,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+) -> tuple[float, float, int, torch.Tensor | None, bool]:
+    """(scale, dropout_p, query_offset, seed of dropout, whether gradients are asked for) of checked q, k, v; bad options are refused."""
+    scale = check.check_scale(scale, q.shape[3], q.dtype)
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        check.check_bool(name, flag)
+    dropout_p = check.check_probability("dropout_p", dropout_p)
+    query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+    check.check_key_padding_mask(key_padding_mask, k)
+    check.check_cu_seqlens(cu_seqlens, q, k)
+    registry.check_name(backend)
+    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return scale, dropout_p, query_offset, seed, needs_grad
 
 
 def flat_offsets(

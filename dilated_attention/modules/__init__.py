@@ -1,15 +1,22 @@
 """nn.Modules around the functional surface: attention alone, and with its projections; on one process, and on several."""
 
 from dilated_attention.modules._ring import RingSettings
+from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
+from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSparseAttention
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.modules.multihead import MultiheadDilatedAttention
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
 from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
 __all__ = [
+    "BlockSparseAttention",
+    "BlockSparseDilatedAttention",
     "DilatedAttention",
+    "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
+    "RingBlockSparseAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "RingSettings",

@@ -10,6 +10,7 @@ from dilated_attention.pattern.block_global import BigBird, GlobalLocal
 from dilated_attention.pattern.block_level import Axial, BlockTensor, DilatedBlocks, Strided
 from dilated_attention.pattern.block_random import RandomBlocks
 from dilated_attention.pattern.block_window import Causal, Document, LocalWindow
+from dilated_attention.pattern.content import ChosenBlocks, TopBlocks
 from dilated_attention.pattern.dilated import MAX_LENGTH, NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
 from dilated_attention.pattern.spec import pattern_from_spec
 
@@ -21,6 +22,7 @@ __all__ = [
     "BlockPattern",
     "BlockTensor",
     "Causal",
+    "ChosenBlocks",
     "DilatedBlocks",
     "DilatedPattern",
     "Document",
@@ -34,6 +36,7 @@ __all__ = [
     "RandomBlocks",
     "Sparsity",
     "Strided",
+    "TopBlocks",
     "Union",
     "from_block_mask",
     "pattern_from_spec",

@@ -103,6 +103,8 @@ class BlockPattern(Pattern):
     is_tight: ClassVar[bool] = True
     # a Python function or a tensor cannot be written down: ``spec`` names the living object instead
     holds_objects: ClassVar[bool] = False
+    # whether the blocks are chosen by what q and k hold; such a pattern says itself what | and & with it mean
+    is_chosen: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         from dilated_attention.pattern.spec import register_kind
@@ -112,6 +114,21 @@ class BlockPattern(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy has a name of its own, since its original may be freed before it
+        self.__dict__.update(state)
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
 
     @property
     def per_head(self) -> bool:
@@ -191,12 +208,12 @@ class BlockPattern(Pattern):
     def __or__(self, other: BlockPattern) -> BlockPattern:
         from dilated_attention.pattern.block_compose import Union
 
-        return Union.of(self, other) if isinstance(other, BlockPattern) else NotImplemented
+        return Union.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def __and__(self, other: BlockPattern) -> BlockPattern:
         from dilated_attention.pattern.block_compose import Intersection
 
-        return Intersection.of(self, other) if isinstance(other, BlockPattern) else NotImplemented
+        return Intersection.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
         last = -(-as_int("num_positions", num_positions, minimum=0) // self.q_block)

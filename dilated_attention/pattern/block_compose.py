@@ -32,6 +32,10 @@ class _Composite(BlockPattern):
         for i, part in enumerate(parts):
             if not isinstance(part, BlockPattern):
                 raise TypeError(f"{name} got {part!r} ({type(part).__name__}) as pattern {i}; expected a block pattern")
+            if part.is_chosen:
+                raise ValueError(
+                    f"{name} got {part!r}, which is chosen by content, as pattern {i}; join it by | or &, which know what that means"
+                )
             if part.block_size != parts[0].block_size:
                 raise ValueError(
                     f"{name} got patterns with block_size {parts[0].block_size} and {part.block_size}; give all of them the same block_size"

@@ -7,8 +7,11 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import weakref
 from typing import Any
+
+import torch
 
 from dilated_attention.pattern.block import BlockPattern
 
@@ -28,8 +31,7 @@ def register_kind(kind: type[BlockPattern]) -> None:
 
 
 def spec_of(pattern: BlockPattern) -> str:
-    written = _written(pattern)
-    return written if isinstance(written, str) else json.dumps(written, separators=(",", ":"))
+    return _written(pattern)
 
 
 def pattern_from_spec(spec: str) -> BlockPattern:
@@ -45,7 +47,7 @@ def pattern_from_spec(spec: str) -> BlockPattern:
 
 def _read(spec: str) -> BlockPattern:
     try:
-        value = spec if spec.startswith(_OBJECT) else json.loads(spec)
+        value = json.loads(spec)
     except json.JSONDecodeError as error:
         raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns") from error
     pattern = _value(value)
@@ -57,23 +59,46 @@ def _read(spec: str) -> BlockPattern:
 _read_and_kept = functools.lru_cache(maxsize=256)(_read)
 
 
-def _written(value: Any) -> Any:
+def _written(value: Any) -> str:
+    """``value`` as JSON. By hand, in what torch.compile traces: a pattern may be made inside a compiled function."""
     if isinstance(value, BlockPattern):
         if value.holds_objects:
-            return f"{_OBJECT}{_number_of(value)}"
-        fields = {f.name: _written(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {_CLASS: type(value).__name__, **fields}
-    return [_written(x) for x in value] if isinstance(value, tuple) else value
+            return f'"{_OBJECT}{_number_of(value)}"'
+        fields = [f'"{_CLASS}":"{type(value).__name__}"']
+        for described in dataclasses.fields(value):
+            if described.init:
+                name = described.metadata.get("argument", described.name)
+                fields.append(f'"{name}":{_written(getattr(value, described.name))}')
+        return "{" + ",".join(fields) + "}"
+    if isinstance(value, tuple):
+        return "[" + ",".join([_written(x) for x in value]) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        # makes a constant of torch.compile's symbolic ones, as __float__ does below
+        return f"{operator.index(value)}"
+    if isinstance(value, float):
+        return f"{value.__float__()}"
+    assert isinstance(value, str), f"{value!r} is nothing that a spec holds"
+    return '"' + value + '"'
 
 
-def _number_of(pattern: BlockPattern) -> int:
-    number = pattern.__dict__.get("_number")
-    # a copy carries the number of what it was copied from
-    if number is None or _living.get(number) is not pattern:
+def name_object(pattern: BlockPattern) -> None:
+    """Give a pattern that holds a function or a tensor the number by which its spec names it."""
+    # inside a compiled function nothing would keep it alive until the graph runs
+    if not torch.compiler.is_compiling():
         number = next(_numbers)
         object.__setattr__(pattern, "_number", number)
         _living[number] = pattern
-    return int(number)
+
+
+def _number_of(pattern: BlockPattern) -> int:
+    number = getattr(pattern, "_number", None)
+    if number is None:
+        raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
+    return operator.index(number)
 
 
 def _value(written: Any) -> Any:

@@ -1,0 +1,234 @@
+"""Block-sparse attention on Hopper by NVIDIA's cudnn-frontend (CuTe DSL), whose backward is the fastest known here at head dim 128.
+
+Read in 1.32 and relied upon:
+- its lse is natural, float32 (B, H, N). A row whose lse is +inf gets exp2(s − inf) = 0, or 0 by a test of its own, so it gives nothing;
+- rows past the end of the queries: kernels of 128-blocks drop them (loads past the end are zeros, such a row's lse is +inf, stores are
+  cut off); the forward of 64-blocks takes whole blocks only, and its backward is given no others here;
+- a last key block that is shorter is declared by ``block_sizes``, as its manual demands;
+- the transposed lists of the backward are made by atomics: its sums over query blocks have no fixed order. That kernel is compiled
+  anew for each width of table, of which ``padded`` makes few;
+- nothing is checked: an index out of range is silent damage;
+- importing it wraps CUTLASS's converter of launch arguments for the whole process, by the two rules (``Constexpr`` arguments are no
+  arguments, named tuples bring their own types) that FlashAttention-4's library sets, too. In either order both see what they did.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from dilated_attention.backends import padded
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.blocks import BlockLists
+
+# query rows that a launch must have whole multiples of, by block size
+_ROW_MULTIPLE = {64: 64, 128: 1}
+# bytes; the forward of 64-blocks assumes it of every tensor
+_ALIGNMENT = 128
+# batch entries times heads of a launch: the third extent of its grid
+_MOST_HEADS = 65535
+
+
+class CudnnBlocksBackend(Backend):
+    """Lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
+
+    name = "cudnn_fe"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        package="nvidia-cudnn-frontend",
+        install="pip install 'nvidia-cudnn-frontend>=1.32'",
+        capabilities=((9, 0), (9, 0)),
+        head_dims=frozenset({64, 96, 128}),
+        deterministic=False,
+        block_sizes=frozenset({(64, 64), (128, 128)}),
+        blocks_only=True,
+        source="H200, cudnn-frontend 1.32, backward at D = 128, blocks of 128x128, 16 heads, N = 32,768, bfloat16: 0.955/0.854/0.637 of "
+        "the speed in proportion to dense at 10/5/2 % kept (flash-attn-4: 0.84/0.78/0.58)",
+    )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        if not request.needs_grad:
+            return []
+        reasons = []
+        if request.dtype is torch.float16:
+            reasons.append("its backward takes bfloat16 only, not float16")
+        if request.head_dim in (64, 96):
+            reasons.append(f"its backward takes head_dim 128 only, not {request.head_dim}")
+        if request.num_heads != request.num_kv_heads:
+            reasons.append(f"its backward takes as many key heads as query heads, not {request.num_heads}/{request.num_kv_heads}")
+        return reasons
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("computes lists of blocks only")
+
+    def backward(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        raise AssertionError("computes lists of blocks only")
+
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check(lists, options)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        if not lists.num_entries:
+            return out.zero_(), lse.fill_(-torch.inf)
+        for launch in _launches(lists, q, k, uncut=False):
+            heads, rows = launch.heads, launch.rows
+            result = _library().block_sparse_attention_forward(
+                _aligned(launch.whole(q[:, rows, heads])),
+                *(_aligned(x[:, :, launch.kv_heads]) for x in (k, v)),
+                launch.indices,
+                block_sizes=_block_sizes(lists, q.shape[0]),
+                q2k_block_nums=launch.counts,
+                sparse_block_size=lists.q_block,
+                allow_empty_block_nums=True,
+                softmax_scale=options.scale,
+                layout="bshd",
+            )
+            part, part_lse = result["o_tensor"], result["lse_tensor"]
+            if part.shape == out.shape:
+                return part, part_lse
+            length = rows.stop - rows.start
+            out[:, rows, heads], lse[:, heads, rows] = part[:, :length], part_lse[..., :length]
+        return out, lse
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _check(lists, options)
+        assert dlse is None, "has no gradient of lse"
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if not lists.num_entries:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        launches = _launches(lists, q, k, uncut=True)
+        # each launch has some query blocks, and gives its share of dk and dv
+        cut = len({launch.rows.start for launch in launches}) > 1
+        totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)] if cut else []
+        for launch in launches:
+            heads, rows = launch.heads, launch.rows
+            mine = dq[:, rows, heads]
+            given_dq, given_dk, given_dv = launch.whole(mine), dk[:, :, heads], dv[:, :, heads]
+            _library().block_sparse_attention_backward(
+                _aligned(launch.whole(dout[:, rows, heads])),
+                _aligned(launch.whole(q[:, rows, heads])),
+                _aligned(k[:, :, heads]),
+                _aligned(v[:, :, heads]),
+                _aligned(launch.whole(out[:, rows, heads])),
+                pad(lse[:, heads, rows], (0, launch.missing), value=torch.inf).detach().contiguous(),
+                launch.indices,
+                block_sizes=_block_sizes(lists, q.shape[0]),
+                q2k_block_nums=launch.counts,
+                softmax_scale=options.scale,
+                dq_tensor=given_dq,
+                dk_tensor=given_dk,
+                dv_tensor=given_dv,
+                sparse_block_size=lists.q_block,
+                layout="bshd",
+            )
+            if launch.missing:
+                mine.copy_(given_dq[:, : mine.shape[1]])
+            for total, share in zip(totals, (given_dk, given_dv), strict=False):
+                total[:, :, heads] += share
+        return (dq, totals[0], totals[1]) if cut else (dq, dk, dv)
+
+
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """Some heads of some query blocks, and their lists for each batch entry and head, which the library wants in full.
+
+    Args:
+        heads, kv_heads, rows: what to take of q, of k and v, and of the positions of q.
+        missing: rows that this launch must be given beyond those.
+        counts, indices: (B, heads, blocks) and (B, heads, blocks, width) int32, dense.
+    """
+
+    heads: slice
+    kv_heads: slice
+    rows: slice
+    missing: int
+    counts: torch.Tensor
+    indices: torch.Tensor
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, rows, heads, D) with the missing rows as zeros."""
+        return pad(x, (0, 0, 0, 0, 0, self.missing)) if self.missing else x
+
+
+def _launches(lists: BlockLists, q: torch.Tensor, k: torch.Tensor, *, uncut: bool) -> tuple[_Launch, ...]:
+    key = ("cudnn_fe", q.shape[0], q.shape[2], k.shape[2], uncut)
+    found: tuple[_Launch, ...] | None = lists.cache.get(key)
+    if found is None:
+        found = lists.cache[key] = tuple(_new_launches(lists, q.shape[0], q.shape[2], q.shape[2] // k.shape[2], uncut))
+    return found
+
+
+def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, uncut: bool) -> Iterator[_Launch]:
+    for table in padded.row_tables(lists, group, uncut=uncut):
+        shared = lists.num_heads == 1
+        first, last = (0, num_heads) if shared else table.heads
+        counts, indices = table.full
+        rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
+        bytes_per_head = batch * indices[0, 0].numel() * 4
+        most = min(padded.TABLE_BYTES // bytes_per_head, _MOST_HEADS // batch)
+        step = max(group, most // group * group)
+        # of a list that heads share, one copy serves every launch of as many heads
+        copies: dict[int, list[torch.Tensor]] = {}
+        for head in range(first, last, step):
+            heads = slice(head, min(head + step, last))
+            num = heads.stop - heads.start
+            own = slice(0, 1) if shared else slice(head - first, heads.stop - first)
+            place = num if shared else head
+            if place not in copies:
+                copies[place] = [x[:, own].expand(batch, num, *x.shape[2:]).contiguous() for x in (counts, indices)]
+            kv_heads = slice(heads.start // group, heads.stop // group)
+            missing = (rows.start - rows.stop) % _ROW_MULTIPLE[lists.q_block]
+            yield _Launch(heads, kv_heads, rows, missing, *copies[place])
+
+
+def _check(lists: BlockLists, options: Options) -> None:
+    assert lists.masks is None, "asked for no masks inside blocks"
+    assert options.mask.is_trivial and options.dropout is None, "asked for no padding, window or dropout"
+
+
+def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
+    """(B, key blocks) int32 keys of each block, where the last one has fewer."""
+    last = lists.num_keys % lists.k_block
+    if not last:
+        return None
+    key = ("cudnn_fe block sizes", batch)
+    if key not in lists.cache:
+        sizes = torch.full((batch, lists.num_columns), lists.k_block, dtype=torch.int32, device=lists.columns.device)
+        sizes[:, -1] = last
+        lists.cache[key] = sizes
+    found: torch.Tensor = lists.cache[key]
+    return found
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its rows do not lie as bulk copies read them: 16 bytes apart or a multiple of it, and no row twice.
+
+    Detached: some of the library's exports refuse what needs a gradient.
+    """
+    x = x.detach()
+    fits = x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0
+    fits = fits and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _library() -> Any:
+    return importlib.import_module("cudnn.block_sparse_attention")

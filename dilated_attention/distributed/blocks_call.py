@@ -1,0 +1,245 @@
+"""A block-sparse call on a spread sequence from its tensors to its results: agreement of the ranks, plan, backends, run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention.backends import Backend, BackendUnavailable
+from dilated_attention.distributed import blocks_cost, blocks_run, cost
+from dilated_attention.distributed.agreement import RingCall, documents_of, is_agreed, length_of_kind, remember, same_of_tensors
+from dilated_attention.distributed.blocks_plan import BlockJob, joined, needs_of
+from dilated_attention.distributed.blocks_run import BlockCall
+from dilated_attention.distributed.blocks_script import BlockScript, BlockStep, Launch, make_block_script
+from dilated_attention.distributed.dealt import short_name
+from dilated_attention.distributed.group import Members, members_named
+from dilated_attention.distributed.handshake import agree
+from dilated_attention.distributed.layout import spans
+from dilated_attention.distributed.regroup import Holding, regroup
+from dilated_attention.distributed.wire import Wire, wire_of
+from dilated_attention.engine.block_run import BlockSettings, request_of, select_backend
+from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.run import without_padding
+from dilated_attention.pattern import BlockPattern
+
+FUNCTION = "ring_block_sparse_attention"
+Tensors = tuple[torch.Tensor, ...]
+
+
+class BlockArguments(NamedTuple):
+    """What a call has beside tensors: the pattern, the plain arguments, where the sequence lies, and in how many steps keys travel.
+
+    Args:
+        head_steps: 0 for as many as the model of time says.
+    """
+
+    pattern: BlockPattern
+    settings: BlockSettings
+    ring: RingCall
+    head_steps: int
+
+
+class BlockMasks(NamedTuple):
+    """``padding``: (B, n) bool of this rank's keys."""
+
+    padding: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    seed: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Setup:
+    """What calls of the same kind have in common: worked out once, since short calls wait for the CPU.
+
+    Args:
+        calls: of forward and backward, without masks and seed, which every call has its own.
+        lanes: of keys and of their gradients, and how many multiprocessors they may take.
+    """
+
+    script: BlockScript
+    calls: dict[bool, BlockCall]
+    lanes: tuple[str, str, int | None]
+    digest: str
+
+
+_setups: dict[object, _Setup] = {}
+
+
+def ring_blocks_forward(tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(out (B, n, H, D), lse (B, H, n), N)."""
+    members = members_named(arguments.ring.group_name)
+    seq_len, kind = _agreed_length(members, tensors, masks, arguments)
+    arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
+    work = _Work(members, tensors, masks, arguments)
+    work.agree(kind)
+    with without_autocast(tensors[0]):
+        out, lse = work.forward()
+    return out.contiguous(), lse.contiguous(), seq_len
+
+
+def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: BlockMasks, arguments: BlockArguments) -> Tensors:
+    """(dq, dk, dv), contiguous. ``tensors``: dout, q, k, v, out, lse (B, H, n)."""
+    dout, q, k, v, out, lse = tensors
+    work = _Work(members_named(arguments.ring.group_name), (q, k, v), masks, arguments)
+    with without_autocast(q):
+        return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
+
+
+def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[int, object]:
+    """N, and the kind of this call, by which the ranks remember that they make it alike."""
+    pattern, settings, ring, head_steps = arguments
+    q, k, _ = tensors
+    documents = documents_of(members, masks.cu_seqlens)
+    shared = (FUNCTION, replace(ring, timeout=0.0), settings._replace(backend=""), head_steps)
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, masks.padding is not None, documents, pattern)
+
+    def same() -> dict[str, object]:
+        return {
+            "function": FUNCTION,
+            **same_of_tensors(tensors, masks.padding, documents),
+            # what holds a function cannot be compared by its name; its lists are, once they are made
+            "pattern": type(pattern).__name__ if pattern.holds_objects else pattern.spec(),
+            "block_size": str(pattern.block_size),
+            "is_causal": settings.is_causal,
+            "scale": settings.scale,
+            "dropout_p": settings.dropout_p,
+            "deterministic": settings.deterministic,
+            "requires_grad": settings.needs_grad,
+            "layout": short_name(ring.layout),
+            "head_steps": head_steps or "None",
+            "return_lse": ring.lse_grad,
+            "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
+        }
+
+    return length_of_kind(members, kind, same, q.shape[1], ring), kind
+
+
+class _Work:
+    """One pass on one rank."""
+
+    def __init__(self, members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> None:
+        self.members, self.masks, self.arguments = members, masks, arguments
+        self.tensors = tuple(kernel_ready(x) for x in tensors)
+        N = arguments.ring.seq_len
+        whole = ((0, N),) if N else ()
+        self.documents = whole if masks.cu_seqlens is None else document_ranges(masks.cu_seqlens, N)
+
+    def agree(self, kind: object) -> None:
+        """That all ranks have kernels, before any of them sends anything.
+
+        Raises:
+            BackendUnavailable: none has.
+            ValueError: some have, or patterns with functions differ.
+        """
+        unavailable: BackendUnavailable | None = None
+        setup = None
+        try:
+            setup = self._setup()
+        except BackendUnavailable as error:
+            # a rank that raised now would leave the others waiting
+            unavailable = error
+        settled = (kind, "kernels", self.arguments.ring.seq_len)
+        if not is_agreed(self.members, settled):
+            text = "available" if unavailable is None else f"unavailable: {str(unavailable).splitlines()[0]}"
+            same = {"function": FUNCTION, "kernels": text}
+            if setup is not None and setup.digest:
+                same["pattern (the blocks that its function keeps)"] = setup.digest
+            agree(self.members, same, {}, self.arguments.ring.timeout)
+            remember(self.members, settled)
+        if unavailable is not None:
+            raise unavailable
+
+    def _setup(self) -> _Setup:
+        pattern, settings, ring, head_steps = self.arguments
+        kind = (
+            *(self.members.rank, self.members.size, ring.layout, ring.seq_len, pattern, head_steps, self.documents),
+            *(settings, self.masks.padding is None, torch.are_deterministic_algorithms_enabled()),
+            *((x.shape, x.stride(), x.dtype, x.device) for x in self.tensors),
+        )
+        setup = _setups.get(kind)
+        if setup is None:
+            if len(_setups) >= 128:
+                _setups.clear()
+            setup = _setups[kind] = self._make_setup()
+        return setup
+
+    def _make_setup(self) -> _Setup:
+        pattern, settings, ring, forced = self.arguments
+        q, k, _ = self.tensors
+        held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
+        job = BlockJob(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
+        needs = needs_of(job, q.device)
+        load = blocks_cost.load_of(job, needs, k.shape[0], k.shape[3], k.element_size())
+        memory = cost.device_memory(q.device)
+        steps = blocks_cost.even(k.shape[2], forced) if forced else blocks_cost.head_steps(load, memory)
+        script = make_block_script(job, self.members.rank, steps, q.device)
+        ahead = blocks_cost.steps_ahead(load, steps)
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+        calls = {
+            is_backward: BlockCall(self._backends(script, is_backward), settings.scale, ahead, deterministic, dropout_p=settings.dropout_p)
+            for is_backward in ((False, True) if settings.needs_grad else (False,))
+        }
+        lanes = ("few keys", "few gradients", cost.FEW_CTAS) if load.is_small else ("keys", "gradients", None)
+        return _Setup(script, calls, lanes, needs.digest)
+
+    def _backends(self, script: BlockScript, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
+        return tuple(tuple(self._backend(step, launch, is_backward) for launch in step.launches) for step in script.steps)
+
+    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool) -> Backend | None:
+        if not launch.lists.num_entries or not self.tensors[0].shape[0]:
+            return None
+        settings = self.arguments.settings
+        q, k, _ = self.tensors
+        B, _, _, D = k.shape
+        kv_heads = slice(*step.kv_heads)
+        if step.in_place:
+            keys = k[:, :, kv_heads]
+        else:
+            count = step.kv_heads[1] - step.kv_heads[0]
+            keys = torch.empty((step.buffer_rows, 2, B, count, D), dtype=k.dtype, device="meta")[:, 0].transpose(0, 1)
+        views = (q[:, :, slice(*step.heads)], keys)
+        return select_backend(request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward), settings)
+
+    def _wires(self, setup: _Setup) -> tuple[Wire, Wire] | None:
+        """For keys and for their gradients; opened by all ranks, also by those that have nothing to exchange."""
+        if not setup.script.exchanges:
+            return None
+        *names, most_ctas = setup.lanes
+        keys = wire_of(self.members, self.arguments.ring.timeout, names[0], most_ctas)
+        # a forward needs no gradients' wire; but of a training step it is the moment when nothing is under way
+        needs_grad = self.arguments.settings.needs_grad
+        gradients = wire_of(self.members, self.arguments.ring.timeout, names[1], most_ctas) if needs_grad else keys
+        for wire in (keys, gradients):
+            wire.open(self.tensors[0].device)
+        return keys, gradients
+
+    def _prepared(self, is_backward: bool) -> tuple[BlockScript, BlockCall, Tensors, tuple[Wire, Wire] | None]:
+        setup = self._setup()
+        call, (q, k, v) = setup.calls[is_backward], self.tensors
+        if self.masks.seed is not None:
+            call = replace(call, seed=int(self.masks.seed.item()))
+        if self.masks.padding is not None:
+            call = replace(call, padding=self._whole_padding(setup.script.job, self.masks.padding))
+            k, v = without_padding(k, v, self.masks.padding)
+        return setup.script, call, (q, k, v), self._wires(setup)
+
+    def _whole_padding(self, job: BlockJob, padding: torch.Tensor) -> torch.Tensor:
+        """(B, N) bool of all ranks' keys."""
+        wire = None
+        if self.members.size > 1:
+            wire = wire_of(self.members, self.arguments.ring.timeout)
+            wire.open(padding.device)
+        rows = [Holding(tuple((start, stop, 1) for start, stop in held), (0, 1)) for held in job.holdings]
+        whole = [Holding(((0, job.seq_len, 1),), (0, 1))] * self.members.size
+        (mask,) = regroup([padding.to(torch.uint8)[..., None]], [rows], [whole], self.members.rank, wire, "padding masks")
+        return mask[..., 0].bool()
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        script, call, tensors, wires = self._prepared(False)
+        return blocks_run.forward(script, tensors, call, None if wires is None else wires[0])
+
+    def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
+        script, call, tensors, wires = self._prepared(True)
+        return blocks_run.backward(script, (kernel_ready(dout), *tensors, kernel_ready(out), lse), call, wires, dlse)

@@ -1,0 +1,114 @@
+"""A layout that says outright which runs of positions each process holds, and its name, by which ops and processes pass it on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilated_attention.pattern.checks import one_of
+
+_PREFIX = "runs:"
+LAYOUTS = ("contiguous", "zigzag", "striped")
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions each of W processes holds of a sequence of N; accepted wherever ``layout=`` is. ``balanced_layout`` makes one.
+
+    Args:
+        seq_len: N.
+        runs: of each process its runs [start, end), ascending; together they hold every position once.
+        imbalance: most over mean work of a process, where it was made for some work; 1 is even.
+
+    Raises:
+        ValueError: runs that leave a position out, or hold it twice.
+    """
+
+    seq_len: int
+    runs: tuple[Runs, ...]
+    imbalance: float = 1.0
+    # what the layout is called where only strings pass; not ``str()``, which torch.compile cannot trace
+    name: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        runs = tuple(tuple((int(start), int(end)) for start, end in mine) for mine in self.runs)
+        object.__setattr__(self, "runs", runs)
+        if not runs:
+            raise ValueError("runs is empty; expected the runs of at least one process")
+        for rank, mine in enumerate(runs):
+            if any(start >= end for start, end in mine) or any(a[1] > b[0] for a, b in itertools.pairwise(mine)):
+                raise ValueError(f"runs[{rank}] is {_shown(mine)}; expected runs (start, end) with start < end, ascending and apart")
+        end = 0
+        for start, stop in sorted(run for mine in runs for run in mine):
+            if start != end:
+                raise ValueError(f"runs {'leave out' if start > end else 'hold twice'} position {min(start, end)}; each must be held once")
+            end = stop
+        if end != self.seq_len:
+            raise ValueError(f"runs end at position {end} of a sequence of {self.seq_len}; they must hold all of it")
+        text = ";".join(",".join(f"{start}-{stop}" for start, stop in mine) for mine in runs)
+        object.__setattr__(self, "name", f"{_PREFIX}{self.seq_len}:{text}")
+
+    @property
+    def size(self) -> int:
+        """W, the number of processes."""
+        return len(self.runs)
+
+
+def layout_name(layout: Any, known: tuple[str, ...] = LAYOUTS) -> str:
+    """A layout as the string that names it; ``known`` are those of one word that are taken here.
+
+    Raises:
+        ValueError, TypeError: neither a ``Layout`` nor one of ``known``.
+    """
+    if isinstance(layout, Layout):
+        return layout.name
+    if not (isinstance(layout, str) and layout.startswith(_PREFIX)):
+        one_of("layout", layout, known, also="or a Layout, as of balanced_layout")
+    return str(layout)
+
+
+def is_dealt(layout: str) -> bool:
+    """Whether the name is that of a ``Layout``."""
+    return layout.startswith(_PREFIX)
+
+
+def short_name(layout: str) -> str:
+    """The name as messages show it."""
+    return (
+        layout
+        if len(layout) <= 60
+        else f"{layout[:40]} … ({layout.count('-')} runs, hash {hashlib.sha256(layout.encode()).hexdigest()[:8]})"
+    )
+
+
+def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
+    """Every process's runs, by the name of a ``Layout``.
+
+    Raises:
+        ValueError: it is of another length, or of other processes.
+    """
+    found, runs = _parsed(layout)
+    if (found, len(runs)) != (seq_len, size):
+        raise ValueError(
+            f"layout is of {found} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them by "
+            f"balanced_layout(pattern, {seq_len}, {size})"
+        )
+    return runs
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(layout: str) -> tuple[int, tuple[Runs, ...]]:
+    length, _, text = layout.removeprefix(_PREFIX).partition(":")
+    runs = []
+    for mine in text.split(";"):
+        pairs = (run.split("-") for run in mine.split(",") if run)
+        runs.append(tuple((int(start), int(end)) for start, end in pairs))
+    return int(length), tuple(runs)
+
+
+def _shown(runs: Runs) -> str:
+    return str(runs) if len(runs) <= 6 else f"{runs[:6]} …"

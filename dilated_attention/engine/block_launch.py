@@ -1,0 +1,164 @@
+"""One document's attention over lists of kept blocks, on one backend: cut to its limits, NaN kept in reach, any gradient of lse.
+
+Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from dilated_attention.backends.base import Backend, Facts, Mask, Options, accumulation_dtype
+from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.engine.run import lse_share, not_finite
+from dilated_attention.engine.views import launches
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def forward_lists(
+    backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, *, front: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) of the pairs that ``lists`` keep.
+
+    Args:
+        options: of the whole batch; the lists say what is causal.
+        front: rows by which q begins inside the first query block. Dropout counts them, too.
+    """
+    q = _with_front(q, 1, front)
+    assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
+    if not lists.num_entries:
+        out, lse = torch.zeros_like(q), _new_lse(q, -torch.inf)
+    else:
+        parts = [
+            _forward_in_reach(backend, some, q[where], k[where], v[where], some_options)
+            for where, some, some_options in _launches(backend.facts, lists, (q, k, v), options)
+        ]
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
+
+
+def backward_lists(
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None = None, *, front: int = 0
+) -> Tensors:
+    """Shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
+
+    Args:
+        tensors: dout, q, k, v and the out and lse of the whole softmax, of which these pairs may be a part.
+        options, front: as of ``forward_lists``.
+    """
+    dout, q, k, v, out, lse = tensors
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
+    lse = _with_front(lse, 2, front, torch.inf)
+    dlse = None if dlse is None else _with_front(dlse, 2, front)
+    if not lists.num_entries:
+        grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
+    else:
+        cuts = _launches(backend.facts, lists, (dout, q, k, v, out), options)
+        parts = [
+            _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
+            for where, some, some_options in cuts
+        ]
+        grads = parts[0] if len(parts) == 1 else tuple(torch.cat(shares) for shares in zip(*parts, strict=True))
+    return (grads[0][:, front:], *grads[1:])
+
+
+def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+
+    native = dlse if backend.facts.lse_grad else None
+    dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
+    if dlse is None or native is not None:
+        return dq, dk, dv
+
+    def backward(*tensors: torch.Tensor, options: Options) -> Tensors:
+        return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
+
+    more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
+    acc = accumulation_dtype(q.dtype)
+    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
+
+
+def _forward_in_reach(
+    backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backend's forward; on a CPU, where a key or value is NaN or infinite, with that kept to the rows that keep it.
+
+    Inside a visited block a masked pair's weight 0 would meet it, and 0 · NaN is NaN. A GPU would have to be waited for.
+    """
+    wild_k, wild_v = (not_finite(x) if x.device.type == "cpu" else None for x in (k, v))
+    if wild_k is None and wild_v is None:
+        return backend.forward_blocks(q, k, v, lists, options)
+    zeros = torch.zeros_like(q), torch.zeros_like(k)
+    plain = replace(options, dropout=None)
+
+    def reached(wild: torch.Tensor) -> torch.Tensor:
+        # equal scores: every kept key has a weight
+        return backend.forward_blocks(*zeros, wild.to(v.dtype), lists, plain)[0] != 0
+
+    if wild_v is not None:
+        out, lse = _forward_in_reach(backend, lists, q, k, v.masked_fill(wild_v, 0), options)
+        return out.masked_fill(reached(wild_v), torch.nan), lse
+    assert wild_k is not None
+    # one such number spoils the key's whole score
+    wild = wild_k.any(-1, keepdim=True).expand(k.shape)
+    out, lse = backend.forward_blocks(q, k.masked_fill(wild, 0), v, lists, options)
+    spoilt = reached(wild)
+    return out.masked_fill(spoilt, torch.nan), lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
+
+
+def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Options) -> Iterator[tuple[slice, BlockLists, Options]]:
+    """Batch entries of each launch, with their lists and options: as many as the backend takes at once."""
+    B = tensors[0].shape[0]
+    views = [x[:, None] for x in tensors]
+    start = 0
+    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=None):
+        size = group[0].shape[0]
+        where = slice(start, start + size)
+        start += size
+        yield (where, lists, options) if size == B else (where, _lists_of(lists, where), _options_of(options, where))
+
+
+def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
+    """The lists of some batch entries."""
+    if lists.num_batch == 1:
+        return lists
+    rows = lists.num_heads * lists.num_rows
+    starts = lists.row_starts[where.start * rows : where.stop * rows + 1]
+    first, last = int(starts[0]), int(starts[-1])
+    return replace(
+        lists,
+        num_batch=where.stop - where.start,
+        row_starts=starts - first,
+        columns=lists.columns[first:last],
+        masks=None if lists.masks is None else lists.masks[first:last],
+    )
+
+
+def _options_of(options: Options, where: slice) -> Options:
+    padding, dropout = options.mask.padding, options.dropout
+    if padding is not None:
+        options = replace(options, mask=Mask(padding[where]))
+    if dropout is not None:
+        options = replace(
+            options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])
+        )
+    return options
+
+
+def _with_front(x: torch.Tensor, dim: int, front: int, value: float = 0.0) -> torch.Tensor:
+    """x with ``front`` rows of ``value`` before it along ``dim``."""
+    if not front:
+        return x
+    shape = list(x.shape)
+    shape[dim] = front
+    return torch.cat([x.new_full(shape, value), x], dim)
+
+
+def _new_lse(q: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=accumulation_dtype(q.dtype), device=q.device)

@@ -1,0 +1,152 @@
+"""The custom op of block-sparse attention: schema, fake, autograd. Its lists are made inside, so torch.compile sees a name of the pattern.
+
+``torch.ops.dilated_attention.block_sparse_attention`` is what a selective-checkpointing policy lists as must-save.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
+from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.pattern import pattern_from_spec
+
+
+@torch.library.custom_op("dilated_attention::block_sparse_attention", mutates_args=())
+def block_sparse_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    spec: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D), lse (B, H, Nq)). Arguments are checked by the caller.
+
+    ``spec`` is ``BlockPattern.spec()``; ``kept`` is what a content-chosen pattern chose.
+    """
+    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
+    if not q.numel():
+        return new_like(q), new_lse(q).fill_(-torch.inf)
+    q, k, v = (kernel_ready(x) for x in (q, k, v))
+    settings = BlockSettings(is_causal, scale, dropout_p, deterministic, needs_grad, backend)
+    masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
+    with without_autocast(q):
+        out, lse = blocks_forward(q, k, v, pattern_from_spec(spec), settings, masks)
+    return as_new(out), as_new(lse)
+
+
+@torch.library.custom_op("dilated_attention::block_sparse_attention_backward", mutates_args=())
+def block_sparse_attention_backward_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    spec: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shares (dq, dk, dv), contiguous, in the inputs' dtype; ``out`` and ``lse`` may be those of a larger softmax."""
+    if not q.numel():
+        return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
+    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
+    dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
+    settings = BlockSettings(is_causal, scale, dropout_p, deterministic, needs_grad, backend)
+    masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
+    with without_autocast(q):
+        grads = blocks_backward((dout, q, k, v, out, lse), pattern_from_spec(spec), settings, masks, dlse)
+    dq, dk, dv = (as_new(grad.to(q.dtype)) for grad in grads)
+    return dq, dk, dv
+
+
+def as_new(x: torch.Tensor) -> torch.Tensor:
+    """x as a tensor of its shape is made, which is what the fakes promise: contiguous in dimensions of size 1, too, and no part of another."""
+    strides = itertools.accumulate((max(size, 1) for size in reversed(x.shape[1:])), operator.mul, initial=1)
+    if x.storage_offset() == 0 and x.stride() == tuple(strides)[::-1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def new_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+
+
+def register_gradients(forward: Any, backward: Any, name: str, spec_index: int, way_out: str) -> None:
+    """Autograd of an op whose first seven arguments are tensors, given again to its backward after dout, dlse, q, k, v, out, lse.
+
+    Args:
+        spec_index: where the op's arguments have the pattern's spec.
+        way_out: how else to get second derivatives at small N.
+    """
+    num_tensors = 7
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:num_tensors], *output)
+        ctx.settings = inputs[num_tensors:]
+        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+        ctx.pattern = pattern_from_spec(inputs[spec_index])
+
+    def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *optional, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv = backward(dout.to(q.dtype), dlse, q, k, v, out, lse, *optional, *ctx.settings)
+        return dq, dk, dv, *(None,) * (len(optional) + len(ctx.settings))
+
+    def no_double_backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(
+            f"{name} has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use {way_out}"
+        )
+
+    def new_results(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return new_like(q), new_lse(q)
+
+    def new_gradients(
+        dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return new_like(q), new_like(k), new_like(v)
+
+    forward.register_fake(new_results)
+    backward.register_fake(new_gradients)
+    forward.register_autograd(gradients, setup_context=setup_context)
+    backward.register_autograd(no_double_backward)
+
+
+register_gradients(
+    block_sparse_attention_op,
+    block_sparse_attention_backward_op,
+    "block_sparse_attention",
+    7,
+    "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)",
+)

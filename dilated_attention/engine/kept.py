@@ -1,0 +1,133 @@
+"""Kept blocks as bits, and as lists: ``kept`` (B, H, R, W) int32, bit c % 32 of word c // 32 of row r is set where block c is kept.
+
+Bits of all heads take N² / (8 · q_block · k_block) bytes a head, 8 MiB at N = 2^20 and blocks of 128: they are what is saved for the
+backward and sent around. Lists are made of them where a kernel is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.engine.merge import has_kernels
+from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern.block_kept import WORD, packed, unpacked
+
+# of what unpacked bits take at a time
+_CHUNK = 2**26
+# kernels hold a whole row
+MOST_COLUMNS = 2**16
+
+
+def pack(flags: torch.Tensor) -> torch.Tensor:
+    """(…, n) bool → (…, ceil(n / 32)) int32."""
+    return packed(torch.nn.functional.pad(flags, (0, -flags.shape[-1] % WORD)))
+
+
+def unpack(words: torch.Tensor, num_flags: int) -> torch.Tensor:
+    """(…, words) int32, at least ceil(n / 32) → (…, n) bool."""
+    return unpacked(words[..., : -(-num_flags // WORD)])[..., :num_flags]
+
+
+def bits_of_lists(lists: BlockLists) -> torch.Tensor:
+    """(groups, rows, words) int32: blocks of which ``lists`` keep any pair."""
+    words = -(-lists.num_columns // WORD)
+    bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
+    # no block comes twice, so the sum is the union
+    bits.index_add_(0, lists.row_of_entry * words + lists.columns // WORD, torch.ones_like(lists.columns) << lists.columns % WORD)
+    return bits.view(lists.num_groups, lists.num_rows, words)
+
+
+def lists_of_kept(
+    kept: torch.Tensor, pattern: BlockPattern, num_queries: int, num_keys: int, *, is_causal: bool, query_offset: int = 0
+) -> BlockLists:
+    """Lists of the kept blocks of one document, for each batch entry and head (or some of them: any slice of ``kept``).
+
+    Args:
+        kept: (B, H, rows, words) int32, rows and words at least those of the document.
+        num_queries: from the beginning of the first query block on.
+        is_causal: blocks are cut by causality, by interval and by masks of bits; those that are wholly in the future must not be kept.
+        query_offset: position of the first query block, a multiple of its length.
+
+    Waits for the GPU once, to learn how long the lists are.
+    """
+    q_block, k_block = pattern.q_block, pattern.k_block
+    assert query_offset % q_block == 0
+    B, H = kept.shape[:2]
+    rows, columns = -(-num_queries // q_block), -(-num_keys // k_block)
+    kept = kept[:, :, :rows, : -(-columns // WORD)]
+    deltas = _partial_deltas(q_block, k_block) if is_causal else range(0)
+    if has_kernels(kept) and columns <= MOST_COLUMNS:
+        from dilated_attention.engine.kept_triton import write_lists as write
+    else:
+        write = _write_lists
+    row_starts, entries, masks = write(kept, (q_block, k_block), columns, query_offset, deltas)
+    interval = None
+    if masks is not None:
+        interval = _causal_interval(num_queries, num_keys, query_offset, kept.device)
+    return BlockLists(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        q_block=q_block,
+        k_block=k_block,
+        num_batch=B,
+        num_heads=H,
+        row_starts=row_starts,
+        columns=entries,
+        masks=masks,
+        bits=_causal_bits(q_block, k_block, deltas if masks is not None else range(0), kept.device),
+        interval=interval,
+    )
+
+
+def checked_total(total: int) -> int:
+    if total >= 2**31:
+        raise ValueError(f"{total} kept blocks over all batch entries and heads; lists count to 2**31 − 1: keep less, or cut the batch")
+    return total
+
+
+def _write_lists(
+    kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(row_starts, columns, masks) of ``BlockLists``, in plain torch."""
+    q_block, k_block = block
+    B, H, rows, words = kept.shape
+    row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
+    entries = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
+    masks = list(entries)
+    size = max(1, _CHUNK // max(1, columns))
+    for first, part in enumerate(kept.reshape(B * H * rows, words).split(size)):
+        taken = unpack(part, columns)
+        row, column = taken.nonzero().unbind(1)
+        row += first * size
+        row_starts[1 + first * size :][: part.shape[0]] = taken.sum(-1)
+        entries.append(column.to(torch.int32))
+        if deltas:
+            delta = row % rows * q_block + query_offset - column * k_block
+            masks.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
+    row_starts = row_starts.cumsum(0)
+    checked_total(int(row_starts[-1]))
+    all_masks = torch.cat(masks)
+    return row_starts.to(torch.int32), torch.cat(entries), all_masks if bool((all_masks >= 0).any()) else None
+
+
+def _partial_deltas(q_block: int, k_block: int) -> range:
+    """(first query − first key) of the blocks that causality cuts: some pair is kept and some is not."""
+    step = math.gcd(q_block, k_block)
+    return range(step - q_block, k_block - 1, step)
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> torch.Tensor:
+    """(deltas, q_block, k_block / 32) int32: query m keeps key n of its block where n ≤ m + delta."""
+    delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
+    return pack(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    high = (torch.arange(num_queries, dtype=torch.int32) + (query_offset + 1)).clamp(max=num_keys).to(device)
+    return torch.zeros_like(high), high

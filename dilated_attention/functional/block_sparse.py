@@ -1,0 +1,227 @@
+"""``block_sparse_attention``, and dilated branches plus a block pattern in one softmax, on one process."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from dilated_attention import validation as check
+from dilated_attention.engine import block_flops  # noqa: F401  registers the formulas of the ops
+from dilated_attention.engine.block_dilated_op import block_sparse_dilated_attention_op
+from dilated_attention.engine.block_op import block_sparse_attention_op
+from dilated_attention.engine.choose import choose_blocks_op
+from dilated_attention.functional.single import autocast, checked_options, flat_offsets
+from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
+from dilated_attention.pattern.checks import as_int_tuple
+
+_converted: weakref.WeakKeyDictionary[BlockMask, BlockPattern] = weakref.WeakKeyDictionary()
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Any,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Attention over the pairs that a pattern of blocks keeps, exact, as one softmax over each query's kept keys.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
+
+    m is ``pattern.dense_mask``. Time and memory grow with the blocks kept, not with N². A row without a kept key is 0 with lse −inf
+    and gradient 0.
+
+    Args:
+        q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
+        k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
+        pattern: of ``dilated_attention.pattern``, alone or several joined by | and &, for all heads or per head; or a ``BlockMask`` of
+            torch.nn.attention.flex_attention, as ``from_block_mask`` reads it.
+        is_causal: a query sees keys at its own position and before.
+        scale: factor of q·k; None for 1/sqrt(D).
+        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each is attended as if alone, with its own blocks.
+        key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        dropout_p: probability that an attention weight is dropped, by position. 0 in evaluation.
+        query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
+        return_lse: also return the log-sum-exp of the scores.
+        deterministic: only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name of ``list_backends()``, which is then used or refused, never replaced.
+
+    Returns:
+        out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
+        float64 inputs). lse is differentiable.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is allocated.
+        BackendUnavailable: no backend, or not the named one, can do this; with every reason.
+
+    The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), by
+    whole blocks. Differs from libraries that take a softmax per block, whose weights of one query do not sum to 1.
+
+    >>> out = block_sparse_attention(q, k, v, LocalWindow(512) | GlobalLocal(128, 16), is_causal=True)
+    """
+    q, k, v = autocast(q, k, v)
+    check.check_tensors(q, k, v)
+    pattern = checked_pattern(pattern)
+    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
+        q,
+        k,
+        v,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    out, lse = block_sparse_attention_op(
+        q,
+        k,
+        v,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
+        pattern.spec(),
+        is_causal,
+        scale,
+        query_offset,
+        dropout_p,
+        deterministic,
+        needs_grad,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def block_sparse_dilated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment_lengths: Any,
+    dilation_rates: Any,
+    pattern: Any,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    tail: str = "mask",
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Dilated branches and a block pattern together, exact, as one softmax over the multiset of all their keys.
+
+        m_h(i, j) = m_h(i, j) of ``dilated_attention`` + m_h(i, j) of ``block_sparse_attention``
+
+    So a pair that two branches, or a branch and a block, keep counts twice, as pairs of two branches do in LongNet. Both parts are
+    computed by their own kernels and merged by their log-sum-exps; the backward of each runs with the merged ones, and no gradient
+    runs through the merge.
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: as of ``dilated_attention``.
+        pattern: as of ``block_sparse_attention``.
+        backend: ``"auto"``, or a name that computes both parts or is refused; ``"nested"`` is about the branches alone.
+
+    All other arguments, results and errors are those of ``dilated_attention``; its ``mixture_grad`` is ``"exact"`` here.
+
+    >>> out = block_sparse_dilated_attention(q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
+    """
+    lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
+    q, k, v = autocast(q, k, v)
+    check.check_tensors(q, k, v)
+    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
+    pattern = checked_pattern(pattern)
+    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
+        q,
+        k,
+        v,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    out, lse = block_sparse_dilated_attention_op(
+        q,
+        k,
+        v,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
+        list(lengths),
+        list(rates),
+        offset_name,
+        offset_list,
+        branch_heads,
+        tail,
+        pattern.spec(),
+        is_causal,
+        scale,
+        query_offset,
+        dropout_p,
+        deterministic,
+        needs_grad,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def checked_pattern(pattern: Any) -> BlockPattern:
+    """A block pattern, or the one of a ``BlockMask``, which is converted once in its life."""
+    if isinstance(pattern, BlockPattern):
+        return pattern
+    if not isinstance(pattern, BlockMask):
+        raise TypeError(
+            f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
+            "or a BlockMask of torch.nn.attention.flex_attention"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
+            "dilated_attention.pattern.from_block_mask(block_mask)"
+        )
+    known = _converted.get(pattern)
+    if known is None:
+        known = _converted[pattern] = from_block_mask(pattern)
+    return known
+
+
+def _chosen(
+    pattern: BlockPattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+) -> torch.Tensor | None:
+    """The blocks that a content-chosen pattern keeps, as bits; None for a pattern that shapes alone determine."""
+    if not pattern.is_chosen:
+        return None
+    return choose_blocks_op(q.detach(), k.detach(), key_padding_mask, cu_seqlens, pattern.spec(), is_causal, scale, query_offset)

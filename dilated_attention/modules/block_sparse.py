@@ -1,0 +1,244 @@
+"""Block-sparse attention as modules without parameters: alone, and beside dilated branches in one softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention import validation as check
+from dilated_attention.backends import registry
+from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
+from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
+from dilated_attention.pattern.block_density import KINDS
+from dilated_attention.pattern.checks import one_of
+
+
+class BlockSparseAttention(nn.Module):
+    """Attention over the pairs that a pattern of blocks keeps, as one softmax over each query's kept keys.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
+
+    See ``block_sparse_attention``, whose arguments these are.
+
+    Args:
+        pattern: of ``dilated_attention.pattern``, or a ``BlockMask`` of flex attention; None with ``sparsity_ratio``.
+        sparsity_ratio: instead of a pattern, the fraction of dense attention's pairs that is to be computed; (0, 1].
+        sparsity: which pairs those are: ``"random"`` blocks · ``"local"`` · ``"dilated"`` · ``"global_local"`` · ``"big_bird"``; see
+            ``dilated_attention.pattern.Sparsity``.
+        block_size: of that pattern: 64 or 128, or (query block, key block).
+        seed: of that pattern, where it draws blocks.
+        scale: factor of q·k; None for 1/sqrt(D).
+        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
+        deterministic: only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+
+    Differs from earlier libraries' modules of this name in that ``sparsity_ratio=0.1`` computes a tenth of the pairs, and in one
+    softmax over them.
+
+    >>> layer = BlockSparseAttention(sparsity_ratio=0.1)
+    >>> out = layer(q, k, v, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        deterministic: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self._pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
+        # the head dimension, which only None would need, is not known yet
+        self.scale = None if scale is None else check.check_scale(scale, 1)
+        self.dropout = check.check_probability("dropout", dropout)
+        self.deterministic = check.check_bool("deterministic", deterministic)
+        registry.check_name(backend)
+        self.backend = backend
+
+    @property
+    def pattern(self) -> BlockPattern:
+        """What attends to what: counts its pairs and FLOPs, draws itself."""
+        return self._pattern
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool = False,
+        *,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
+            key, value: (B, Nk, Hk, D), Hk a divisor of H.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding.
+            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
+            return_lse: also return the log-sum-exp of the scores.
+
+        Returns:
+            out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit; the text says q, k, v for query, key, value.
+            BackendUnavailable: no backend, or not the named one, can do this.
+        """
+        return block_sparse_attention(
+            query,
+            key,
+            value,
+            self._pattern,
+            is_causal=is_causal,
+            scale=self.scale,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            query_offset=query_offset,
+            return_lse=return_lse,
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The pattern, and every setting that is not its default."""
+        settings = (
+            ("scale", self.scale, None),
+            ("dropout", self.dropout, 0.0),
+            ("deterministic", self.deterministic, False),
+            ("backend", self.backend, "auto"),
+        )
+        return ", ".join([repr(self._pattern)] + [f"{name}={value!r}" for name, value, default in settings if value != default])
+
+
+class BlockSparseDilatedAttention(DilatedSettings):
+    """Dilated branches and a block pattern in one softmax: m = m_dilated + m_blocks.
+
+    A pair that two branches, or a branch and a block, keep counts twice, as pairs of two branches do in LongNet (arXiv 2307.02486).
+    See ``block_sparse_dilated_attention``, whose arguments these are.
+
+    Args:
+        segment_lengths: w of each branch, in positions.
+        dilation_rates: r of each branch, 1 ≤ r ≤ w.
+        pattern, sparsity_ratio, sparsity, block_size, seed: of the blocks, as of ``BlockSparseAttention``.
+        scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: as of ``DilatedAttention``.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+
+    >>> layer = BlockSparseDilatedAttention([2048, 8192], [1, 4], sparsity_ratio=0.05)
+    >>> out = layer(q, k, v, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        deterministic: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            segment_lengths,
+            dilation_rates,
+            scale=scale,
+            dropout=dropout,
+            head_offsets=head_offsets,
+            branch_heads=branch_heads,
+            tail=tail,
+            mixture_grad="exact",
+            deterministic=deterministic,
+            backend=backend,
+        )
+        self._block_pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
+
+    @property
+    def block_pattern(self) -> BlockPattern:
+        """Which blocks are kept beside the branches, which ``pattern`` holds."""
+        return self._block_pattern
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool = False,
+        *,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend. Arguments, results and errors are those of ``BlockSparseAttention``."""
+        settings = self._arguments()
+        del settings["mixture_grad"]
+        return block_sparse_dilated_attention(
+            query,
+            key,
+            value,
+            **settings,
+            pattern=self._block_pattern,
+            is_causal=is_causal,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            query_offset=query_offset,
+            return_lse=return_lse,
+        )
+
+    def extra_repr(self) -> str:
+        """The branches, the blocks, and every setting that is not its default."""
+        return f"{super().extra_repr()}, block_pattern={self._block_pattern!r}"
+
+
+def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, block_size: Any, seed: int) -> BlockPattern:
+    """The pattern given, or the one of a sparsity ratio: exactly one of them."""
+    if (pattern is None) == (sparsity_ratio is None):
+        given = "neither" if pattern is None else f"both (pattern {pattern!r}, sparsity_ratio {sparsity_ratio!r})"
+        raise ValueError(
+            f"pattern and sparsity_ratio: {given} given; expected exactly one: give a pattern, e.g. LocalWindow(512), or a fraction "
+            "of dense attention's pairs, e.g. sparsity_ratio=0.1"
+        )
+    if sparsity_ratio is not None:
+        one_of("sparsity", sparsity, KINDS)
+        if isinstance(sparsity_ratio, bool) or not isinstance(sparsity_ratio, (int, float)):
+            raise TypeError(
+                f"sparsity_ratio is {sparsity_ratio!r} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
+            )
+        if not 0 < sparsity_ratio <= 1:
+            raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the part of all pairs to compute, above 0 and at most 1")
+        return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
+    for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
+        if value != default:
+            raise ValueError(
+                f"{name} is {value!r} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio instead of pattern"
+            )
+    return checked_pattern(pattern)

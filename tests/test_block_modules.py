@@ -1,0 +1,229 @@
+"""The modules of block-sparse attention: their settings reach the function, their parameters are those of the dilated layer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dilated_attention import (
+    BlockSparseAttention,
+    BlockSparseDilatedAttention,
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    create_attention,
+)
+from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
+
+PATTERN = GlobalLocal(20, 3, block_size=64)
+DOCUMENTS = torch.tensor([0, 30, 30, 90], dtype=torch.int32)
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "padding": {"key_padding_mask": torch.arange(90)[None] % 5 == 0},
+    "documents": {"cu_seqlens": DOCUMENTS, "is_causal": True},
+    "offset": {"query_offset": 70, "is_causal": True},
+}
+
+
+def make_qkv(call: str = "full", heads: int = 4, kv_heads: int = 2, dim: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    queries = 20 if call == "offset" else 90
+    shapes = [(1, queries, heads, dim), (1, 90, kv_heads, dim), (1, 90, kv_heads, dim)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_modules_are_their_functions(call: str) -> None:
+    qkv = make_qkv(call)
+    layer = BlockSparseAttention(PATTERN, scale=0.7, deterministic=True, backend="math")
+    expected = block_sparse_attention(*qkv, PATTERN, scale=0.7, return_lse=True, **CALLS[call])
+    for mine, other in zip(layer(*qkv, return_lse=True, **CALLS[call]), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    assert torch.equal(layer(*qkv, **CALLS[call]), layer(*qkv, return_lse=True, **CALLS[call])[0])
+
+    both = BlockSparseDilatedAttention([16, 64], [1, 3], PATTERN, scale=0.7, head_offsets="blocked")
+    arguments = {"scale": 0.7, "head_offsets": "blocked", "return_lse": True, **CALLS[call]}
+    expected = block_sparse_dilated_attention(*qkv, [16, 64], [1, 3], PATTERN, **arguments)
+    for mine, other in zip(both(*qkv, return_lse=True, **CALLS[call]), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_is_causal_may_be_given_by_position() -> None:
+    qkv = make_qkv()
+    for layer in (BlockSparseAttention(PATTERN), BlockSparseDilatedAttention([16], [1], PATTERN)):
+        assert torch.equal(layer(*qkv, True), layer(*qkv, is_causal=True))
+        assert not torch.equal(layer(*qkv, True), layer(*qkv))
+
+
+def test_dropout_is_of_training() -> None:
+    qkv = make_qkv()
+    layer = BlockSparseAttention(PATTERN, dropout=0.5)
+    assert not torch.equal(layer(*qkv), layer(*qkv))
+    layer.eval()
+    assert torch.equal(layer(*qkv), layer(*qkv))
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "block_sparse": lambda **settings: BlockSparseAttention(**settings),
+    "block_sparse_dilated": lambda **settings: BlockSparseDilatedAttention([16], [1], **settings),
+    "multihead_block_sparse": lambda **settings: MultiheadBlockSparseAttention(16, 4, **settings),
+}
+
+
+def pattern_of(layer: nn.Module) -> BlockPattern:
+    layer = getattr(layer, "attention", layer)
+    return layer.block_pattern if isinstance(layer, BlockSparseDilatedAttention) else layer.pattern  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparsity_ratio_is_the_density(kind: str) -> None:
+    for ratio, sparsity in ((0.1, "random"), (0.25, "local"), (0.5, "big_bird")):
+        pattern = pattern_of(KINDS[kind](sparsity_ratio=ratio, sparsity=sparsity, block_size=64))
+        assert pattern == Sparsity(ratio, sparsity, block_size=64)
+        assert abs(pattern.density(8192) - ratio) <= 64 / 8192
+    seeded = pattern_of(KINDS[kind](sparsity_ratio=0.1, seed=3, block_size=(64, 128)))
+    assert seeded == Sparsity(0.1, "random", 3, block_size=(64, 128))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({}, ValueError, ("neither given", "exactly one", "sparsity_ratio=0.1")),
+        ({"pattern": PATTERN, "sparsity_ratio": 0.1}, ValueError, ("both", "exactly one")),
+        ({"sparsity_ratio": 0.0}, ValueError, ("sparsity_ratio is 0.0", "above 0")),
+        ({"sparsity_ratio": 1.5}, ValueError, ("sparsity_ratio is 1.5", "at most 1")),
+        ({"sparsity_ratio": "0.1"}, TypeError, ("sparsity_ratio is '0.1' (str)",)),
+        ({"sparsity_ratio": True}, TypeError, ("sparsity_ratio is True (bool)",)),
+        ({"sparsity_ratio": 0.1, "sparsity": "most"}, ValueError, ("sparsity is 'most'", "'random'", "'big_bird'")),
+        ({"sparsity_ratio": 0.1, "block_size": 32}, ValueError, ("block_size is 32", "64 or 128")),
+        ({"sparsity_ratio": 0.1, "seed": -1}, ValueError, ("seed is -1",)),
+        ({"pattern": PATTERN, "seed": 1}, ValueError, ("seed is 1 beside a pattern", "leave seed")),
+        ({"pattern": PATTERN, "block_size": 64}, ValueError, ("block_size is 64 beside a pattern",)),
+        ({"pattern": PATTERN, "sparsity": "local"}, ValueError, ("sparsity is 'local' beside a pattern",)),
+        ({"pattern": 0.1}, TypeError, ("pattern is 0.1 (float)", "LocalWindow(512)")),
+        ({"pattern": PATTERN, "dropout": 1.0}, ValueError, ("dropout is 1.0", "[0, 1)")),
+        ({"pattern": PATTERN, "scale": -1}, ValueError, ("scale is -1",)),
+        ({"pattern": PATTERN, "deterministic": 1}, TypeError, ("deterministic is 1 (int)",)),
+        ({"pattern": PATTERN, "backend": "fast"}, ValueError, ("backend is 'fast'", "auto")),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_at_construction(
+    settings: dict[str, Any], error: type[Exception], words: tuple[str, ...], kind: str
+) -> None:
+    with pytest.raises(error) as caught:
+        KINDS[kind](**settings)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_representations_show_what_is_not_default() -> None:
+    assert repr(BlockSparseAttention(PATTERN)) == f"BlockSparseAttention({PATTERN!r})"
+    shown = repr(BlockSparseAttention(sparsity_ratio=0.1, dropout=0.2, backend="math"))
+    assert "Sparsity(" in shown and "ratio=0.1" in shown and "dropout=0.2, backend='math'" in shown
+    assert "segment_lengths=[16], dilation_rates=[1], block_pattern=GlobalLocal(" in repr(BlockSparseDilatedAttention([16], [1], PATTERN))
+    assert "embed_dim=16, num_heads=4" in repr(MultiheadBlockSparseAttention(16, 4, PATTERN))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factory_makes_them(kind: str) -> None:
+    extra = {
+        "block_sparse_dilated": {"segment_lengths": [16], "dilation_rates": [1]},
+        "multihead_block_sparse": {"embed_dim": 16, "num_heads": 4},
+    }
+    layer = create_attention(kind, sparsity_ratio=0.2, **extra.get(kind, {}))
+    assert type(layer) is type(KINDS[kind](sparsity_ratio=0.2))
+    assert pattern_of(layer) == Sparsity(0.2)
+    with pytest.raises(TypeError, match="it accepts"):
+        create_attention(kind, window=3, **extra.get(kind, {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, TopBlocks(1, block_size=64), BlockTensor(torch.eye(2, dtype=torch.bool), block_size=64)], ids=repr
+)
+def test_copies_and_pickles_compute_the_same(pattern: BlockPattern, kind: str) -> None:
+    torch.manual_seed(0)
+    layer = KINDS[kind](pattern=pattern)
+    inputs = (torch.randn(1, 90, 16),) if kind == "multihead_block_sparse" else [x.float() for x in make_qkv()]
+    expected = layer(*inputs)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        found = other(*inputs)
+        assert torch.equal(found[0], expected[0])
+
+
+# --- with projections ----------------------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped_heads": {"num_kv_heads": 2},
+    "bare": {"bias": False, "layer_norm": False},
+    "rotary": {"rotary": True, "rotary_base": 500.0, "num_kv_heads": 1},
+    "qk_norm": {"qk_norm": True, "rotary": True, "layer_norm_eps": 1e-2, "gamma_init": 2.0, "scale": 0.4},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_layer_that_keeps_everything_is_the_dilated_layer_with_one_branch(setting: str, call: str) -> None:
+    torch.manual_seed(0)
+    sparse = MultiheadBlockSparseAttention(16, 4, LocalWindow((None, None), block_size=64), dtype=torch.float64, **SETTINGS[setting])
+    dense = MultiheadDilatedAttention(16, 4, [2**40], [1], dtype=torch.float64, **SETTINGS[setting])
+    with torch.no_grad():
+        for parameter in sparse.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    dense.load_state_dict(sparse.state_dict())
+    memory = torch.randn(1, 90, 16, dtype=torch.float64)
+    query = torch.randn(1, 20, 16, dtype=torch.float64) if call == "offset" else memory
+    results = []
+    for layer in (sparse, dense):
+        out, weights = layer(query, memory, **CALLS[call])
+        assert weights is None
+        results.append((out, *torch.autograd.grad(out.sin().sum(), list(layer.parameters()))))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
+
+
+def test_a_layer_attends_by_its_pattern() -> None:
+    torch.manual_seed(0)
+    layer = MultiheadBlockSparseAttention(16, 4, PATTERN, num_kv_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 90, 16, dtype=torch.float64)
+    q, k, v = layer.project(x, x, x)
+    expected = layer.combine(block_sparse_attention(q, k, v, PATTERN, is_causal=True))
+    assert torch.equal(layer(x, is_causal=True)[0], expected)
+
+
+def test_what_the_layer_cannot_take_is_refused() -> None:
+    layer = MultiheadBlockSparseAttention(16, 4, PATTERN)
+    x = torch.zeros(1, 8, 16)
+    with pytest.raises(ValueError, match="need_weights=True"):
+        layer(x, need_weights=True)
+    with pytest.raises(ValueError, match="attn_mask is given"):
+        layer(x, attn_mask=torch.zeros(8, 8))
+    with pytest.raises(ValueError, match="query_offset is 3"):
+        layer(x, query_offset=3)
+
+
+@pytest.mark.parametrize("pattern", [Sparsity(0.5, block_size=64), TopBlocks(1, block_size=64)], ids=repr)
+def test_a_compiled_layer_equals_eager(pattern: BlockPattern) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = MultiheadBlockSparseAttention(16, 2, pattern, rotary=True)
+    x = torch.randn(1, 130, 16)
+    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (layer, graph):
+        out, _ = call(x, is_causal=True)
+        found.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-6)
