@@ -193,8 +193,11 @@ class BlockPattern(Pattern):
         """
         return None
 
-    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
-        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``."""
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``.
+
+        What is a search or a hash in ``allowed`` is a table here: compilers write each use of a value out again.
+        """
         pattern = self
 
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
