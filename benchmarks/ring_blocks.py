@@ -149,7 +149,7 @@ def bench(case: Case, args: argparse.Namespace, write: Callable[[dict[str, Any]]
                 share = f" | {rates['ring'] / rates['alone']:.3f} of alone" if which == "ring" else ""
                 times = f"{1e3 * record['seconds']:9.3f} ms ±{100 * record['spread']:5.1f} %"
                 world.say(f"{case.title:<52} | {how:<14} | {which:<5} | {times} | {rates[which]:6.1f} TFLOP/s{share}")
-                write({"case": case.title, "pass": how, "which": which, "tflops": rates[which], "received": max(received)} | record)
+                write({"key": f"{case.title} | {how} | {which}", "tflops": rates[which], "received": max(received)} | record)
 
 
 _made: list[Callable[[], Any]] = []
