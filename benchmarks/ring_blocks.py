@@ -51,7 +51,7 @@ class Case:
         self.pattern = PATTERNS[name](args.density).at(self.N)
         self.layout: str | Layout = layout
         if layout == "balanced":
-            self.layout = balanced_layout(self.pattern, self.N, world.size, self.H, is_causal=args.causal)
+            self.layout = balanced_layout(self.pattern, self.N, world.size, self.H, is_causal=args.causal, device=world.device)
         self.title = f"{name} {layout} {args.density:g} {args.heads}x{args.head_dim} n={n}{' causal' if args.causal else ''}"
 
     def tensors(self, rows: int, seed: int, dtype: torch.dtype | None = None) -> Tensors:

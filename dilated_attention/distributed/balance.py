@@ -19,7 +19,15 @@ EVEN = 1.02
 WORTH_IT = 0.01
 
 
-def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_heads: int = 1, *, is_causal: bool = False) -> Layout:
+def balanced_layout(
+    pattern: BlockPattern,
+    seq_len: int,
+    world_size: int,
+    num_heads: int = 1,
+    *,
+    is_causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Layout:
     """Who holds which positions, so that all processes have nearly equally many pairs to compute, and equally many blocks (±1).
 
     Contiguous where that is even (most over mean at most 1.02), else zigzag, else runs dealt out: the one with most pairs first, to the
@@ -31,6 +39,7 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
         world_size: W.
         num_heads: H, by which patterns differ that differ between heads.
         is_causal: as of the call.
+        device: where the kept blocks are counted; a GPU is faster where there are many millions.
 
     Returns:
         A layout of whole blocks; ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
@@ -43,7 +52,7 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
     if pattern.is_chosen:
         raise ValueError(f"pattern is {pattern!r}, which is chosen by content anew in every call; expected one that shapes determine")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
-    work = work_of_blocks(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal)
+    work = work_of_blocks(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
     unit = max(pattern.q_block, pattern.k_block)
     best: tuple[float, list[list[Range]]] | None = None
     for deal in _deals(work, size):
@@ -59,14 +68,14 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
     return Layout(seq_len, runs, best[0])
 
 
-def work_of_blocks(pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool) -> list[int]:
+def work_of_blocks(pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> list[int]:
     """Pairs of the kept blocks of each max(q_block, k_block) queries."""
     unit = max(pattern.q_block, pattern.k_block)
-    work = torch.zeros(-(-seq_len // unit), dtype=torch.int64)
+    work = torch.zeros(-(-seq_len // unit), dtype=torch.int64, device=device)
     if not seq_len:
         return []
     job = BlockJob(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
-    for _, entries in entries_of(job, seq_len, torch.device("cpu")):
+    for _, entries in entries_of(job, seq_len, device):
         queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
         keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
         work.index_add_(0, entries.row * pattern.q_block // unit, queries * keys)
