@@ -51,7 +51,7 @@ class Case:
         self.pattern = PATTERNS[name](args.density).at(self.N)
         self.layout: str | Layout = layout
         if layout == "balanced":
-            self.layout = balanced_layout(self.pattern, self.N, world.size, self.H, is_causal=args.causal)
+            self.layout = balanced_layout(self.pattern, self.N, world.size, self.H, is_causal=args.causal, device=world.device)
         self.title = f"{name} {layout} {args.density:g} {args.heads}x{args.head_dim} n={n}{' causal' if args.causal else ''}"
 
     def tensors(self, rows: int, seed: int, dtype: torch.dtype | None = None) -> Tensors:
@@ -149,7 +149,7 @@ def bench(case: Case, args: argparse.Namespace, write: Callable[[dict[str, Any]]
                 share = f" | {rates['ring'] / rates['alone']:.3f} of alone" if which == "ring" else ""
                 times = f"{1e3 * record['seconds']:9.3f} ms ±{100 * record['spread']:5.1f} %"
                 world.say(f"{case.title:<52} | {how:<14} | {which:<5} | {times} | {rates[which]:6.1f} TFLOP/s{share}")
-                write({"case": case.title, "pass": how, "which": which, "tflops": rates[which], "received": max(received)} | record)
+                write({"key": f"{case.title} | {how} | {which}", "tflops": rates[which], "received": max(received)} | record)
 
 
 _made: list[Callable[[], Any]] = []

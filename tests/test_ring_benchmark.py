@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -53,13 +54,13 @@ def ring_flash_attn_func(q, k, v, causal, group):
 """
 
 
-def launch(tmp_path: Path, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def launch(tmp_path: Path, *arguments: str, script: str = "ring.py") -> tuple[str, dict[str, dict[str, Any]]]:
     """(rank 0's output, its JSON lines by key) of two processes, started as torchrun would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = tmp_path / "ring.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "ring.py"), "--json", str(path), *TINY, *arguments]
+    command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *(TINY if script == "ring.py" else []), *arguments]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     # the package beside these tests, whichever is installed
     common["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -140,3 +141,15 @@ def test_work_is_counted_by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.flops("training") == 3.5 * problem.flops("forward")
     # one segment of rate 1 over everything is dense attention
     assert cases.Problem(4, 4, 8, 10, True, ((10,), (1,))).flops("forward") == problem.flops("forward")
+
+
+def test_blocks_are_checked_and_measured_beside_one_process(tmp_path: Path) -> None:
+    tiny = ["--patterns", "window", "random", "--density", "0.4", "--tokens", "256", "--check-tokens", "200", "--heads", "2/1"]
+    text, found = launch(tmp_path, *tiny, "--head-dim", "8", "--dtype", "float32", "--seconds", "0.01", script="ring_blocks.py")
+    for name in ("window", "random"):
+        title = f"{name} balanced 0.4 2/1x8 n=256"
+        for which in ("forward", "training"):
+            assert all(found[f"{title} | {which} | {side}"]["tflops"] > 0 for side in ("alone", "ring"))
+    assert "FAILED" not in text and text.count(" of alone") == 4
+    # float32 errors against float64
+    assert len(re.findall(r"out \d\.\d+e-0[78]  dq \d\.\d+e-0[78]  dk \d\.\d+e-0[78]  dv \d\.\d+e-0[78]", text)) == 2

@@ -26,9 +26,11 @@ from dilated_attention import (
     shard_sequence,
     unshard_sequence,
 )
-from dilated_attention.distributed import Layout, blocks_cost, blocks_rows, spans
+from dilated_attention.distributed import Layout, blocks_call, blocks_cost, blocks_rows, spans
 from dilated_attention.distributed.blocks_cost import Load, even, head_steps
 from dilated_attention.distributed.blocks_lists import join_rows, lists_of_buffer
+from dilated_attention.distributed.blocks_plan import BlockJob, joined
+from dilated_attention.distributed.blocks_script import make_block_script
 from dilated_attention.distributed.formulas import Bytes, Sizes, block_bytes
 from dilated_attention.distributed.traffic import traffic
 from dilated_attention.engine.block_lists import block_lists, select_rows
@@ -540,3 +542,28 @@ def test_steps_of_heads_hold_every_head_and_the_model_prefers_the_faster(seed: i
     # too little memory for more than a head at a time
     assert head_steps(load, 10**8) == (1,) * load.heads
     assert head_steps(replace(load, wire=0.0), 10**12) == (load.heads,)
+
+
+@pytest.mark.parametrize("pattern", [LocalWindow(70, block_size=64), LocalWindow(70, block_size=64) & Causal(block_size=64)])
+def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
+    """Kernels that take intervals, not bits, are for them: also where a zigzag's runs lie in the buffer in another order."""
+    N, world = 64 * 24, 4
+    for layout in ("contiguous", "zigzag"):
+        holdings = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
+        job = BlockJob(pattern, ((0, N),), holdings, 2, 1, False)
+        for rank in range(world):
+            script = make_block_script(job, rank, (1,), torch.device("cpu"))
+            (launch,) = script.steps[0].launches
+            assert launch.lists.mask_kind == "interval"
+            assert script.nbytes == launch.lists.nbytes
+
+
+def test_scripts_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_call, "MAX_CACHED_BYTES", 1)
+    x = torch.randn(1, 130, 1, 4)
+    for window in (3, 4, 5):
+        ring_block_sparse_attention(x, x, x, LocalWindow(window, block_size=64))
+        assert len(blocks_call._scripts) == 1
+    kept = next(iter(blocks_call._scripts.values()))
+    ring_block_sparse_attention(x[:, :, :, :2], x[:, :, :, :2], x[:, :, :, :2], LocalWindow(5, block_size=64))
+    assert next(iter(blocks_call._scripts.values())) is kept

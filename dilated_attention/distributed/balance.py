@@ -23,7 +23,15 @@ PAIRS_PER_ROW = 2500
 WORTH_IT = 0.01
 
 
-def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_heads: int = 1, *, is_causal: bool = False) -> Layout:
+def balanced_layout(
+    pattern: BlockPattern,
+    seq_len: int,
+    world_size: int,
+    num_heads: int = 1,
+    *,
+    is_causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Layout:
     """Who holds which positions, so that all processes end at the same time: equally many blocks (±1), and pairs as even as pays.
 
     Of contiguous, zigzag, and runs of several lengths dealt out – the one with most pairs first, to the process with the fewest so far
@@ -36,6 +44,7 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
         world_size: W.
         num_heads: H, by which patterns differ that differ between heads.
         is_causal: as of the call.
+        device: where the kept blocks are counted; a GPU is faster where there are many millions.
 
     Returns:
         A layout of whole blocks; ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
@@ -48,7 +57,7 @@ def balanced_layout(pattern: BlockPattern, seq_len: int, world_size: int, num_he
     if pattern.is_chosen:
         raise ValueError(f"pattern is {pattern!r}, which is chosen by content anew in every call; expected one that shapes determine")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
-    work = Work.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal)
+    work = Work.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
     best, least = [], math.inf
     for deal in _deals(work.pairs.tolist(), size):
         blocks = deal()
@@ -75,15 +84,15 @@ class Work:
     needs: torch.Tensor
 
     @classmethod
-    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool) -> Work:
+    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> Work:
         unit = max(pattern.q_block, pattern.k_block)
         units = -(-seq_len // unit)
-        pairs = torch.zeros(units, dtype=torch.int64)
+        pairs = torch.zeros(units, dtype=torch.int64, device=device)
         needs: list[torch.Tensor] = []
         groups = 1
         if seq_len:
             job = BlockJob(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
-            for _, entries in entries_of(job, seq_len, torch.device("cpu")):
+            for _, entries in entries_of(job, seq_len, device):
                 queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
                 keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
                 row, column = entries.row * pattern.q_block // unit, entries.column * pattern.k_block // unit
@@ -98,7 +107,7 @@ class Work:
         if not units:
             return 0.0
         owner = self._owners(blocks)
-        pairs = torch.zeros(size, dtype=torch.int64).index_add_(0, owner, self.pairs)
+        pairs = torch.zeros(size, dtype=torch.int64, device=owner.device).index_add_(0, owner, self.pairs)
         reader, column = owner[self.needs // units % units], self.needs % units
         group = self.needs // units**2
         far = reader != owner[column]
@@ -111,11 +120,11 @@ class Work:
         total = int(self.pairs.sum())
         if not total:
             return 1.0
-        pairs = torch.zeros(len(blocks), dtype=torch.int64).index_add_(0, self._owners(blocks), self.pairs)
+        pairs = torch.zeros(len(blocks), dtype=torch.int64, device=self.pairs.device).index_add_(0, self._owners(blocks), self.pairs)
         return int(pairs.max()) * len(blocks) / total
 
     def _owners(self, blocks: list[list[Range]]) -> torch.Tensor:
-        owner = torch.zeros(self.pairs.shape[0], dtype=torch.int64)
+        owner = torch.zeros(self.pairs.shape[0], dtype=torch.int64, device=self.pairs.device)
         for rank, mine in enumerate(blocks):
             for first, last in mine:
                 owner[first:last] = rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,7 +65,12 @@ class _Setup:
     digest: str
 
 
+# of the lists of all scripts that are kept; beside those of ``block_lists``, which these are made of
+MAX_CACHED_BYTES = 2**30
+MOST_SETUPS = 256
+
 _setups: dict[object, _Setup] = {}
+_scripts: OrderedDict[object, BlockScript] = OrderedDict()
 
 
 def ring_blocks_forward(tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -160,7 +166,7 @@ class _Work:
         )
         setup = _setups.get(kind)
         if setup is None:
-            if len(_setups) >= 128:
+            if len(_setups) >= MOST_SETUPS:
                 _setups.clear()
             setup = _setups[kind] = self._make_setup()
         return setup
@@ -174,7 +180,7 @@ class _Work:
         load = blocks_cost.load_of(job, needs, k.shape[0], k.shape[3], k.element_size())
         memory = cost.device_memory(q.device)
         steps = blocks_cost.even(k.shape[2], forced) if forced else blocks_cost.head_steps(load, memory)
-        script = make_block_script(job, self.members.rank, steps, q.device)
+        script = _script_of(job, self.members.rank, steps, q.device)
         ahead = blocks_cost.steps_ahead(load, steps)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         calls = {
@@ -245,3 +251,16 @@ class _Work:
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         script, call, tensors, wires = self._prepared(True)
         return blocks_run.backward(script, (kernel_ready(dout), *tensors, kernel_ready(out), lse), call, wires, dlse)
+
+
+def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.device) -> BlockScript:
+    key = (job, rank, steps, device)
+    script = _scripts.pop(key, None)
+    if script is None:
+        script = make_block_script(job, rank, steps, device)
+        while _scripts and script.nbytes + sum(other.nbytes for other in _scripts.values()) > MAX_CACHED_BYTES:
+            _scripts.popitem(last=False)
+            # setups hold scripts
+            _setups.clear()
+    _scripts[key] = script
+    return script

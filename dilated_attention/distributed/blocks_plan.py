@@ -90,7 +90,7 @@ class Needs:
         return self.kept[:, 0] if self.kept.shape[1] == 1 else self.kept[:, slice(*heads)].any(1)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)
 def columns_of(job: BlockJob) -> Columns:
     block, N = job.pattern.k_block, job.seq_len
     first, starts, ends = [0], [], []

@@ -119,12 +119,17 @@ class BlockScript:
         return any(step.exchanges for step in self.steps)
 
     @functools.cached_property
+    def nbytes(self) -> int:
+        """Of the lists, which are most of it."""
+        lists = {id(launch.lists): launch.lists for step in self.steps for launch in step.launches}
+        return sum(one.nbytes for one in lists.values())
+
+    @functools.cached_property
     def is_one_launch(self) -> bool:
         """A launch's results are the rank's."""
         return len(self.steps) == len(self.queries) == 1 and self.queries[0].rows is not None
 
 
-@functools.lru_cache(maxsize=32)
 @torch.no_grad()
 def make_block_script(job: BlockJob, rank: int, head_steps: tuple[int, ...], device: torch.device) -> BlockScript:
     """Args: head_steps: key/value heads of each step."""
@@ -297,14 +302,13 @@ class _Maker:
             first, last = c.first[part.document], c.first[part.document + 1]
             mine = wanted[(wanted >= first) & (wanted < last)]
             num_keys = int((c.ends - c.starts)[mine].sum())
-            lists = None
-            for order in _orders(mine, lows, highs, last - 1):
-                mapping = torch.full((last - first,), -1)
-                mapping[mine[order] - first] = torch.arange(len(mine))
-                moved = lists_of_buffer(part.lists, mapping, num_keys)
-                if lists is None or (lists.mask_kind == "bits" and moved.mask_kind == "interval"):
-                    lists, chosen = moved, mine[order]
-            assert lists is not None
+            chosen = mine[_by_rank(mine, lows, highs, last - 1)]
+            lists = self._moved(part, chosen, num_keys)
+            if part.lists.mask_kind == "interval" and lists.mask_kind != "interval" and not torch.equal(chosen, mine):
+                # an interval of positions may be one of the buffer's rows in this order, which costs a copy of what comes
+                moved = self._moved(part, mine, num_keys)
+                if moved.mask_kind == "interval":
+                    chosen, lists = mine, moved
             sizes = (c.ends - c.starts)[chosen]
             begins[chosen] = offset + sizes.cumsum(0) - sizes
             positions = torch.repeat_interleave(c.starts[chosen] + offset - begins[chosen], sizes, output_size=num_keys)
@@ -314,6 +318,13 @@ class _Maker:
         begin = begins[c.of_position]
         inside = torch.arange(job.seq_len) - c.starts[c.of_position]
         return tuple(launches), torch.where(begin < 0, -1, begin + inside)
+
+    def _moved(self, part: RankLists, blocks: torch.Tensor, num_keys: int) -> BlockLists:
+        """A document's lists on a buffer that holds these key blocks in this order."""
+        first, last = self.columns.first[part.document], self.columns.first[part.document + 1]
+        mapping = torch.full((last - first,), -1)
+        mapping[blocks - first] = torch.arange(len(blocks))
+        return lists_of_buffer(part.lists, mapping, num_keys)
 
     def _arrivals(self) -> tuple[tuple[Message, ...], torch.Tensor, int]:
         """Messages of gradients that come back, for each (peer, own row) its row among them, and how many there are."""
@@ -331,20 +342,17 @@ class _Maker:
         return tuple(arrivals), torch.stack(rows) if rows else torch.zeros((0, len(self.mine)), dtype=torch.int32), end
 
 
-def _orders(blocks: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, last: int) -> list[torch.Tensor]:
-    """Orders of a document's key blocks in a buffer, the preferred one first; its short last block stays last.
+def _by_rank(blocks: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, last: int) -> torch.Tensor:
+    """A document's key blocks rank by rank, so that each rank's message lands in place; its short last block stays last.
 
-    Rank by rank, so that each rank's message lands in place; by position, where blocks lie on two ranks, and in case intervals of
-    positions are intervals of that only.
+    By position where some lie on two ranks.
     """
-    by_position = torch.arange(len(blocks))
-    if not bool((lows[blocks] == highs[blocks]).all()):
-        return [by_position]
     holders = lows[blocks].clone()
+    if not torch.equal(holders, highs[blocks]):
+        return torch.arange(len(blocks))
     if len(blocks) and int(blocks[-1]) == last:
         holders[holders == holders[-1]] = 2**31 - 1
-    by_rank = holders.argsort(stable=True)
-    return [by_rank] if torch.equal(by_rank, by_position) else [by_rank, by_position]
+    return holders.argsort(stable=True)
 
 
 def _stretch(rows: torch.Tensor) -> slice | None:
