@@ -198,7 +198,7 @@ def test_every_length(world: int) -> None:
         [
             Spread(case=case_of(pattern, N, is_causal=N % 2 == 0), layout=layout, head_steps=1 + N % 2)
             for N in dict.fromkeys(lengths)
-            for layout in ("contiguous", "zigzag", "balanced", "dealt")
+            for layout in (("contiguous", "zigzag", "balanced", "dealt") if N < 64 or world == 3 else ("zigzag", "dealt"))
         ],
     )
 
@@ -255,7 +255,7 @@ def measured(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtyp
 def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
     dtype = torch.float32 if world % 2 else torch.float64
     spreads = []
-    for N in (128 * world, 64 * world + 37, world - 1):
+    for N in (64 * world, 64 * world + 37, world - 1):
         patterns = [
             LocalWindow(40, block_size=64),
             GlobalLocal(20, 70, block_size=64),
@@ -556,6 +556,13 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
             (launch,) = script.steps[0].launches
             assert launch.lists.mask_kind == "interval"
             assert script.nbytes == launch.lists.nbytes
+
+
+def test_steps_of_heads_without_masks_ask_for_none() -> None:
+    pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
+    job = BlockJob(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
+    steps = make_block_script(job, 0, (1, 1), torch.device("cpu")).steps
+    assert [launch.lists.mask_kind for step in steps for launch in step.launches] == ["interval", "none"]
 
 
 def test_scripts_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
