@@ -131,6 +131,18 @@ def test_few_masks_for_shifted_windows() -> None:
     assert len(block_lists(per_head, 128 * 40, 8, device="cpu").bits) <= 3
 
 
+def test_a_short_block_does_not_speak_for_whole_ones() -> None:
+    n = 128 * 5 + 30
+    # head 0 keeps the short last row or column only: its blocks come first, and have the distance of whole blocks of head 1
+    for short in (slice(None), 5), (5, slice(None)):
+        table = torch.zeros(HEADS, 6, 6, dtype=torch.bool)
+        table[0][short] = True
+        table[1] = True
+        pattern = LocalWindow(100) & BlockTensor(table)
+        check(pattern, n, False)
+        assert pattern.pairs(n, HEADS) == int(pattern.dense_mask(n, n, HEADS).sum())
+
+
 def test_cached_by_all_arguments() -> None:
     pattern = LocalWindow(100)
     lists = block_lists(pattern, 500, 2, device="cpu")
@@ -142,6 +154,12 @@ def test_cached_by_all_arguments() -> None:
     table = torch.ones(1, 4, 4, dtype=torch.bool)
     full = block_lists(BlockTensor(table), 500, 2, device="cpu")
     assert block_lists(BlockTensor(~table), 500, 2, device="cpu").num_entries == 0 and full.num_entries == 16
+
+
+def test_lists_made_while_inferring_serve_training() -> None:
+    with torch.inference_mode():
+        lists = block_lists(GlobalLocal(30, 10), 500, 2, device="cpu")
+    assert lists.masks is not None and not any(x.is_inference() for x in (lists.row_starts, lists.columns, lists.masks, lists.bits))
 
 
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

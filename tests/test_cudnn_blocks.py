@@ -272,9 +272,9 @@ REQUEST = Request(
 @pytest.mark.parametrize(
     ("changes", "chosen"),
     [
-        ({}, "cudnn_fe"),
+        ({}, "flash4"),
         ({"blocks": (64, 64)}, "cudnn_fe"),
-        ({"lse_grad": True}, "cudnn_fe"),
+        ({"blocks": (64, 64), "lse_grad": True}, "cudnn_fe"),
         ({"blocks": (64, 128)}, "flash4"),
         ({"dtype": torch.float16}, "flash4"),
         ({"head_dim": 64}, "flash4"),
@@ -284,10 +284,11 @@ REQUEST = Request(
         ({"deterministic": True}, "triton"),
         ({"key_mask": True}, "triton"),
         ({"needs_grad": False}, "gluon"),
-        ({"needs_grad": False, "blocks": (64, 64)}, "cudnn_fe"),
-        ({"needs_grad": False, "blocks": (64, 64), "num_kv_heads": 2, "dtype": torch.float16, "head_dim": 96}, "cudnn_fe"),
+        ({"needs_grad": False, "blocks": (64, 64)}, "flash4"),
+        ({"needs_grad": False, "blocks": (64, 64), "num_kv_heads": 2, "dtype": torch.float16, "head_dim": 96}, "flash4"),
         ({"needs_grad": False, "blocks": (64, 64), "head_dim": 32}, "flash4"),
-        ({"needs_grad": False, "head_dim": 96, "deterministic": True}, "cudnn_fe"),
+        ({"needs_grad": False, "head_dim": 96, "deterministic": True}, "flash4"),
+        ({"needs_grad": False, "beside_exchange": True}, "flash4"),
     ],
 )
 def test_which_requests_go_to_it_on_hopper(changes: dict[str, object], chosen: str) -> None:

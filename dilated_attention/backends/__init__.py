@@ -36,22 +36,25 @@ registry.register(MathBackend())
 # (FlashAttention-3 paper's A100 rows). Pascal: scaled_dot_product_attention was 2000 times slower than plain products
 # (a GTX 1080's published runs). Volta and Turing have no flash kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
-registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "sdpa_efficient", "flex", "triton", "math"))
-registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "triton", "math"))
-registry.set_order("sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "sdpa_efficient", "flex", "triton", "math"))
-registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "triton", "math"))
+registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "math"))
 registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
-# Lists of blocks. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project go first since flex_attention,
-# of the same compiler, compiles for seconds per kind of call; neither was measured there.
-registry.set_order("cpu", ("sdpa_cpu", "math"), blocks=True)
-registry.set_order("sm9x", ("gluon", "cudnn_fe", "flash4", "triton", "flex", "math"), blocks=True)
+# Lists of blocks, where the shipped table has no row. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project
+# go first since flex_attention, of the same compiler, compiles for seconds per kind of call; neither was measured there.
+registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
+registry.set_order("sm9x", ("gluon", "flash4", "cudnn_fe", "triton", "flex", "math"), kind="blocks")
+# gluon's programs keep every multiprocessor until the launch ends, so that kernels of an exchange start behind it: on 4 H200s a ring of
+# steps by heads then took as long as exchange and attention one after the other (benchmarks/ring_blocks.py, 0.64 to 0.84 of alone)
+registry.set_order("sm9x", ("flash4", "gluon", "cudnn_fe", "triton", "flex", "math"), kind="blocks beside an exchange")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
-    registry.set_order(_architecture, ("triton", "flex", "math"), blocks=True)
-registry.set_order("sm6x", ("math",), blocks=True)
-registry.set_order("rocm", ("math",), blocks=True)
+    registry.set_order(_architecture, ("triton", "flex", "math"), kind="blocks")
+registry.set_order("sm6x", ("math",), kind="blocks")
+registry.set_order("rocm", ("math",), kind="blocks")
 
 __all__ = [
     "NESTED",

@@ -51,6 +51,15 @@ class Request:
     blocks: tuple[int, int] | None = None
     # what masks of single pairs inside blocks say: "none" · "interval" · "bits"
     block_masks: str = "none"
+    # other kernels, which carry keys between GPUs, should find room while it runs
+    beside_exchange: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Which order of backends applies."""
+        if self.blocks is None:
+            return "dense"
+        return "blocks beside an exchange" if self.beside_exchange else "blocks"
 
     def describe(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]

@@ -3,7 +3,8 @@
 A row holds the times of one kind of call: pass, dtype class, head dim, rows of a problem, causal. For a request the row is taken
 whose head dim is the smallest measured one that is not below the request's (kernels round up), else the largest; among those the
 one whose length is nearest by ratio, ties to the longer. An unknown length takes the longest. Pass, dtype class and causal must be
-equal. Rows were timed without masks, windows, dropout, deterministic gradients and lists of blocks, so a request with any of these has none.
+equal. Lists of blocks have rows of their own. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with
+any of these has none.
 
 A table orders and nothing more: whether a backend can is said by its ``why_not``.
 """
@@ -64,6 +65,8 @@ class Row:
     length: int
     causal: bool
     timings: tuple[Timing, ...]
+    # of lists of blocks of 128x128, on the mean ``length`` keys a query; otherwise of dense problems
+    blocks: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,9 +95,12 @@ class Table:
         """The row that speaks for ``request`` (rule: above), or None."""
         dtype = _DTYPE_CLASSES.get(request.dtype)
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
-        if dtype is None or unmeasured or request.precision != "native" or request.blocks is not None:
+        # lists were timed without masks, with blocks of 128x128, and say by themselves what is causal
+        unmeasured |= request.blocks not in (None, (128, 128)) or request.beside_exchange
+        if dtype is None or unmeasured or request.precision != "native":
             return None
-        rows = self._by_kind.get((_PASSES[request.needs_grad], dtype, request.causal), ())
+        blocks = request.blocks is not None
+        rows = self._by_kind.get((_PASSES[request.needs_grad], dtype, request.causal and not blocks, blocks), ())
         if not rows:
             return None
         dims = {row.head_dim for row in rows}
@@ -105,10 +111,10 @@ class Table:
         return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
 
     @functools.cached_property
-    def _by_kind(self) -> dict[tuple[str, str, bool], list[Row]]:
-        kinds: dict[tuple[str, str, bool], list[Row]] = {}
+    def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[Row]]:
+        kinds: dict[tuple[str, str, bool, bool], list[Row]] = {}
         for row in self.rows:
-            kinds.setdefault((row.which, row.dtype, row.causal), []).append(row)
+            kinds.setdefault((row.which, row.dtype, row.causal, row.blocks), []).append(row)
         return kinds
 
 
@@ -280,7 +286,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "length": row.length,
         "causal": row.causal,
         "timings": [[timing.backend, timing.ms, timing.tflops] for timing in row.timings],
-    }
+    } | ({"blocks": True} if row.blocks else {})
 
 
 def load(path: Path) -> Table | None:
@@ -312,12 +318,13 @@ def _row(path: Path, number: int, row: Any) -> Row:
     try:
         timings = tuple(Timing(str(name), None if ms is None else float(ms), float(tflops)) for name, ms, tflops in row["timings"])
         made = Row(
-            which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings
-        )
+            which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings,
+            blocks=row.get("blocks", False),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise _refused(path, f"row {number} is {str(row)[:200]}, which lacks or mistypes {error}") from error
     sizes = (made.head_dim, made.length)
-    whole = all(isinstance(size, int) and size >= 1 for size in sizes) and isinstance(made.causal, bool)
+    whole = all(isinstance(size, int) and size >= 1 for size in sizes) and isinstance(made.causal, bool) and isinstance(made.blocks, bool)
     if not whole or made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values():
         raise _refused(path, f"row {number} is {str(row)[:200]}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
     return made

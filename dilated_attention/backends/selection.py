@@ -40,8 +40,8 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._families: dict[str, tuple[str, ...]] = {}
-        # by architecture, for dense problems and for lists of blocks
-        self._orders: dict[tuple[str, bool], tuple[str, ...]] = {}
+        # by architecture and kind of request
+        self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
         # a training step asks the same few questions over and over, and an answer depends on nothing but the request
         self._answers: dict[tuple[Request, str], Backend] = {}
@@ -56,9 +56,9 @@ class Registry:
         if family is not None:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
-    def set_order(self, architecture: str, names: tuple[str, ...], *, blocks: bool = False) -> None:
-        """``blocks``: the order for lists of blocks, instead of that for dense problems."""
-        self._orders[architecture, blocks] = names
+    def set_order(self, architecture: str, names: tuple[str, ...], *, kind: str = "dense") -> None:
+        """``kind``: of requests, as ``Request.kind``; ``"blocks beside an exchange"`` follows ``"blocks"`` where it has no order."""
+        self._orders[architecture, kind] = names
         self._answers.clear()
 
     def names(self) -> tuple[str, ...]:
@@ -78,11 +78,12 @@ class Registry:
     def ranking(self, request: Request) -> preference.Ranking:
         """``order`` with what put each name in its place: a table measured here, the shipped one, or the architecture's order."""
         hardware = request.hardware
-        blocks = request.blocks is not None
-        first = self._orders.get((hardware.architecture, blocks))
-        if first is None and hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
-            first = self._orders.get((f"sm{hardware.capability[0]}x", blocks))
-        first = first or self._orders.get((hardware.device_type, blocks), ())
+        places = [hardware.architecture]
+        if hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
+            places.append(f"sm{hardware.capability[0]}x")
+        places.append(hardware.device_type)
+        kinds = [request.kind, *(["blocks"] if request.beside_exchange else [])]
+        first = next((self._orders[place, kind] for kind in kinds for place in places if (place, kind) in self._orders), ())
         return preference.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:

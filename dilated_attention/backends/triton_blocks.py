@@ -6,7 +6,6 @@ Nothing is gathered or transposed: the kernels read q, k, v as they lie. Nothing
 from __future__ import annotations
 
 import math
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
-from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
 
-_SIZES = (64, 128)
 # programs that a GPU runs at a time, roughly; what counts as a long list does not depend on more
 _PROGRAMS = 128
+# keys of lists.cache
+_ROWS, _COLUMNS = "triton rows", "triton columns"
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale that the forward kernel takes: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
@@ -48,9 +48,9 @@ class Tuning:
 
 
 # By (dtype class, shared memory, head dim rounded up): "large" has 227 KiB for a program (sm_90, sm_100), "medium" 163 (sm_80, sm_87),
-# "small" 99 (sm_86, sm_89, sm_120). Tiles fit there, and ptxas keeps what a step needs in registers. Hopper at 64: two programs
-# a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: a branch around the masks holds
-# every operand of 64 rows in registers, and ptxas 12.8 then spills them all.
+# "small" 99 (sm_86, sm_89, sm_120). Chosen by what ptxas 12.8 makes of them, no or few registers spilled; not timed.
+# Hopper at 64: two programs a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: around
+# the branch for masks every operand is held in registers, which 64 rows in dkdv do not fit.
 _SMALL_64 = Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(64, 64, 4, 3), dkdv=Tile(32, 128, 8, 2))
 _FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
 _FLOAT_128, _FLOAT_256 = (Tuning(forward=tile, dq=tile, dkdv=tile) for tile in (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)))
@@ -102,7 +102,7 @@ class TritonBlocksBackend(Backend):
         capabilities=((8, 0), (12, 1)),
         key_mask=True,
         lse_grad=True,
-        block_sizes=frozenset((q, k) for q in _SIZES for k in _SIZES),
+        block_sizes=BLOCK_SIZES,
         block_masks=frozenset(_MASK_KINDS),
         blocks_only=True,
         package="triton",
@@ -269,25 +269,23 @@ class Order:
     heavy: torch.Tensor
 
 
-_ORDERS: weakref.WeakKeyDictionary[BlockLists, dict[int, Order]] = weakref.WeakKeyDictionary()
-
-
 def row_order(lists: BlockLists) -> Order:
     """Of the query blocks' lists, by group; made once."""
-    known = _ORDERS.setdefault(lists, {})
-    if 0 not in known:
-        known[0] = _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows))
-    return known[0]
+    if _ROWS not in lists.cache:
+        lists.cache[_ROWS] = _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows))
+    found: Order = lists.cache[_ROWS]
+    return found
 
 
 def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
     """Of the key blocks' lists, by batch entry and key head, whose program takes those of all its query heads; made once."""
-    known = _ORDERS.setdefault(lists, {})
     members = heads_per_key_head if lists.num_heads > 1 else 1
-    if members not in known:
+    key = (_COLUMNS, members)
+    if key not in lists.cache:
         counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns)
-        known[members] = _order(counts.sum(1))
-    return known[members]
+        lists.cache[key] = _order(counts.sum(1))
+    found: Order = lists.cache[key]
+    return found
 
 
 def _order(counts: torch.Tensor) -> Order:
@@ -348,7 +346,7 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, list[int]]:
 
 
 def _wide(strides: list[int], align: int) -> bool:
-    return max(strides[1::3]) * align * max(_SIZES) >= 2**31
+    return max(strides[1::3]) * align * 128 >= 2**31
 
 
 def _by_token(strides: tuple[int, ...]) -> tuple[int, int, int]:

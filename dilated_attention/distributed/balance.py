@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +15,11 @@ from dilated_attention.engine.plan import Range
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
-# most over mean work that counts as even
-EVEN = 1.02
-# by which it must fall for shorter runs to be taken
+# pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs a pair and
+# channel, 235 GB/s at 4 bytes a row and channel. Measured on 4 H200s in rings of steps by heads (benchmarks/ring_blocks.py): a window of
+# 10 % on runs dealt out received 741 MiB and took 10.0 ms, contiguous 106 MiB and 7.8 ms, without an exchange 6.7 ms
+PAIRS_PER_ROW = 2500
+# by which shorter runs must lower the cost to be taken
 WORTH_IT = 0.01
 
 
@@ -28,10 +32,11 @@ def balanced_layout(
     is_causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Layout:
-    """Who holds which positions, so that all processes have nearly equally many pairs to compute, and equally many blocks (±1).
+    """Who holds which positions, so that all processes end at the same time: equally many blocks (±1), and pairs as even as pays.
 
-    Contiguous where that is even (most over mean at most 1.02), else zigzag, else runs dealt out: the one with most pairs first, to the
-    process with the fewest so far that has room; in runs as long as even dealing allows, since keys near a run need not travel.
+    Of contiguous, zigzag, and runs of several lengths dealt out – the one with most pairs first, to the process with the fewest so far
+    that has room – the one whose slowest process has least to do, pairs and keys from elsewhere together: short runs even out pairs, and
+    let more keys travel.
 
     Args:
         pattern: one that shapes alone determine.
@@ -52,34 +57,78 @@ def balanced_layout(
     if pattern.is_chosen:
         raise ValueError(f"pattern is {pattern!r}, which is chosen by content anew in every call; expected one that shapes determine")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
-    work = work_of_blocks(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
-    unit = max(pattern.q_block, pattern.k_block)
-    best: tuple[float, list[list[Range]]] | None = None
-    for deal in _deals(work, size):
+    work = Work.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
+    best, least = [], math.inf
+    for deal in _deals(work.pairs.tolist(), size):
         blocks = deal()
-        uneven = _imbalance(work, blocks)
-        # shorter runs let more keys travel, so they must be worth it
-        if best is None or uneven < best[0] - WORTH_IT:
-            best = uneven, blocks
-        if best[0] <= EVEN:
-            break
-    assert best is not None
-    runs = tuple(tuple((first * unit, min(last * unit, seq_len)) for first, last in mine) for mine in best[1])
-    return Layout(seq_len, runs, best[0])
+        cost = work.cost(blocks)
+        if cost < least * (1 - WORTH_IT):
+            best, least = blocks, cost
+    runs = tuple(tuple((first * work.unit, min(last * work.unit, seq_len)) for first, last in mine) for mine in best)
+    return Layout(seq_len, runs, work.imbalance(best))
 
 
-def work_of_blocks(pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> list[int]:
-    """Pairs of the kept blocks of each max(q_block, k_block) queries."""
-    unit = max(pattern.q_block, pattern.k_block)
-    work = torch.zeros(-(-seq_len // unit), dtype=torch.int64, device=device)
-    if not seq_len:
-        return []
-    job = BlockJob(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
-    for _, entries in entries_of(job, seq_len, device):
-        queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
-        keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
-        work.index_add_(0, entries.row * pattern.q_block // unit, queries * keys)
-    return work.tolist()  # type: ignore[no-any-return]
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What each ``unit`` = max(q_block, k_block) positions have to compute, and which keys they need for it.
+
+    Args:
+        pairs: (units,) int64, of the kept blocks of all list groups.
+        groups: lists that differ: 1 or the heads.
+        needs: (needs,) int64, (group · units + unit of queries) · units + unit of keys, each once.
+    """
+
+    unit: int
+    pairs: torch.Tensor
+    groups: int
+    needs: torch.Tensor
+
+    @classmethod
+    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> Work:
+        unit = max(pattern.q_block, pattern.k_block)
+        units = -(-seq_len // unit)
+        pairs = torch.zeros(units, dtype=torch.int64, device=device)
+        needs: list[torch.Tensor] = []
+        groups = 1
+        if seq_len:
+            job = BlockJob(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
+            for _, entries in entries_of(job, seq_len, device):
+                queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
+                keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
+                row, column = entries.row * pattern.q_block // unit, entries.column * pattern.k_block // unit
+                pairs.index_add_(0, row, queries * keys)
+                needs.append(((entries.group * units + row) * units + column).unique())
+                groups = max(groups, int(entries.group.max()) + 1 if entries.group.numel() else 1)
+        return cls(unit, pairs, groups, torch.cat(needs) if needs else pairs[:0])
+
+    def cost(self, blocks: list[list[Range]]) -> float:
+        """Of the slowest process, in pairs, a row that it must receive counting as ``PAIRS_PER_ROW``."""
+        units, size = self.pairs.shape[0], len(blocks)
+        if not units:
+            return 0.0
+        owner = self._owners(blocks)
+        pairs = self.pairs.new_zeros(size).index_add_(0, owner, self.pairs)
+        reader, column = owner[self.needs // units % units], self.needs % units
+        group = self.needs // units**2
+        far = reader != owner[column]
+        wanted = ((group * size + reader) * units + column)[far].unique()
+        rows = torch.bincount(wanted // units % size, minlength=size) * self.unit
+        return float((pairs + PAIRS_PER_ROW * rows).max())
+
+    def imbalance(self, blocks: list[list[Range]]) -> float:
+        """Most over mean pairs."""
+        total = int(self.pairs.sum())
+        if not total:
+            return 1.0
+        pairs = self.pairs.new_zeros(len(blocks)).index_add_(0, self._owners(blocks), self.pairs)
+        return int(pairs.max()) * len(blocks) / total
+
+    def _owners(self, blocks: list[list[Range]]) -> torch.Tensor:
+        owner = torch.zeros_like(self.pairs)
+        for rank, mine in enumerate(blocks):
+            for first, last in mine:
+                owner[first:last] = rank
+        return owner
 
 
 def _deals(work: list[int], size: int) -> list[Callable[[], list[list[Range]]]]:
@@ -147,8 +196,3 @@ def _joined(runs: list[Range]) -> list[Range]:
         else:
             found.append((first, last))
     return found
-
-
-def _imbalance(work: list[int], blocks: list[list[Range]]) -> float:
-    loads = [sum(sum(work[first:last]) for first, last in mine) for mine in blocks]
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

@@ -178,22 +178,22 @@ class _Work:
         job = BlockJob(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
         needs = needs_of(job, q.device)
         load = blocks_cost.load_of(job, needs, k.shape[0], k.shape[3], k.element_size())
-        memory = cost.device_memory(q.device)
-        steps = blocks_cost.even(k.shape[2], forced) if forced else blocks_cost.head_steps(load, memory)
-        script = _script_of(job, self.members.rank, steps, q.device)
-        ahead = blocks_cost.steps_ahead(load, steps)
+        way = blocks_cost.choose(load, cost.device_memory(q.device), forced)
+        script = _script_of(job, self.members.rank, way.steps, q.device)
+        ahead = blocks_cost.steps_ahead(load, way.steps)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         calls = {
             is_backward: BlockCall(self._backends(script, is_backward), settings.scale, ahead, deterministic, dropout_p=settings.dropout_p)
             for is_backward in ((False, True) if settings.needs_grad else (False,))
         }
-        lanes = ("few keys", "few gradients", cost.FEW_CTAS) if load.is_small else ("keys", "gradients", None)
+        most_ctas = way.lane.most_ctas
+        lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
         return _Setup(script, calls, lanes, needs.digest)
 
     def _backends(self, script: BlockScript, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
-        return tuple(tuple(self._backend(step, launch, is_backward) for launch in step.launches) for step in script.steps)
+        return tuple(tuple(self._backend(step, launch, is_backward, script.exchanges) for launch in step.launches) for step in script.steps)
 
-    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool) -> Backend | None:
+    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool, exchanges: bool) -> Backend | None:
         if not launch.lists.num_entries or not self.tensors[0].shape[0]:
             return None
         settings = self.arguments.settings
@@ -206,7 +206,9 @@ class _Work:
             count = step.kv_heads[1] - step.kv_heads[0]
             keys = torch.empty((step.buffer_rows, 2, B, count, D), dtype=k.dtype, device="meta")[:, 0].transpose(0, 1)
         views = (q[:, :, slice(*step.heads)], keys)
-        return select_backend(request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward), settings)
+        request = request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward)
+        # the next step's keys, or the last one's gradients, travel meanwhile
+        return select_backend(replace(request, beside_exchange=exchanges), settings)
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire] | None:
         """For keys and for their gradients; opened by all ranks, also by those that have nothing to exchange."""

@@ -74,6 +74,8 @@ def clear_block_lists() -> None:
         _cache.clear()
 
 
+# lists made while only inferring are to serve training, too
+@torch.inference_mode(False)
 @torch.no_grad()
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device

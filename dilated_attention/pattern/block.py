@@ -193,8 +193,11 @@ class BlockPattern(Pattern):
         """
         return None
 
-    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
-        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``."""
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``.
+
+        What is a search or a hash in ``allowed`` is a table here: compilers write each use of a value out again.
+        """
         pattern = self
 
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
@@ -278,7 +281,13 @@ class BlockPattern(Pattern):
         """The pattern as a string: ``pattern_from_spec`` gives an equal one (the same one, where it holds a function or a tensor)."""
         from dilated_attention.pattern.spec import spec_of
 
-        return spec_of(self)
+        # written once: every call of an op needs it. What holds an object is numbered, and a copy has another number
+        if torch.compiler.is_compiling() or self.holds_objects:
+            return spec_of(self)
+        if "_spec" not in self.__dict__:
+            self.__dict__["_spec"] = spec_of(self)
+        spec: str = self.__dict__["_spec"]
+        return spec
 
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         from dilated_attention.pattern.drawing import draw

@@ -66,8 +66,8 @@ class _Composite(BlockPattern):
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.different], heads)
 
-    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
-        of_parts = [part.mask_mod(num_positions, device) for part in self.different]
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.different]
 
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
             return self.combined([of_part(batch, head, q_idx, kv_idx) for of_part in of_parts], head)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.pattern.block import BlockPattern, Grid
+from dilated_attention.pattern.block import BlockPattern, Grid, MaskMod
 from dilated_attention.pattern.block_global import BigBird, GlobalLocal
 from dilated_attention.pattern.block_level import DilatedBlocks, own_columns, own_count
 from dilated_attention.pattern.block_random import RandomBlocks, checked_ratio, checked_seed
@@ -70,6 +70,9 @@ class Sparsity(BlockPattern):
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.at(grid.num_positions).classify(grid, head, row, column)
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        return self.at(num_positions).mask_mod(num_positions, num_heads, device)
 
     def cost(self, grid: Grid) -> float:
         return self.at(grid.num_positions).cost(grid)

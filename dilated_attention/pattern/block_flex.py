@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern.block import BLOCK_SIZES, BlockPattern, MaskMod
+from dilated_attention.pattern.block import BLOCK_SIZES, BlockPattern, MaskMod, divided
 from dilated_attention.pattern.block_function import MaskFunction
 from dilated_attention.pattern.block_kept import kept_blocks
 from dilated_attention.pattern.block_level import BlockTensor
@@ -71,35 +71,51 @@ def to_block_mask(
 ) -> BlockMask:
     """The BlockMask of a pattern, (1, 1 or num_heads, N, N), with the lists of both sides.
 
-    Its index tensors are as wide as the longest list, int32: short for windows, whole for a pattern in which one row keeps everything.
+    Its index tensors are as wide as the longest list, int32: short for windows, whole for a pattern in which one row keeps everything. On the
+    CPU, where FlexAttention takes their width for the number of key blocks, those of rows are always whole.
     """
     kept = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     grid = pattern.grid(num_positions, device=device)
-    rows = torch.repeat_interleave(kept.row_starts.diff().long())
-    group, row = rows // max(grid.num_rows, 1), rows % max(grid.num_rows, 1)
-    column = kept.columns.long()
-    is_full = torch.ones_like(column, dtype=torch.bool) if kept.masks is None else kept.masks < 0
-
-    def lists(chosen: torch.Tensor, of: torch.Tensor, number: int, index: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(counts (1, G, number), indices (1, G, number, longest)) of the chosen entries, by ``of``, ascending by ``index``."""
-        chosen = chosen.nonzero()[:, 0]
-        place, _ = ((group[chosen] * number + of[chosen]) * last + index[chosen]).sort()
-        where, what = place // last, place % last
-        counts = torch.zeros(kept.num_groups * number, dtype=torch.int64, device=place.device)
-        counts.index_add_(0, where, torch.ones_like(where))
-        width = max(int(counts.max()), 1) if counts.numel() else 1
-        indices = torch.zeros(kept.num_groups * number, width, dtype=torch.int32, device=place.device)
-        indices[where, torch.arange(len(where), device=place.device) - (counts.cumsum(0) - counts)[where]] = what.to(torch.int32)
-        return counts.to(torch.int32).view(1, kept.num_groups, number), indices.view(1, kept.num_groups, number, width)
-
     num_rows, num_columns = max(grid.num_rows, 1), max(grid.num_columns, 1)
+    group, row = divided(torch.repeat_interleave(kept.row_starts.diff().long()), num_rows)
+    column = kept.columns.long()
+    full = torch.ones_like(column, dtype=torch.bool) if kept.masks is None else kept.masks < 0
     whole = pattern.at(num_positions)
-    return BlockMask(
-        (num_positions, num_positions),
-        *lists(~is_full, row, num_rows, column, num_columns),
-        *lists(is_full, row, num_rows, column, num_columns),
-        *lists(~is_full, column, num_columns, row, num_rows),
-        *lists(is_full, column, num_columns, row, num_rows),
-        BLOCK_SIZE=(pattern.q_block, pattern.k_block),
-        mask_mod=(whole.causal() if is_causal else whole).mask_mod(num_positions, device),
-    )
+    kv_width = num_columns if grid.device.type == "cpu" else 1
+    kv_side = _side(kept.num_groups, group, row, column, full, num_rows, num_columns, kv_width)
+    q_side = _side(kept.num_groups, group, column, row, full, num_columns, num_rows, 1)
+    mask_mod = (whole.causal() if is_causal else whole).mask_mod(num_positions, num_heads, device)
+    lengths = (num_positions, num_positions)
+    return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=(pattern.q_block, pattern.k_block), mask_mod=mask_mod)
+
+
+def _side(
+    num_groups: int,
+    group: torch.Tensor,
+    of: torch.Tensor,
+    index: torch.Tensor,
+    full: torch.Tensor,
+    num_lists: int,
+    num_indices: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts (1, groups, lists) and indices (1, groups, lists, width) of the partial blocks, and of the full ones.
+
+    Both as wide as the longest of either, at least ``width``: kernels of some versions take one stride for both.
+    """
+    place, order = ((group * num_lists + of) * num_indices + index).sort()
+    lists, what = divided(place, num_indices)
+    sides = []
+    for chosen in (~full[order], full[order]):
+        owner = lists[chosen]
+        counts = torch.bincount(owner, minlength=num_groups * num_lists)
+        width = max(width, int(counts.max()))
+        sides.append((owner, torch.arange(len(owner), device=of.device) - (counts.cumsum(0) - counts)[owner], what[chosen], counts))
+
+    def tables(owner: torch.Tensor, number: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = torch.zeros(num_groups * num_lists, width, dtype=torch.int32, device=of.device)
+        indices[owner, number] = listed.to(torch.int32)
+        return counts.to(torch.int32).view(1, num_groups, num_lists), indices.view(1, num_groups, num_lists, width)
+
+    partial, whole = (tables(*side) for side in sides)
+    return *partial, *whole

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.pattern.block import FULL, BlockPattern, Grid, divided, expand, state_of
+from dilated_attention.pattern.block import FULL, BlockPattern, Grid, MaskMod, divided, expand, state_of
 from dilated_attention.pattern.block_random import checked_seed, hashed
 from dilated_attention.pattern.block_window import LocalWindow
 from dilated_attention.pattern.checks import as_int
@@ -135,6 +135,21 @@ class BigBird(GlobalLocal):
         grid = self.grid(num_positions, device=queries.device)
         kept = super().allowed(queries, keys, heads, num_positions)
         return kept | self.drawn(grid, heads, queries // self.q_block, keys // self.k_block)
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        if not self.random_blocks or not num_positions:
+            return super().mask_mod(num_positions, num_heads, device)
+        grid = self.grid(num_positions, device=device)
+        drawn = torch.stack(self.draws(grid, grid.range(0, num_heads)[:, None], grid.rows()[None]), -1).to(torch.int32)
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            kept = GlobalLocal.allowed(self, q_idx, kv_idx, head, num_positions)
+            row, column = q_idx.clamp(max=num_positions - 1) // self.q_block, kv_idx // self.k_block
+            for number in range(self.random_blocks):
+                kept = kept | (drawn[head, row, number] == column)
+            return kept
+
+        return mask_mod
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _, row, column = super().columns(grid, heads)

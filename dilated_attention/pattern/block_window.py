@@ -157,8 +157,7 @@ class Document(BlockPattern):
         document = self.document_of(positions, starts)
         return starts[document], starts[document + 1]
 
-    def mask_mod(self, num_positions: int, device: torch.device | str = "cpu") -> MaskMod:
-        # a table, not a search: what the compiler of FlexAttention makes the most of
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         positions = torch.arange(num_positions, device=device)
         document = self.document_of(positions, self.starts(positions.device)).to(torch.int32)
 

@@ -39,5 +39,5 @@ def _caption(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bo
     kind = "causal" if is_causal else "full"
     density = pattern.density(num_positions, num_heads, is_causal=is_causal)
     branches = getattr(pattern, "branches", ())
-    listed = ", ".join(f"{w}/{r}" for w, r in branches)
-    return f"{type(pattern).__name__}({listed}) · {num_positions} positions, {kind} · {density:.1%} of dense pairs"
+    listed = f"({', '.join(f'{w}/{r}' for w, r in branches)})" if branches else ""
+    return f"{type(pattern).__name__}{listed} · {num_positions} positions, {kind} · {density:.1%} of dense pairs"
