@@ -26,8 +26,8 @@ from dilated_attention import (
     shard_sequence,
     unshard_sequence,
 )
-from dilated_attention.distributed import Layout, blocks_call, blocks_cost, blocks_rows, spans
-from dilated_attention.distributed.blocks_cost import Load, even, head_steps
+from dilated_attention.distributed import Layout, blocks_call, blocks_rows, spans
+from dilated_attention.distributed.blocks_cost import LANES, Load, choose, even, seconds
 from dilated_attention.distributed.blocks_lists import join_rows, lists_of_buffer
 from dilated_attention.distributed.blocks_plan import BlockJob, joined
 from dilated_attention.distributed.blocks_script import make_block_script
@@ -198,7 +198,7 @@ def test_every_length(world: int) -> None:
         [
             Spread(case=case_of(pattern, N, is_causal=N % 2 == 0), layout=layout, head_steps=1 + N % 2)
             for N in dict.fromkeys(lengths)
-            for layout in ("contiguous", "zigzag", "balanced", "dealt")
+            for layout in (("contiguous", "zigzag", "balanced", "dealt") if N < 64 or world == 3 else ("zigzag", "dealt"))
         ],
     )
 
@@ -255,7 +255,7 @@ def measured(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtyp
 def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
     dtype = torch.float32 if world % 2 else torch.float64
     spreads = []
-    for N in (128 * world, 64 * world + 37, world - 1):
+    for N in (64 * world, 64 * world + 37, world - 1):
         patterns = [
             LocalWindow(40, block_size=64),
             GlobalLocal(20, 70, block_size=64),
@@ -533,15 +533,25 @@ def test_rows_are_gathered_and_added_alike_by_the_kernels(shape: tuple[int, int,
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_steps_of_heads_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> None:
+def test_steps_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> None:
     rng = random.Random(seed)
-    load = Load(rng.choice([1, 8, 16, 12]), rng.uniform(1e-5, 1e-3), rng.uniform(1e-6, 1e-3), rng.uniform(1e-6, 1e-4), 10**8)
-    steps = head_steps(load, 10**12)
-    assert sum(steps) == load.heads and min(steps) >= 1
-    assert blocks_cost._seconds(load, steps) <= blocks_cost._seconds(load, (load.heads,))
+    load = Load(rng.choice([1, 8, 16, 12]), rng.uniform(1e-5, 1e-3), rng.uniform(1e-6, 1e-4), rng.randint(10**5, 10**8), 10**8)
+    way = choose(load, 10**12)
+    assert sum(way.steps) == load.heads and min(way.steps) >= 1
+    assert all(seconds(load, way) <= seconds(load, replace(way, steps=(load.heads,), lane=lane)) for lane in LANES)
+    assert choose(load, 10**12, 3).steps == even(load.heads, 3)
     # too little memory for more than a head at a time
-    assert head_steps(load, 10**8) == (1,) * load.heads
-    assert head_steps(replace(load, wire=0.0), 10**12) == (load.heads,)
+    assert choose(load, 10**8).steps == (1,) * load.heads
+    assert choose(replace(load, brought=0), 10**12).steps == (load.heads,)
+
+
+def test_a_window_starts_with_few_heads_and_random_blocks_grow() -> None:
+    """Of 16 heads of 128 on 4 GPUs of 32,768 tokens at 10 %: what is waited for is a head's keys."""
+    compute, launch = 0.366e-3, 0.114e-3
+    window, everything = (choose(Load(16, compute, launch, brought, 67 * 10**6), 141 * 10**9) for brought in (7 * 10**6, 50 * 10**6))
+    assert window.steps[0] <= 2 and len(window.steps) == 2
+    assert everything.steps[0] <= 2 and list(everything.steps) == sorted(everything.steps)
+    assert everything.lane.most_ctas is None
 
 
 @pytest.mark.parametrize("pattern", [LocalWindow(70, block_size=64), LocalWindow(70, block_size=64) & Causal(block_size=64)])
@@ -556,6 +566,13 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
             (launch,) = script.steps[0].launches
             assert launch.lists.mask_kind == "interval"
             assert script.nbytes == launch.lists.nbytes
+
+
+def test_steps_of_heads_without_masks_ask_for_none() -> None:
+    pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
+    job = BlockJob(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
+    steps = make_block_script(job, 0, (1, 1), torch.device("cpu")).steps
+    assert [launch.lists.mask_kind for step in steps for launch in step.launches] == ["interval", "none"]
 
 
 def test_scripts_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,16 +178,16 @@ class _Work:
         job = BlockJob(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
         needs = needs_of(job, q.device)
         load = blocks_cost.load_of(job, needs, k.shape[0], k.shape[3], k.element_size())
-        memory = cost.device_memory(q.device)
-        steps = blocks_cost.even(k.shape[2], forced) if forced else blocks_cost.head_steps(load, memory)
-        script = _script_of(job, self.members.rank, steps, q.device)
-        ahead = blocks_cost.steps_ahead(load, steps)
+        way = blocks_cost.choose(load, cost.device_memory(q.device), forced)
+        script = _script_of(job, self.members.rank, way.steps, q.device)
+        ahead = blocks_cost.steps_ahead(load, way.steps)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         calls = {
             is_backward: BlockCall(self._backends(script, is_backward), settings.scale, ahead, deterministic, dropout_p=settings.dropout_p)
             for is_backward in ((False, True) if settings.needs_grad else (False,))
         }
-        lanes = ("few keys", "few gradients", cost.FEW_CTAS) if load.is_small else ("keys", "gradients", None)
+        most_ctas = way.lane.most_ctas
+        lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
         return _Setup(script, calls, lanes, needs.digest)
 
     def _backends(self, script: BlockScript, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:

@@ -141,6 +141,9 @@ def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> 
     """``renumber_columns``, with the interval in the buffer's rows where it still says what the masks say."""
     mapping = mapping.to(lists.columns.device)
     moved = renumber_columns(lists, mapping, num_keys)
+    if moved.masks is not None and not bool((moved.masks >= 0).any()):
+        # the masks are those of other rows or heads: more kernels take lists without
+        return replace(moved, masks=None, bits=moved.bits[:0], interval=None)
     return replace(moved, interval=moved_interval(lists, mapping))
 
 
