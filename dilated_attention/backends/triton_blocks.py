@@ -52,8 +52,9 @@ class Tuning:
 # Hopper at 64: two programs a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: around
 # the branch for masks every operand is held in registers, which 64 rows in dkdv do not fit.
 _SMALL_64 = Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(64, 64, 4, 3), dkdv=Tile(32, 128, 8, 2))
-_FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
-_FLOAT_128, _FLOAT_256 = (Tuning(forward=tile, dq=tile, dkdv=tile) for tile in (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)))
+_FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
+_FLOAT_128 = Tuning(forward=Tile(64, 32, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
+_FLOAT_256 = Tuning(forward=Tile(16, 32, 8, 2), dq=Tile(32, 32, 8, 2), dkdv=Tile(16, 32, 8, 2))
 _TUNINGS = {
     ("half", "large", 64): Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 2)),
     ("half", "large", 128): Tuning(forward=Tile(128, 128, 8, 2), dq=Tile(128, 64, 8, 2), dkdv=Tile(64, 128, 8, 2)),
@@ -71,7 +72,7 @@ _TUNINGS = {
     ("float", "medium", 128): _FLOAT_128,
     ("float", "medium", 256): _FLOAT_256,
     ("float", "small", 64): _FLOAT_64,
-    ("float", "small", 128): Tuning(forward=Tile(64, 32, 8, 2), dq=Tile(32, 32, 4, 2), dkdv=Tile(32, 32, 4, 2)),
+    ("float", "small", 128): Tuning(forward=Tile(64, 32, 8, 2), dq=Tile(32, 32, 8, 2), dkdv=Tile(32, 32, 8, 2)),
 }
 
 
