@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -575,3 +576,42 @@ def test_errors(make: Callable[[], object], error: type[Exception], text: str) -
 def test_lattice_is_a_hard_case() -> None:
     mask = MaskFunction(lattice).dense_mask(515, 515, 1)[0]
     assert bool((~mask.any(1)).any())
+
+
+# --- what a copy is called ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_composition_names_its_own_function() -> None:
+    pattern = LocalWindow(3) | MaskFunction(lattice)
+    named = pattern.spec()
+    assert pattern.lives_here and not (LocalWindow(3) | Causal()).lives_here
+    twin = copy.deepcopy(pattern)
+    assert twin.spec() != named and pattern_from_spec(twin.spec()) == twin
+    del pattern
+    assert pattern_from_spec(twin.spec()).allowed(*(torch.arange(4) for _ in range(3)), 4).shape == (4,)
+    again = pickle.loads(pickle.dumps(twin))
+    assert again.spec() not in (named, twin.spec())
+
+
+def test_a_class_defined_again_replaces_the_old_one() -> None:
+    def define(reach: int) -> type[LocalWindow]:
+        @dataclass(frozen=True)
+        class Rewritten(LocalWindow):
+            def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+                return (queries - keys).abs() + 0 * heads <= reach
+
+        return Rewritten
+
+    first = define(1)(5)
+    assert pattern_from_spec(first.spec()) == first
+    second = define(2)(5)
+    assert first.spec() == second.spec() and type(pattern_from_spec(second.spec())) is type(second)
+
+
+def test_a_class_that_cannot_be_told_apart_is_refused() -> None:
+    class Plain(LocalWindow):
+        def __init__(self, reach: int) -> None:
+            super().__init__(reach)
+
+    with pytest.raises(TypeError, match=r"@dataclass\(frozen=True\)"):
+        Plain(3).spec()

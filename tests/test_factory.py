@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from dilated_attention import DilatedAttention, MultiheadDilatedAttention, create_attention, create_model, list_backends
+from dilated_attention import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    create_attention,
+    create_model,
+    explain_backend,
+    list_backends,
+)
+from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.models import LongNetLM
 
@@ -110,3 +118,15 @@ def test_list_backends_names_all() -> None:
         "ring_dilated",
         "ring_multihead_dilated",
     }
+
+
+def test_explain_backend_knows_lists_of_blocks() -> None:
+    hopper = Hardware(device_type="cuda", capability=(9, 0), cudnn_version=91900, packages=frozenset({"triton", "flash-attn-4"}))
+    asked = explain_backend(hardware=hopper, head_dim=128, block_size=128)
+    assert (asked.forward, asked.backward) == ("gluon", "flash4")
+    assert explain_backend(hardware=hopper, head_dim=128, block_size=64, block_masks="bits").backward == "triton"
+    assert "takes no lists of blocks" in str(asked) and "blocks of 128x128" in str(asked)
+    with pytest.raises(ValueError, match="block_size"):
+        explain_backend(block_masks="bits")
+    with pytest.raises(ValueError, match="64 or 128"):
+        explain_backend(block_size=32)

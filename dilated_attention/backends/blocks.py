@@ -10,6 +10,7 @@ Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,7 @@ class BlockLists:
         return self.masks is None and bool((self.row_starts.diff() > 0).all())
 
     @functools.cached_property
+    @torch.inference_mode(False)
     def row_of_entry(self) -> torch.Tensor:
         """(entries,) int64: group · num_rows + row of each entry."""
         counts = self.row_starts.diff().long()
@@ -92,6 +94,7 @@ class BlockLists:
         return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
 
     @functools.cached_property
+    @torch.inference_mode(False)
     def by_column(self) -> ColumnLists:
         """The same entries by key block, for the gradients of k and v."""
         row = self.row_of_entry
@@ -104,6 +107,21 @@ class BlockLists:
         starts[1:] = counts.cumsum(0)
         masks = None if self.masks is None else self.masks[order]
         return ColumnLists(starts, (ordered % self.num_rows).to(torch.int32), masks)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Where a Triton kernel is launched: on the current device, which need not be the tensors'. Its interpreter takes those of a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def checked_total(total: int) -> int:
+    """``total`` entries, if kernels can count them: in 32 bits, in quarters of a block."""
+    if total >= 2**29:
+        raise ValueError(
+            f"{total} kept blocks over all batch entries and heads; lists count to 2**29 − 1: keep less, use larger blocks, or give one list "
+            "to all heads"
+        )
+    return total
 
 
 @dataclass(frozen=True, eq=False)

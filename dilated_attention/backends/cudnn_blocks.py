@@ -46,6 +46,7 @@ class CudnnBlocksBackend(Backend):
         capabilities=((9, 0), (9, 0)),
         head_dims=frozenset({64, 96, 128}),
         deterministic=False,
+        max_batch=65_535,
         block_sizes=frozenset({(64, 64), (128, 128)}),
         blocks_only=True,
         source="H200, cudnn-frontend 1.32, backward at D = 128, blocks of 128x128, 16 heads, N = 32,768, bfloat16: 0.955/0.854/0.637 of "

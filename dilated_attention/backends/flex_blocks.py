@@ -19,6 +19,7 @@ def block_mask(lists: BlockLists) -> Any:
     return lists.cache["flex"]
 
 
+@torch.inference_mode(False)
 def _build(lists: BlockLists) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 

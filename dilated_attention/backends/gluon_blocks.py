@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options
-from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.blocks import BlockLists, on_device
 
 # a list is long above this many times the mean
 _LONG = 4
@@ -80,14 +80,15 @@ class GluonBlocksBackend(Backend):
         masks = lists.masks if lists.masks is not None else lists.columns
         bits = lists.bits if lists.masks is not None else lists.columns
         shape = (H, H // k.shape[2], lists.num_heads if lists.num_batch > 1 else 0, int(lists.num_heads > 1), order is not None)
-        kernel[(min(total, launch.programs * _multiprocessors(q.device)),)](
-            descriptor(q, 64), descriptor(k, tile), descriptor(v, tile), descriptor(out, 64),
-            lists.row_starts, lists.columns, masks, bits, lists.columns if order is None else order, lse,
-            lists.num_rows, lists.num_entries, total, Nq, lists.num_keys, *lse.stride(), options.scale,
-            shape, D, tile, lists.k_block // tile, launch.stages,
-            lists.masks is not None, lists.num_keys % lists.k_block != 0, launch.registers,
-            num_warps=4, maxnreg=launch.maxnreg,
-        )  # fmt: skip
+        with on_device(q.device):
+            kernel[(min(total, launch.programs * _multiprocessors(q.device)),)](
+                descriptor(q, 64), descriptor(k, tile), descriptor(v, tile), descriptor(out, 64),
+                lists.row_starts, lists.columns, masks, bits, lists.columns if order is None else order, lse,
+                lists.num_rows, lists.num_entries, total, Nq, lists.num_keys, *lse.stride(), options.scale,
+                shape, D, tile, lists.k_block // tile, launch.stages,
+                lists.masks is not None, lists.num_keys % lists.k_block != 0, launch.registers,
+                num_warps=4, maxnreg=launch.maxnreg,
+            )  # fmt: skip
         return out, lse
 
 

@@ -95,7 +95,7 @@ class Table:
         """The row that speaks for ``request`` (rule: above), or None."""
         dtype = _DTYPE_CLASSES.get(request.dtype)
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
-        # lists were timed without masks, with blocks of 128x128, and say by themselves what is causal
+        # lists were timed with blocks of 128x128 kept whole, and speak for those with some masked ones too; they say by themselves what is causal
         unmeasured |= request.blocks not in (None, (128, 128)) or request.beside_exchange
         if dtype is None or unmeasured or request.precision != "native":
             return None

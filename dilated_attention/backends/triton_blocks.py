@@ -6,14 +6,13 @@ Nothing is gathered or transposed: the kernels read q, k, v as they lie. Nothing
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
-from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
+from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists, on_device
 
 # programs that a GPU runs at a time, roughly; what counts as a long list does not depend on more
 _PROGRAMS = 128
@@ -182,7 +181,7 @@ def forward(
     grid = (lists.num_rows * (walk[0] // walk[2]) * B * H,)
     if not lists.num_rows * B * H:
         return out, lse
-    with _on(q.device):
+    with on_device(q.device):
         kernels.forward_kernel[grid](
             q, k, v, out, lse, lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
             *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
@@ -227,7 +226,7 @@ def backward(
     align, strides = _strides(dout, out)
     dlse_strides = dlse.stride() if dlse is not None else (0, 0, 0)
     constants = {key: problem.constants[key] for key in ("D", "BLOCK_D")}
-    with _on(q.device):
+    with on_device(q.device):
         if lists.num_rows * B * H:
             kernels.rows_kernel[(lists.num_rows * B * H,)](
                 dout, out, lse, dlse, offset, delta, *strides, *_by_token(lse.stride()), *_by_token(dlse_strides),
@@ -356,8 +355,3 @@ def _wide(strides: list[int], align: int) -> bool:
 def _by_token(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Strides of (B, H, N) as those of batch, token, head."""
     return strides[0], strides[2], strides[1]
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # the interpreter takes tensors of the CPU
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -106,7 +106,7 @@ def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, argume
             "function": FUNCTION,
             **same_of_tensors(tensors, masks.padding, documents),
             # what holds a function cannot be compared by its name; its lists are, once they are made
-            "pattern": type(pattern).__name__ if pattern.holds_objects else pattern.spec(),
+            "pattern": type(pattern).__name__ if pattern.lives_here else pattern.spec(),
             "block_size": str(pattern.block_size),
             "is_causal": settings.is_causal,
             "scale": settings.scale,

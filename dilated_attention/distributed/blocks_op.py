@@ -105,6 +105,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.settings = inputs[6:]
+    # a pattern that holds a function lives until the backward has read its name
+    ctx.pattern = pattern_from_spec(inputs[6])
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:

@@ -124,7 +124,7 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
     C = columns.starts.shape[0]
     kept = torch.zeros((job.size, groups, C), dtype=torch.bool, device=device)
     pairs = torch.zeros((job.size, groups), dtype=torch.float64, device=device)
-    digest = hashlib.sha256() if job.pattern.holds_objects else None
+    digest = hashlib.sha256() if job.pattern.lives_here else None
     for index, (start, end) in enumerate(job.documents):
         rows = torch.stack([_rows_held(job, spans, start, end) for spans in job.holdings]).to(device)
         for first_row, entries in entries_of(job, end - start, device):

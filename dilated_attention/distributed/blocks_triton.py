@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.blocks import on_device
+
 # elements that a program takes at a time
 _SIZE = 4096
 
@@ -41,9 +43,10 @@ def gather_rows(memory: torch.Tensor, to: torch.Tensor, k: torch.Tensor, v: torc
     assert memory.is_contiguous() and k.stride(-1) == 1 and v.stride(-1) == 1
     block = triton.next_power_of_2(D)
     size = max(1, _SIZE // block)
-    _gather_kernel[(triton.cdiv(len(to) * G, size), B, 2)](
-        memory, to, k, v, rows, len(to), B, G, *k.stride()[:3], *v.stride()[:3], HEAD_DIM=D, BLOCK_D=block, ROWS=size
-    )
+    with on_device(memory.device):
+        _gather_kernel[(triton.cdiv(len(to) * G, size), B, 2)](
+            memory, to, k, v, rows, len(to), B, G, *k.stride()[:3], *v.stride()[:3], HEAD_DIM=D, BLOCK_D=block, ROWS=size
+        )
 
 
 @triton.jit
@@ -89,8 +92,9 @@ def add_rows(
     assert all(x.stride(-1) == 1 for x in (*grads, *own)) and came.is_contiguous() and came_at.is_contiguous()
     block = triton.next_power_of_2(D)
     size = max(1, _SIZE // block)
-    _add_kernel[(triton.cdiv(n * G, size), B, 2)](
-        dk, dv, *own, own_at, came, came_at, n, B, G, came_at.shape[0], came.shape[1],
-        *dk.stride()[:3], *dv.stride()[:3], *own[0].stride()[:3], *own[1].stride()[:3],
-        HEAD_DIM=D, BLOCK_D=block, ROWS=size,
-    )  # fmt: skip
+    with on_device(dk.device):
+        _add_kernel[(triton.cdiv(n * G, size), B, 2)](
+            dk, dv, *own, own_at, came, came_at, n, B, G, came_at.shape[0], came.shape[1],
+            *dk.stride()[:3], *dv.stride()[:3], *own[0].stride()[:3], *own[1].stride()[:3],
+            HEAD_DIM=D, BLOCK_D=block, ROWS=size,
+        )  # fmt: skip

@@ -17,7 +17,8 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions each of W processes holds of a sequence of N; accepted wherever ``layout=`` is. ``balanced_layout`` makes one.
+    """Which positions each of W processes holds of a sequence of N; for ``shard_sequence``, ``unshard_sequence``,
+    ``local_positions`` and block-sparse rings. ``balanced_layout`` makes one.
 
     Args:
         seq_len: N.

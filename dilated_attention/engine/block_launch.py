@@ -29,7 +29,7 @@ def forward_lists(
     """
     q = _with_front(q, 1, front)
     assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
-    if not lists.num_entries:
+    if not lists.num_entries or not q.shape[0]:
         out, lse = torch.zeros_like(q), _new_lse(q, -torch.inf)
     else:
         parts = [
@@ -56,7 +56,7 @@ def backward_lists(
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
     lse = _with_front(lse, 2, front, torch.inf)
     dlse = None if dlse is None else _with_front(dlse, 2, front)
-    if not lists.num_entries:
+    if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
         cuts = _launches(backend.facts, lists, (dout, q, k, v, out), options)

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 import torch
 
-from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.blocks import BlockLists, checked_total
 from dilated_attention.pattern.block import BlockPattern
 from dilated_attention.pattern.block_kept import kept_blocks
 
@@ -81,6 +81,7 @@ def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
     kept = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device)
+    checked_total(kept.columns.shape[0])
     lists = BlockLists(
         num_queries=num_queries,
         num_keys=num_keys,

@@ -220,6 +220,7 @@ def share_units(mass: float) -> int:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _static_bits(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, device: torch.device
 ) -> torch.Tensor:

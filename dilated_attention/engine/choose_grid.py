@@ -67,6 +67,7 @@ def num_words_of(num_keys: int, k_block: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def make_grid(
     num_queries: int,
     num_keys: int,

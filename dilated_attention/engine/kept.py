@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.blocks import BlockLists, checked_total
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.block_kept import WORD, packed, unpacked
@@ -83,12 +83,6 @@ def lists_of_kept(
     )
 
 
-def checked_total(total: int) -> int:
-    if total >= 2**31:
-        raise ValueError(f"{total} kept blocks over all batch entries and heads; lists count to 2**31 − 1: keep less, or cut the batch")
-    return total
-
-
 def _write_lists(
     kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -121,6 +115,7 @@ def _partial_deltas(q_block: int, k_block: int) -> range:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> torch.Tensor:
     """(deltas, q_block, k_block / 32) int32: query m keeps key n of its block where n ≤ m + delta."""
     delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
@@ -128,6 +123,7 @@ def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     high = (torch.arange(num_queries, dtype=torch.int32) + (query_offset + 1)).clamp(max=num_keys).to(device)
     return torch.zeros_like(high), high

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.engine.kept import checked_total
+from dilated_attention.backends.blocks import checked_total
 
 # columns of a warp
 _WARP_COLUMNS = 1024

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import NESTED, NESTED_FACTS, PRECISIONS, BackendUnavailable, Hardware, Request, detect, reasons_of, registry
+from dilated_attention.pattern.block import checked_block_size
 from dilated_attention.pattern.checks import one_of
 
 
@@ -119,6 +120,8 @@ def explain_backend(
     backend: str = "auto",
     precision: str = "native",
     length: int = 0,
+    block_size: int | tuple[int, int] | None = None,
+    block_masks: str = "none",
 ) -> Explanation:
     """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
 
@@ -128,6 +131,10 @@ def explain_backend(
         dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older ones, else float32.
         backend: ``"auto"``, or a name whose refusal is to be explained.
         length: rows of a problem, the largest segment length / dilation rate; measured times are looked up by it. 0: long.
+            Of block-sparse attention: keys that a query keeps, on the mean.
+        block_size: of block-sparse attention, as of a pattern; None: dense or dilated attention.
+        block_masks: what is masked inside its blocks: ``"none"``: they are kept whole · ``"interval"``: windows, documents, causality ·
+            ``"bits"``: anything else.
 
     The other arguments are those of ``dilated_attention``.
     """
@@ -153,7 +160,12 @@ def explain_backend(
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
         length=length,
+        blocks=None if block_size is None else checked_block_size(block_size),
+        block_masks=block_masks,
     )
+    one_of("block_masks", block_masks, ("none", "interval", "bits"))
+    if block_size is None and block_masks != "none":
+        raise ValueError(f"block_masks is {block_masks!r} without a block_size; give block_size=128 to ask about block-sparse attention")
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
     if not isinstance(length, int) or length < 0:

@@ -120,7 +120,7 @@ class BlockPattern(Pattern):
             name_object(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_number"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy has a name of its own, since its original may be freed before it
@@ -281,13 +281,26 @@ class BlockPattern(Pattern):
         """The pattern as a string: ``pattern_from_spec`` gives an equal one (the same one, where it holds a function or a tensor)."""
         from dilated_attention.pattern.spec import spec_of
 
-        # written once: every call of an op needs it. What holds an object is numbered, and a copy has another number
-        if torch.compiler.is_compiling() or self.holds_objects:
+        if torch.compiler.is_compiling():
             return spec_of(self)
+        # written once: every call of an op needs it
         if "_spec" not in self.__dict__:
+            kind = vars(type(self))
+            if "__init__" in kind and "__dataclass_fields__" not in kind:
+                raise TypeError(
+                    f"{type(self).__name__} has an __init__ of its own and is no dataclass, so two of them cannot be told apart; "
+                    "write its arguments as fields and decorate it with @dataclass(frozen=True)"
+                )
             self.__dict__["_spec"] = spec_of(self)
         spec: str = self.__dict__["_spec"]
         return spec
+
+    @property
+    def lives_here(self) -> bool:
+        """Whether it, or a part of it, holds a function or a tensor, which other processes cannot know by ``spec``."""
+        from dilated_attention.pattern.spec import OBJECT
+
+        return OBJECT in self.spec()
 
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         from dilated_attention.pattern.drawing import draw

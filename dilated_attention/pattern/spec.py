@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention.pattern.block import BlockPattern
 
-_OBJECT = "object:"
+OBJECT = "object:"
 _CLASS = "pattern"
 _KINDS: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
@@ -28,6 +28,8 @@ def register_kind(kind: type[BlockPattern]) -> None:
     if known is not None and known.__module__ != kind.__module__:
         raise TypeError(f"{kind.__module__}.{kind.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
     _KINDS[kind.__name__] = kind
+    if known is not None:
+        _read_and_kept.cache_clear()
 
 
 def spec_of(pattern: BlockPattern) -> str:
@@ -42,7 +44,7 @@ def pattern_from_spec(spec: str) -> BlockPattern:
         ValueError: the string names no pattern.
     """
     # a cache would keep living objects alive for good
-    return _read(spec) if _OBJECT in spec else _read_and_kept(spec)
+    return _read(spec) if OBJECT in spec else _read_and_kept(spec)
 
 
 def _read(spec: str) -> BlockPattern:
@@ -63,7 +65,7 @@ def _written(value: Any) -> str:
     """``value`` as JSON. By hand, in what torch.compile traces: a pattern may be made inside a compiled function."""
     if isinstance(value, BlockPattern):
         if value.holds_objects:
-            return f'"{_OBJECT}{_number_of(value)}"'
+            return f'"{OBJECT}{_number_of(value)}"'
         fields = [f'"{_CLASS}":"{type(value).__name__}"']
         for described in dataclasses.fields(value):
             if described.init:
@@ -111,8 +113,8 @@ def _value(written: Any) -> Any:
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)
-    if isinstance(written, str) and written.startswith(_OBJECT):
-        pattern = _living.get(int(written.removeprefix(_OBJECT)))
+    if isinstance(written, str) and written.startswith(OBJECT):
+        pattern = _living.get(int(written.removeprefix(OBJECT)))
         if pattern is None:
             raise RuntimeError(
                 f"the pattern {written!r} holds a function or a tensor and has been freed, or was made by another process; "
