@@ -14,6 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_longnet.py
+	$(BIN)/python examples/block_sparse.py
 
 # one torch thread a worker: two workers with a thread pool each would fight over the cores
 test: $(STAMP) lint

@@ -23,10 +23,10 @@ from dilated_attention.pattern import (
 )
 
 LENGTH, BLOCK = 1024, 64
-# keys of which every tenth block is much like every query
-QUERY = torch.ones(1, LENGTH, 1, 8)
-KEY = torch.randn(1, LENGTH, 1, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.3, 1.0, 8)
-KEY[:, LENGTH // 4 : LENGTH // 4 + 2 * BLOCK] += 1.0
+# every stretch of 128 positions has one of four subjects, which its queries and keys share
+SUBJECTS = torch.tensor([0, 1, 2, 0, 3, 1, 0, 2]).repeat_interleave(128)
+QUERY = torch.nn.functional.one_hot(SUBJECTS).float()[None, :, None] * torch.linspace(1.0, 1.1, LENGTH)[None, :, None, None]
+KEY = QUERY
 
 
 def chosen(pattern: TopBlocks, *, is_causal: bool) -> BlockPattern:

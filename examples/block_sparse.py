@@ -1,8 +1,7 @@
 """A long document through trained attention layers: dense, then with 25, 10 and 5 % of its pairs, in blocks chosen by content.
 
-    python examples/block_sparse.py                              # 16,384 bytes; about two minutes on 2 CPU cores
-    python examples/block_sparse.py --length 131072              # on a GPU
-    python examples/block_sparse.py --document book.txt          # a long text of your own
+    python examples/block_sparse.py                              # 16,384 bytes; a minute and a half on 2 CPU cores
+    python examples/block_sparse.py --length 131072              # on a GPU; --document book.txt for a text of your own
 
 Attention of random weights looks at everything alike and leaves nothing to choose. So a small byte-level model with dense causal attention is first
 trained on the document's beginning. Then its layers read the document's end, which is new to them, with the same weights and inputs: dense, in
@@ -15,6 +14,7 @@ Last line: ``done: 10 % chosen is … times as fast as dense, output off by …,
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import statistics
@@ -38,24 +38,29 @@ DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 DENSITIES = (0.25, 0.10, 0.05)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-Layers = list[tuple[torch.Tensor, ...]]
-Row = tuple[str, float, float, float]  # kind, kept share of the pairs, seconds, error
+# kind, kept share of the pairs, seconds, error
+Row = tuple[str, float, float, float]
 
 
-def loss_of(model: LongNetLM, text: torch.Tensor) -> torch.Tensor:
-    """Bits per byte of texts (B, N + 1)."""
+def loss_of(model: LongNetLM, text: torch.Tensor, attention: nn.Module) -> torch.Tensor:
+    """Bits per byte of texts (B, N + 1), with ``attention``, which has no weights, between the projections of every layer."""
+    for block in model.decoder.blocks:
+        block.attention.attention = attention
     with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
         loss: torch.Tensor = model(text[:, :-1], targets=text[:, 1:])
     return loss / math.log(2)
 
 
-def trained(text: torch.Tensor, args: argparse.Namespace) -> LongNetLM:
-    """On short windows for half of the time, then on longer ones: attention that has never met far keys only suffers from them."""
+def trained(text: torch.Tensor, args: argparse.Namespace) -> tuple[LongNetLM, nn.Module]:
+    """On short windows for half of the time, then on longer ones: attention that has never met far keys only suffers from them.
+
+    Returns the model and its dense attention: one segment of everything, at rate 1."""
     torch.manual_seed(0)
-    # one segment of everything at rate 1 is dense attention; slow rotations let contents be compared over long distances
+    # slow rotations let contents be compared over long distances
     model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.length,), dilation_rates=(1,),
                          rotary_base=1e6, device=DEVICE)  # fmt: skip
     assert isinstance(model, LongNetLM)
+    dense = model.decoder.blocks[0].attention.attention
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.05)
     generator = torch.Generator().manual_seed(0)
     start, step = time.perf_counter(), 0
@@ -63,26 +68,17 @@ def trained(text: torch.Tensor, args: argparse.Namespace) -> LongNetLM:
         length = min(args.length, 1024 if done < 0.5 else 4096 if done < 0.65 else args.length)
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 0.1 + 2 * (1 - done))
-        loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator).to(DEVICE))
+        loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator).to(DEVICE), dense)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
     print(f"trained {step} steps in {time.perf_counter() - start:.0f} s: {loss.item():.2f} bits/byte", flush=True)
-    return model.eval()
+    return model.eval(), dense
 
 
-@torch.no_grad()
-def bits_per_byte(model: LongNetLM, text: torch.Tensor, attention: nn.Module) -> float:
-    """With ``attention``, which has no weights, between the projections of every layer."""
-    for block in model.decoder.blocks:
-        block.attention.attention = attention
-    return loss_of(model, text).item()
-
-
-@torch.no_grad()
-def attend(attention: nn.Module, layers: Layers) -> tuple[float, torch.Tensor]:
+def attend(attention: nn.Module, layers: list[tuple[torch.Tensor, ...]]) -> tuple[float, torch.Tensor]:
     """(seconds of all layers, their outputs): the median of three after one run to warm up."""
     times = []
     for _ in range(4):
@@ -95,11 +91,8 @@ def attend(attention: nn.Module, layers: Layers) -> tuple[float, torch.Tensor]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('no plot: pip install "dilated-attention[plot]"')
-        return
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for panel, column, what in zip(figure.subplots(1, 2), (3, 2), ("relative error of the output", "seconds, all layers"), strict=True):
         for kind in ("chosen", "random", "window"):
@@ -110,26 +103,25 @@ def plot(rows: list[Row], path: Path) -> None:
         panel.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     parser.add_argument("--length", type=int, default=16384, help="bytes of the document's end that are read")
-    parser.add_argument("--train-seconds", type=float, default=90)
+    parser.add_argument("--train-seconds", type=float, default=45)
     parser.add_argument("--steps", type=int, default=10**9, help="of training, at most")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
     text = torch.frombuffer(bytearray(args.document.read_bytes()), dtype=torch.uint8)
     if len(text) < 3 * args.length:
         raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --length, {3 * args.length}")
-    model = trained(text[: -args.length - 1], args)
+    model, dense = trained(text[: -args.length - 1], args)
+    torch.set_grad_enabled(False)
     end = text[None, -args.length - 1 :].long().to(DEVICE)
-    layers: Layers = []
-    dense = model.decoder.blocks[0].attention.attention
+    layers: list[tuple[torch.Tensor, ...]] = []
     hook = dense.register_forward_hook(lambda _, qkv, __: layers.append(tuple(x.to(DTYPE) for x in qkv)))
-    bits = bits_per_byte(model, end, dense)
+    bits = loss_of(model, end, dense).item()
     hook.remove()
     seconds, exact = attend(dense, layers)
     rows = [("dense", 1.0, seconds, 0.0)]
@@ -139,19 +131,24 @@ def main() -> None:
     print(f"{'dense':<14} {1:7.1%} {seconds:8.4f} {1:6.2f} {0:7.3f} {bits:10.3f}", flush=True)
     for density in DENSITIES:
         # a causal window of w keys keeps N·w − w·(w − 1)/2 of N·(N + 1)/2 pairs
-        window = max(1, round(args.length * (1 - math.sqrt(1 - density))))
+        window = max(1, round(N * (1 - math.sqrt(1 - density))))
         found: list[BlockPattern] = [TopBlocks(density=density), RandomBlocks(density, own_block=True), LocalWindow((window - 1, 0))]
         for kind, pattern in zip(("chosen", "random", "window"), found, strict=True):
             sparse = BlockSparseAttention(pattern)
             seconds, out = attend(sparse, layers)
             kept = pattern.pairs(N, heads, is_causal=True) / Causal().pairs(N, heads)
             rows.append((kind, kept, seconds, float((out - exact).norm() / exact.norm())))
-            figures = f"{kept:7.1%} {seconds:8.4f} {rows[0][2] / seconds:6.2f} {rows[-1][3]:7.3f} {bits_per_byte(model, end, sparse):10.3f}"
+            figures = (
+                f"{kept:7.1%} {seconds:8.4f} {rows[0][2] / seconds:6.2f} {rows[-1][3]:7.3f} {loss_of(model, end, sparse).item():10.3f}"
+            )
             print(f"{f'{kind} {density:.0%}':<14} {figures}", flush=True)
-    plot(rows, args.out / "block_sparse.png")
+    if importlib.util.find_spec("matplotlib"):
+        plot(rows, args.out / "block_sparse.png")
+    else:
+        print('no plot: pip install "dilated-attention[plot]"')
     chosen, random = rows[4:6]
-    speed = rows[0][2] / chosen[2]
-    print(f"done: 10 % chosen is {speed:.1f} times as fast as dense, output off by {chosen[3]:.3f}, at random by {random[3]:.3f}")
+    errors = f"output off by {chosen[3]:.3f}, at random by {random[3]:.3f}"
+    print(f"done: 10 % chosen is {rows[0][2] / chosen[2]:.1f} times as fast as dense, {errors}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Code in the README runs as it stands."""
+"""Code in the README and in docs/block_sparse.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def test_readme_code_for_several_processes_runs(code: str, tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     assert sorted(line.split(":")[0] for line in result.stdout.splitlines() if "loss" in line) == [f"process {rank}" for rank in range(4)]
     assert len({line.split(":")[1] for line in result.stdout.splitlines() if "loss" in line}) == 1
+
+
+def test_code_of_the_page_on_blocks_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its pieces one after the other, as they are read."""
+    page = (Path(__file__).parent.parent / "docs" / "block_sparse.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.S))
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/block_sparse.md", "exec"), names)
+    assert "of the pairs" in capsys.readouterr().out
+    assert {"out", "y", "again"} <= set(names)
 
 
 def test_readme_names_files_that_exist() -> None:
