@@ -23,8 +23,9 @@ import torch
 from torch.nn.functional import pad
 
 from dilated_attention.backends import padded
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, Facts, Options, Request
 from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.blocks_only import BlocksBackend
 
 # query rows that a launch must have whole multiples of, by block size
 _ROW_MULTIPLE = {64: 64, 128: 1}
@@ -34,7 +35,7 @@ _ALIGNMENT = 128
 _MOST_HEADS = 65535
 
 
-class CudnnBlocksBackend(Backend):
+class CudnnBlocksBackend(BlocksBackend):
     """Lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
 
     name = "cudnn_fe"
@@ -64,12 +65,6 @@ class CudnnBlocksBackend(Backend):
         if request.num_heads != request.num_kv_heads:
             reasons.append(f"its backward takes as many key heads as query heads, not {request.num_heads}/{request.num_kv_heads}")
         return reasons
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("computes lists of blocks only")
-
-    def backward(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        raise AssertionError("computes lists of blocks only")
 
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options

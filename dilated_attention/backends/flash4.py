@@ -10,7 +10,7 @@ import torch
 from dilated_attention.backends import flash4_blocks
 from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
 from dilated_attention.backends.blocks import BlockLists
-from dilated_attention.backends.flash4_replay import Replay
+from dilated_attention.backends.flash4_replay import replay_backward, replay_forward
 from dilated_attention.backends.masks import window_sizes
 
 
@@ -105,7 +105,7 @@ class Flash4Backend(WritingBackend):
                 lse=rows,
             )
 
-        _replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
+        replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
         if rows is not lse:
             lse.copy_(rows)
 
@@ -152,16 +152,7 @@ class Flash4Backend(WritingBackend):
             return
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
         settings = (options.scale, options.causal, left, right, dlse is not None)
-        replay = _replay_backward if k.shape[2] == q.shape[2] else _replay_grouped
-        replay(interface, tensors, settings, call, options.geometry)
-
-
-# the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2
-_replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
-_BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
-_replay_backward = Replay(_BACKWARD, num_scratch=3)
-# and the sums of dk and dv over the heads that share them, in float32
-_replay_grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
+        replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,13 +9,8 @@ import torch
 
 from dilated_attention.backends.base import Options, Request
 from dilated_attention.backends.blocks import BlockLists
-from dilated_attention.backends.flash4_replay import Replay
+from dilated_attention.backends.flash4_replay import replay_backward, replay_forward
 from dilated_attention.backends.padded import Table, column_tables, row_tables
-
-_BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
-_replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
-_replay_backward = Replay(_BACKWARD, num_scratch=3)
-_replay_grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
 
 
 def block_reasons(request: Request) -> list[str]:
@@ -67,7 +62,7 @@ def forward_blocks(
             block_sparse_tensors=sparse,
         )
         given = (*tensors, part, *sparse[:4], *(aux or ()))
-        _replay_forward(interface, given, (options.scale, lists.q_block, lists.k_block, mask_mod is None), call)
+        replay_forward(interface, given, (options.scale, lists.q_block, lists.k_block, mask_mod is None), call)
         if part is not lse:
             lse[:, heads, rows] = part
     return out, lse
@@ -110,9 +105,8 @@ def backward_blocks(
             aux_tensors=aux,
             block_sparse_tensors=sparse,
         )
-        replay = _replay_backward if k.shape[2] == q.shape[2] else _replay_grouped
         settings = (options.scale, lists.q_block, lists.k_block, mask_mod is None, bool(more))
-        replay(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)
+        replay_backward(q, k)(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)
         if total is not None:
             total[:, :, heads] += grads[0]
     return dq if total is None else total, dk, dv

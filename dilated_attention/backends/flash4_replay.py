@@ -120,6 +120,19 @@ class Replay:
                 self._recordings.popitem(last=False)
 
 
+replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
+_BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+# the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2
+_one_to_one = Replay(_BACKWARD, num_scratch=3)
+# and the sums of dk and dv over the heads that share them, in float32
+_grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
+
+
+def replay_backward(q: torch.Tensor, k: torch.Tensor) -> Replay:
+    """Of backward passes of as many key heads as query heads, or of fewer."""
+    return _one_to_one if k.shape[2] == q.shape[2] else _grouped
+
+
 class _Watched:
     """A kernel cache that tells which of its kernels this thread calls, and with what."""
 

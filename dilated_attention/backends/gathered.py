@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Dropout, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Dropout, Options, accumulation_dtype
 from dilated_attention.backends.blocks import WORD, BlockLists
 
 DenseForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -44,59 +44,62 @@ class Piece:
     has_pairs: bool
 
 
-@torch.no_grad()
-def forward_gathered(
-    dense: DenseForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``forward_blocks`` by ``dense(q, k, v, options, pairs)``."""
-    B, Nq, H, _ = q.shape
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
-    if q.is_meta:
+class GatheringBackend(Backend):
+    """Its dense ``forward`` and ``backward`` take ``pairs`` as one more argument, the last one."""
+
+    @torch.no_grad()
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dense: DenseForward = self.forward
+        B, Nq, H, _ = q.shape
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+        if q.is_meta:
+            return out, lse
+        masks = _Masks(lists, options, B)
+        queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in pieces(q, k, lists, options):
+            inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
+            part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
+            _put(out, part_out, lists, piece)
+            _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
         return out, lse
-    masks = _Masks(lists, options, B)
-    queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-    for piece in pieces(q, k, lists, options):
-        inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
-        part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
-        _put(out, part_out, lists, piece)
-        _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
-    return out, lse
 
-
-@torch.no_grad()
-def backward_gathered(
-    dense: DenseBackward,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lists: BlockLists,
-    options: Options,
-    dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``backward_blocks`` by ``dense(dout, q, k, v, out, lse, options, dlse, pairs)``; dk and dv in float32 (float64 for float64)."""
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
-    if q.is_meta:
+    @torch.no_grad()
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dk and dv in float32 (float64 for float64)."""
+        dense: DenseBackward = self.backward
+        dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
+        if q.is_meta:
+            return dq, dk.result(), dv.result()
+        masks = _Masks(lists, options, q.shape[0])
+        # scores of a row without keys are −inf, too: +inf keeps their difference from being NaN
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
+        dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
+        keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in pieces(q, k, lists, options):
+            inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
+            part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
+            part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
+            dq_share, dk_share, dv_share = dense(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+            _put(dq, dq_share.to(q.dtype), lists, piece)
+            dk.add(dk_share, piece)
+            dv.add(dv_share, piece)
         return dq, dk.result(), dv.result()
-    masks = _Masks(lists, options, q.shape[0])
-    # scores of a row without keys are −inf, too: +inf keeps their difference from being NaN
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
-    dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
-    keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-    for piece in pieces(q, k, lists, options):
-        inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
-        part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
-        part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
-        dq_share, dk_share, dv_share = dense(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
-        _put(dq, dq_share.to(q.dtype), lists, piece)
-        dk.add(dk_share, piece)
-        dv.add(dv_share, piece)
-    return dq, dk.result(), dv.result()
 
 
 def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[Piece]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.base import HALVES, Facts, Options
 from dilated_attention.backends.blocks import BlockLists, on_device
+from dilated_attention.backends.blocks_only import BlocksBackend
 
 # a list is long above this many times the mean
 _LONG = 4
@@ -40,7 +41,7 @@ class Launch:
 LAUNCHES = {64: Launch(128, (5, 4)), 128: Launch(128, (2, 3))}
 
 
-class GluonBlocksBackend(Backend):
+class GluonBlocksBackend(BlocksBackend):
     """Lists of kept blocks of 128 queries and 64 or 128 keys, forward, head dims 64 and 128, on compute capability 9.0."""
 
     name = "gluon"
@@ -57,12 +58,6 @@ class GluonBlocksBackend(Backend):
         blocks_only=True,
         source="H200, Triton 3.6",
     )
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("computes lists of blocks only")
-
-    def backward(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        raise AssertionError("has no backward")
 
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, launch: Launch | None = None

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from dilated_attention.backends.base import ALL_FLOATS, Backend, Facts, Options, accumulation_dtype
-from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
+from dilated_attention.backends.base import ALL_FLOATS, Facts, Options, accumulation_dtype
+from dilated_attention.backends.blocks import BLOCK_SIZES
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.backends.gathered import backward_gathered, forward_gathered
+from dilated_attention.backends.gathered import GatheringBackend
 
 # scores of one block of query rows: small enough to stay near the caches and to bound memory at any length
 _BLOCK_BYTES = 32 * 2**20
 
 
-class MathBackend(Backend):
+class MathBackend(GatheringBackend):
     """Scores written out block of rows by block of rows: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
 
     name = "math"
@@ -93,25 +93,6 @@ class MathBackend(Backend):
         # query heads that share a key/value head add their shares
         dk, dv = (x.unflatten(1, (K, G // K)).sum(2).transpose(1, 2) for x in (dk_PGSD, dv_PGSD))
         return dq, dk, dv
-
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return forward_gathered(self.forward, q, k, v, lists, options)
-
-    def backward_blocks(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        lists: BlockLists,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return backward_gathered(self.backward, dout, q, k, v, out, lse, lists, options, dlse)
 
     def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
         s_PGLS = (q[:, rows].transpose(1, 2).to(k_PGDS.dtype) * options.scale) @ k_PGDS

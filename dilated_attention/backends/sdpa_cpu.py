@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends.base import ALL_FLOATS, Backend, Facts, Options
-from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
-from dilated_attention.backends.gathered import backward_gathered, forward_gathered
+from dilated_attention.backends.base import ALL_FLOATS, Facts, Options
+from dilated_attention.backends.blocks import BLOCK_SIZES
+from dilated_attention.backends.gathered import GatheringBackend
 from dilated_attention.backends.masks import additive_bias, clear_empty_rows
 
 
-class SdpaCpuBackend(Backend):
+class SdpaCpuBackend(GatheringBackend):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
 
     The op's traps, each guarded here and tested: no keys at all kills the process; a last stride ≠ 1 is silently wrong; a row
@@ -62,25 +62,6 @@ class SdpaCpuBackend(Backend):
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return forward_gathered(self.forward, q, k, v, lists, options)
-
-    def backward_blocks(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        lists: BlockLists,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return backward_gathered(self.backward, dout, q, k, v, out, lse, lists, options, dlse)
 
 
 def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, Facts, Options, Request
 from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists, on_device
+from dilated_attention.backends.blocks_only import BlocksBackend
 
 # programs that a GPU runs at a time, roughly; what counts as a long list does not depend on more
 _PROGRAMS = 128
@@ -91,7 +92,7 @@ def _shared_memory(capability: tuple[int, int] | None) -> str:
     return "medium" if capability in ((8, 0), (8, 7)) else "small"
 
 
-class TritonBlocksBackend(Backend):
+class TritonBlocksBackend(BlocksBackend):
     """Block-sparse attention alone; dense problems have better kernels.
 
     The backward pass recomputes the scores twice, for dq by query blocks and for dk and dv by key blocks: 7 products in place of 5,
@@ -119,22 +120,6 @@ class TritonBlocksBackend(Backend):
             limit = f"compute capability {capability[0]}.{capability[1]}"
             return [f"float32 of head_dim {request.head_dim} needs more shared memory than {limit} has; up to 128 it does not"]
         return []
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("triton computes lists of blocks only")
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        raise AssertionError("triton computes lists of blocks only")
 
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options

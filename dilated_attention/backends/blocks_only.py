@@ -1,0 +1,27 @@
+"""What kernels have in common that compute lists of blocks and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.backends.base import Backend, Options
+
+
+class BlocksBackend(Backend):
+    """Its facts say ``blocks_only``, so that nobody asks for a dense problem."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError(f"{self.name} computes lists of blocks only")
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise AssertionError(f"{self.name} computes lists of blocks only")
