@@ -22,6 +22,7 @@ from dilated_attention.modules import (
     RingAttention,
     RingBlockSparseAttention,
     RingDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern.checks import one_of
@@ -37,6 +38,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_dilated": RingDilatedAttention,
     "ring_block_sparse": RingBlockSparseAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
+    "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
 # and so is a new kind of model
 MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM}
@@ -50,7 +52,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
+            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:
