@@ -117,6 +117,7 @@ def test_list_backends_names_all() -> None:
         "ring_block_sparse",
         "ring_dilated",
         "ring_multihead_dilated",
+        "ring_multihead_block_sparse",
     }
 
 

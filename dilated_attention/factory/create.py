@@ -20,6 +20,7 @@ from dilated_attention.modules import (
     RingAttention,
     RingBlockSparseAttention,
     RingDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
 
@@ -34,6 +35,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_dilated": RingDilatedAttention,
     "ring_block_sparse": RingBlockSparseAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
+    "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
 _BUILD_OPTIONS = ("backend", "group", "mesh", "layout", "exchange", "ranks_per_node", "timeout", "device", "dtype")
 
@@ -46,7 +48,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
+            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:
