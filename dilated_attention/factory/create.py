@@ -10,7 +10,16 @@ from typing import Any
 from torch import nn
 
 from dilated_attention.factory.presets import MODEL_PRESETS
-from dilated_attention.models import LongNetConfig, LongNetLM, ModelConfig, Pretrained
+from dilated_attention.models import (
+    LongNetConfig,
+    LongNetLM,
+    LongViT,
+    ModelConfig,
+    Pretrained,
+    SlideEncoder,
+    SlideEncoderConfig,
+    VisionConfig,
+)
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.modules import (
@@ -41,7 +50,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
 # and so is a new kind of model
-MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM}
+MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
 
 
 def create_attention(kind: str, **config: Any) -> nn.Module:
