@@ -1,4 +1,4 @@
-"""``python -m dilated_attention``: ``info`` on hardware and backends, ``bench --tune`` to measure which backend is fastest here."""
+"""``python -m dilated_attention``: ``info`` on hardware and backends, ``show`` on models, ``bench --tune`` to measure what is fastest here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import PACKAGES, PRECISIONS, preference
-from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend, tune
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect, explain_backend, tune
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -36,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         info.add_argument(f"--{flag}", action="store_true")
     info.add_argument("--json", action="store_true", help="machine-readable")
+    show = commands.add_parser("show", help="a model preset: parameters, keys per query, memory, and what fits")
+    show.add_argument("preset", choices=sorted(MODEL_PRESETS), metavar="preset", help=", ".join(MODEL_PRESETS))
+    show.add_argument("--positions", type=_size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
+    show.add_argument("--memory", type=float, help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+    show.add_argument("--json", action="store_true", help="machine-readable")
     bench = commands.add_parser("bench", help="measure every usable backend here; what is fastest is preferred from then on")
     bench.add_argument("--tune", action="store_true", help="write the preference table of this machine")
     bench.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "bench" and not args.tune:
         bench.error("without --tune there is nothing to run: other suites come in a later release; benchmarks/ has scripts")
     try:
-        return _info(args) if args.command == "info" else _tune(args)
+        return {"info": _info, "show": _show, "bench": _tune}[args.command](args)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -90,6 +95,13 @@ def _tune(args: argparse.Namespace) -> int:
     print(f"written to {path}")
     if path != preference.cache_path(hardware):
         print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {preference.cache_path(hardware)}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    memory = None if args.memory is None else int(args.memory * 2**30)
+    summary = create_model(args.preset, device="meta").summary(tuple(args.positions) if args.positions else None, memory=memory)
+    print(json.dumps(summary.as_dict(), indent=2) if args.json else summary)
     return 0
 
 

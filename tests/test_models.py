@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dilated_attention import dilated_attention
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.decoder import decoder_gain
+from dilated_attention.models.blocks import magneto_gain
 from dilated_attention.models.loss import chunked_cross_entropy
 
 CONFIG = LongNetConfig(
@@ -141,7 +141,7 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"embed_dim": 30}, "embed_dim is 30 and num_heads is 4"),
         ({"num_kv_heads": 3}, "num_kv_heads is 3"),
-        ({"ffn": "relu"}, "ffn is 'relu'"),
+        ({"ffn": "tanh"}, "ffn is 'tanh'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"dilation_rates": (1, 25)}, "dilation_rates"),
@@ -182,7 +182,7 @@ def test_initial_loss_is_near_uniform_and_training_lowers_it() -> None:
 def test_magneto_gain_reaches_the_weights() -> None:
     lm = model(embed_dim=128, num_heads=4, num_kv_heads=4)
     block = lm.decoder.blocks[0]
-    gain = decoder_gain(2)
+    gain = magneto_gain(2)
     assert gain == pytest.approx(math.sqrt(math.log(4)))
     xavier = math.sqrt(2 / 256)
     assert block.attention.q_proj.weight.std().item() == pytest.approx(xavier, rel=0.05)

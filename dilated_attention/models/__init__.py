@@ -1,16 +1,21 @@
 """Whole models built from the modules."""
 
+from dilated_attention.models.blocks import Block, FeedForward
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.decoder import DecoderBlock, FeedForward, LongNetDecoder
 from dilated_attention.models.language_model import LongNetLM
+from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
+from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 
 __all__ = [
-    "DecoderBlock",
+    "Block",
     "FeedForward",
     "LongNetConfig",
     "LongNetDecoder",
+    "LongNetEncoder",
     "LongNetLM",
+    "ModelConfig",
+    "Pretrained",
     "average_gradients",
     "sharded_cross_entropy",
     "sharded_mean",

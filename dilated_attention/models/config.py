@@ -2,92 +2,180 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.models.saving import ModelConfig
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, one_of
-from dilated_attention.validation import MAX_HEAD_DIM, check_probability
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
+
+# the attention of a whole sequence, and the same of a sequence that processes share
+RING_KINDS = {"ring_dilated": "dilated", "ring": "dense", "ring_block_sparse": "block_sparse"}
+KINDS = (*RING_KINDS.values(), *RING_KINDS)
+FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LongNetConfig:
-    """Everything that shapes a LongNet decoder. Which kernels run it is no part of it: see ``LongNetLM(backend=…)``.
+class LongNetConfig(ModelConfig):
+    """Everything that shapes a stack of blocks and the language model on it. Which kernels run it is no part of it: see ``backend=``.
 
     Args:
-        vocab_size: tokens; 256 for bytes.
-        embed_dim: E, width of the residual stream; a multiple of 2·num_heads (rotary turns pairs of head dimensions).
+        vocab_size: tokens; 256 for bytes. None for a stack without embeddings.
+        embed_dim: E, width of the residual stream; a multiple of num_heads, and of 2·num_heads with rotary positions or XPOS.
         num_layers: M blocks.
         num_heads: H query heads.
-        num_kv_heads: key/value heads, a divisor of num_heads; None for num_heads.
-        ffn_dim: width of the feed-forward layer; None for 4·E (``"gelu"``), or 8/3·E rounded up to 32 (``"swiglu"``), which
-            has as many parameters.
-        ffn: ``"gelu"`` (the paper's, with MAGNETO's sub-LayerNorm) · ``"swiglu"``.
-        segment_lengths: w of each branch, in positions.
+        attention: ``"dilated"`` · ``"dense"`` · ``"block_sparse"``; and of a sequence that processes share ``"ring_dilated"`` ·
+            ``"ring"`` (dense) · ``"ring_block_sparse"``, with the same weights.
+        segment_lengths: w of each branch, in positions, of dilated attention.
         dilation_rates: r of each branch.
-        head_offsets: as of ``dilated_attention``.
-        rotary_base: θ of the rotary embedding.
+        block_pattern: of block-sparse attention: a ``BlockPattern`` or its ``spec()``. ``LocalWindow((1023, 0))`` is a sliding window.
+        is_causal: a position sees itself and what lies before: ``LongNetDecoder``. False: ``LongNetEncoder``.
+        num_kv_heads: key/value heads, a divisor of num_heads; None for num_heads.
+        ffn: activation of the feed-forward layer: ``"gelu"`` (the paper's) · ``"relu"`` · ``"silu"`` · ``"swiglu"``.
+        ffn_dim: width of the feed-forward layer; None for 4·E, or with ``"swiglu"`` 8/3·E rounded up to 32, as many parameters.
+        norm: of the residual stream: ``"layer_norm"`` · ``"rms_norm"``.
+        sub_norm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423), and its initial values.
+        qk_norm: RMSNorm of query and key heads, before they are rotated.
+        bias: of all linear layers.
+        positions: ``"rotary"`` · ``"xpos"`` (the paper's; arXiv 2212.10554) · ``"none"``.
+        rotary_base: θ of the rotation.
+        xpos_scale_base: positions over which XPOS's scale decays by its factor ζ.
+        head_offsets, tail, mixture_grad: as of ``dilated_attention``.
         dropout: of the embedding and of each residual branch, in training; [0, 1).
         attention_dropout: of attention weights, in training; [0, 1). Flash kernels have none: it is slow.
-        layer_norm_eps: of every LayerNorm.
+        drop_path: probability that a whole residual branch is dropped for a sample, or for a packed document, in training (stochastic depth,
+            arXiv 1603.09382): of the last block; it grows linearly from 0 at the first.
+        final_norm: a norm after the last block.
+        tie_embeddings: the output layer is the embedding.
+        scale_embedding: embeddings times sqrt(E).
+        layer_norm_eps: of every norm.
 
     Raises:
         ValueError, TypeError: a model that cannot be built; the text names the field, its value and what is allowed.
     """
 
-    vocab_size: int
+    vocab_size: int | None = None
     embed_dim: int
     num_layers: int
     num_heads: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    attention: str = "dilated"
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    block_pattern: BlockPattern | None = None
+    is_causal: bool = True
     num_kv_heads: int | None = None
-    ffn_dim: int | None = None
     ffn: str = "gelu"
-    head_offsets: str | tuple[tuple[int, ...], ...] = "cyclic"
+    ffn_dim: int | None = None
+    norm: str = "layer_norm"
+    sub_norm: bool = True
+    qk_norm: bool = False
+    bias: bool = True
+    positions: str = "rotary"
     rotary_base: float = 10000.0
+    xpos_scale_base: float = 512.0
+    head_offsets: str | tuple[tuple[int, ...], ...] = "cyclic"
+    tail: str = "mask"
+    mixture_grad: str = "exact"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    drop_path: float = 0.0
+    final_norm: bool = True
+    tie_embeddings: bool = True
+    scale_embedding: bool = True
     layer_norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads"):
-            object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
-        for name in ("num_kv_heads", "ffn_dim"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
-        one_of("ffn", self.ffn, ("gelu", "swiglu"))
-        if self.embed_dim % (2 * self.num_heads):
+        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
+            if getattr(self, name) is not None or name in ("embed_dim", "num_layers", "num_heads"):
+                self._set(name, as_int(name, getattr(self, name), minimum=1))
+        one_of("attention", self.attention, KINDS)
+        one_of("ffn", self.ffn, FEED_FORWARDS)
+        one_of("norm", self.norm, ("layer_norm", "rms_norm"))
+        one_of("positions", self.positions, ("rotary", "xpos", "none"))
+        one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
+        for name in ("is_causal", "sub_norm", "qk_norm", "bias", "final_norm", "tie_embeddings", "scale_embedding"):
+            check_bool(name, getattr(self, name))
+        self._check_heads()
+        for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0), ("layer_norm_eps", 0.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > {above:g}")
+            if not (math.isfinite(value) and value > above):
+                raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            self._set(name, check_probability(name, getattr(self, name)))
+        self._check_pattern()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_heads(self) -> None:
+        if self.positions != "none" and self.embed_dim % (2 * self.num_heads):
             raise ValueError(
                 f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; rotary positions need an even head_dim: "
                 f"use a multiple of {2 * self.num_heads}"
             )
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; use a multiple of {self.num_heads}")
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(
                 f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more heads"
             )
         if self.num_heads % (self.num_kv_heads or 1):
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads = {self.num_heads}")
-        for name, above in (("rotary_base", 1.0), ("layer_norm_eps", 0.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > {above:g}")
-            if not (math.isfinite(value) and value > above):
-                raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
-        for name in ("dropout", "attention_dropout"):
-            object.__setattr__(self, name, check_probability(name, getattr(self, name)))
-        pattern = self.pattern
-        pattern.offsets(self.num_heads)
-        # the pattern has turned lists into tuples of plain integers, so that equal configurations compare equal
-        for name in ("segment_lengths", "dilation_rates", "head_offsets"):
-            object.__setattr__(self, name, getattr(pattern, name))
+
+    def _check_pattern(self) -> None:
+        if isinstance(self.block_pattern, str):
+            self._set("block_pattern", pattern_from_spec(self.block_pattern))
+        if self.kind == "dilated":
+            if not self.segment_lengths:
+                raise ValueError(f"attention is {self.attention!r} and segment_lengths is empty; give segment_lengths and dilation_rates")
+            pattern = self.pattern
+            assert isinstance(pattern, DilatedPattern)
+            pattern.offsets(self.num_heads)
+            # the pattern has turned lists into tuples of plain integers, so that equal configurations compare equal
+            for name in ("segment_lengths", "dilation_rates", "head_offsets"):
+                self._set(name, getattr(pattern, name))
+        else:
+            # JSON writes empty tuples as lists
+            for name in ("segment_lengths", "dilation_rates"):
+                self._set(name, tuple(getattr(self, name)))
+        given = {"segment_lengths": bool(self.segment_lengths or self.dilation_rates), "block_pattern": self.block_pattern is not None}
+        owner = {"segment_lengths": "dilated", "block_pattern": "block_sparse"}
+        for name, is_given in given.items():
+            if is_given and self.kind != owner[name]:
+                raise ValueError(
+                    f"{name} is given and attention is {self.attention!r}, which has none; leave it out, or use attention={owner[name]!r}"
+                )
+        if self.kind != "dilated":
+            for name, default in (("head_offsets", "cyclic"), ("tail", "mask"), ("mixture_grad", "exact")):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is {getattr(self, name)!r} and attention is {self.attention!r}, which has none; leave it out")
+        if self.kind == "block_sparse" and not isinstance(self.block_pattern, BlockPattern):
+            raise (ValueError if self.block_pattern is None else TypeError)(
+                f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, such as LocalWindow((1023, 0))"
+            )
 
     @property
-    def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets)
+    def kind(self) -> str:
+        """``"dilated"``, ``"dense"`` or ``"block_sparse"``: of a ring, that of the whole sequence."""
+        return RING_KINDS.get(self.attention, self.attention)
+
+    @property
+    def is_ring(self) -> bool:
+        return self.attention in RING_KINDS
+
+    @property
+    def pattern(self) -> DilatedPattern | BlockPattern:
+        """What attends to what, in every block; ``is_causal`` comes on top."""
+        if self.kind == "dilated":
+            return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, tail=self.tail)  # type: ignore[arg-type]
+        if self.kind == "dense":
+            return DilatedPattern((MAX_LENGTH,), (1,))
+        assert self.block_pattern is not None
+        return self.block_pattern
 
     @property
     def head_dim(self) -> int:
@@ -98,29 +186,9 @@ class LongNetConfig:
         """Width of the feed-forward layer, with its default filled in."""
         if self.ffn_dim is not None:
             return self.ffn_dim
-        return 4 * self.embed_dim if self.ffn == "gelu" else -(-8 * self.embed_dim // 3 // 32) * 32
+        return -(-8 * self.embed_dim // 3 // 32) * 32 if self.ffn == "swiglu" else 4 * self.embed_dim
 
     @property
     def reach(self) -> int:
         """Least common multiple of the segment lengths: no token sees anything before the last multiple of it, in any layer."""
-        return math.lcm(*self.segment_lengths)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON knows: tuples as lists."""
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LongNetConfig:
-        """The inverse of ``to_dict``. A key that this version does not know is refused: the model it shaped is another one."""
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"configuration has unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
-        return cls(**values)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> LongNetConfig:
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return math.lcm(*self.segment_lengths) if self.kind == "dilated" else MAX_LENGTH

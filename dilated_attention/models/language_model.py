@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,17 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.decoder import LongNetDecoder
 from dilated_attention.models.loss import chunked_cross_entropy
+from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
+from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
+class LongNetLM(Pretrained):
+    """Language model: logits = stack(embedding[tokens]) · Wᵀ, with W the embedding or, not tied, a matrix of its own.
 
-class LongNetLM(nn.Module):
-    """Causal language model: logits = decoder(embedding[tokens]) · embeddingᵀ.
+    Causal it predicts the next token; with ``config.is_causal=False`` it sees both sides, for masked tokens.
 
     Args:
         config: the shape.
@@ -28,6 +28,7 @@ class LongNetLM(nn.Module):
         group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. Tokens and
             targets are then each process's shards; everything but attention is per token. None for whole sequences.
         layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
+        checkpoint_activations: keep only each block's input for the backward and compute the block again.
         device, dtype: of the parameters, which every process holds whole, under the same names: a checkpoint fits either kind.
 
     The loss of a spread model is that of the whole sequence, on every process, and its gradient on each is W times that
@@ -38,6 +39,8 @@ class LongNetLM(nn.Module):
     ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
     >>> loss = model(tokens[:, :-1], targets=tokens[:, 1:])
     """
+
+    config_class = LongNetConfig
 
     def __init__(
         self,
@@ -50,22 +53,32 @@ class LongNetLM(nn.Module):
         exchange: str = "auto",
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
+        checkpoint_activations: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config
-        is_spread = group is not None or mesh is not None
+        is_spread = group is not None or mesh is not None or config.is_ring
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.decoder = LongNetDecoder(config, backend=backend, ring=self.ring, device=device, dtype=dtype)
+        stack = LongNetDecoder if config.is_causal else LongNetEncoder
+        self.decoder = stack(
+            config, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, device=device, dtype=dtype
+        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
         # E^-1/2: as the output layer, it makes logits of a normalised hidden state start near variance 1
-        nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
+        for weight in (self.embedding.weight, self.output_weight):
+            nn.init.normal_(weight, std=config.embed_dim**-0.5)
 
     @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+    def output_weight(self) -> torch.Tensor:
+        """(vocab_size, E), of the logits."""
+        return self.embedding.weight if self.output is None else self.output.weight
 
     def forward(
         self,
@@ -79,7 +92,7 @@ class LongNetLM(nn.Module):
 
         Args:
             tokens: (B, N) integers below vocab_size; of a spread model this process's shard (B, n), as all tensors here.
-            targets: (B, N), the token that follows each position; −100 where a position does not count. Shift, then shard.
+            targets: (B, N), of each position the token that follows it, or with ``is_causal=False`` the token itself; −100 where a position does not count. Shift, then shard.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N, of a spread model. None: the processes ask each other, once a call; inside torch.compile it is needed.
 
@@ -93,19 +106,21 @@ class LongNetLM(nn.Module):
         _check_tokens("tokens", tokens)
         hidden = self._hidden(tokens, cu_seqlens, seq_len)
         if targets is None:
-            return F.linear(hidden, self.embedding.weight)
+            return F.linear(hidden, self.output_weight)
         _check_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
             )
         if self.ring is not None:
-            return sharded_cross_entropy(hidden, self.embedding.weight, targets, group=self.ring.group_name)
-        return chunked_cross_entropy(hidden, self.embedding.weight, targets)
+            return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
+        return chunked_cross_entropy(hidden, self.output_weight, targets)
 
     def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
-        # E^1/2 undoes the output layer's small initial values, for the residual stream to start at variance 1
-        embedded = self.embedding(tokens) * self.config.embed_dim**0.5
+        embedded = self.embedding(tokens)
+        if self.config.scale_embedding:
+            # undoes the output layer's small initial values, for the residual stream to start at variance 1
+            embedded = embedded * self.config.embed_dim**0.5
         return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len)
 
     @torch.no_grad()
@@ -137,6 +152,8 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError, TypeError: arguments that do not fit, or a model that several processes share: generation is one process's work.
         """
+        if not self.config.is_causal:
+            raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
         if self.ring is not None and self.ring.group_name:
             raise ValueError(
                 f"this model's sequence is spread over {self.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
@@ -157,42 +174,11 @@ class LongNetLM(nn.Module):
             for _ in range(max_new_tokens):
                 start = (tokens.shape[1] - 1) // self.config.reach * self.config.reach
                 hidden = self._hidden(tokens[:, start:])[:, -1]
-                logits = F.linear(hidden, self.embedding.weight).float()
+                logits = F.linear(hidden, self.output_weight).float()
                 tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
         finally:
             self.train(was_training)
         return tokens
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be."""
-        safetensors = _safetensors()
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.config.save(folder / CONFIG_FILE)
-        safetensors.save_model(self, str(folder / WEIGHTS_FILE))
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, backend: str = "auto", device: Any = None, dtype: torch.dtype | None = None, **spread: Any
-    ) -> LongNetLM:
-        """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another.
-
-        Args:
-            spread: ``group``, ``mesh``, ``layout``, … of the constructor.
-        """
-        safetensors = _safetensors()
-        folder = Path(path)
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{folder / name} does not exist; expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
-                )
-        weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(torch.device(device or "cpu")))
-        # on meta nothing is allocated or drawn for values that are replaced at once
-        model = cls(LongNetConfig.load(folder / CONFIG_FILE), backend=backend, device="meta", **spread)
-        model.load_state_dict(weights, assign=True)
-        model.requires_grad_()
-        return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> torch.Tensor:
@@ -212,11 +198,3 @@ def _check_tokens(name: str, tokens: Any) -> None:
         raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
     if tokens.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError('saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
-    return safetensors.torch

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
+from dilated_attention.modules.rotary import (
+    document_positions,
+    rotary_table,
+    rotate,
+    xpos_document_positions,
+    xpos_positions,
+    xpos_tables,
+)
 from dilated_attention.pattern.checks import as_int
 
 
@@ -36,6 +43,7 @@ class MultiheadProjections(nn.Module):
         gamma_init: float,
         rotary: bool,
         rotary_base: float,
+        xpos_scale_base: float | None,
         qk_norm: bool,
         device: Any,
         dtype: torch.dtype | None,
@@ -64,6 +72,11 @@ class MultiheadProjections(nn.Module):
         self.rotary_base = _positive("rotary_base", rotary_base)
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")
+        self.xpos_scale_base = None if xpos_scale_base is None else _positive("xpos_scale_base", xpos_scale_base)
+        if self.xpos_scale_base is not None and not rotary:
+            raise ValueError(
+                f"xpos_scale_base is {xpos_scale_base} and rotary is False; XPOS scales rotated vectors: use rotary=True with it"
+            )
         self.gamma_init = _positive("gamma_init", gamma_init)
         eps = _positive("layer_norm_eps", layer_norm_eps)
         kv_dim = self.num_kv_heads * self.head_dim
@@ -115,16 +128,34 @@ class MultiheadProjections(nn.Module):
         return self.project(query, key, value)
 
     def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int = 0
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        query_offset: int = 0,
+        *,
+        seq_len: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k turned by the keys' ``positions`` (Nk,), which restart with each packed document; queries begin at the offset-th."""
+        """q and k turned by the keys' ``positions`` (Nk,), which restart with each packed document; queries begin at the offset-th.
+
+        With ``xpos_scale_base`` they are scaled by their distance from the middle of ``seq_len`` positions (None: Nk), or of the
+        document. What is computed apart and meets in one softmax, as with a cache of keys, must name one ``seq_len``.
+        """
         check.check_cu_seqlens(cu_seqlens, q, k)
-        if cu_seqlens is not None:
-            positions = document_positions(cu_seqlens.to(k.device), positions)
-        cos, sin = rotary_table(positions, self.head_dim, self.rotary_base, k.dtype)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
+        q_table = k_table = rotary_table(turned, self.head_dim, self.rotary_base, k.dtype)
+        if self.xpos_scale_base is not None:
+            whole = k.shape[1] if seq_len is None else seq_len
+            if cu_seqlens is None:
+                centred = xpos_positions(positions, whole, self.xpos_scale_base, k.dtype)
+            else:
+                centred = xpos_document_positions(positions, cu_seqlens, whole, self.xpos_scale_base, k.dtype)
+            q_table, k_table = xpos_tables(k_table, centred, self.head_dim, self.xpos_scale_base)
         # queries are positions of the key sequence, so their table is a slice of the keys'
         queries = slice(query_offset, query_offset + q.shape[1])
-        return rotate(q, (cos[queries], sin[queries])), rotate(k, (cos, sin))
+        return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
@@ -157,6 +188,8 @@ class MultiheadProjections(nn.Module):
             parts.append(f"gamma_init={self.gamma_init}")
         if self.rotary:
             parts.append(f"rotary_base={self.rotary_base}")
+        if self.xpos_scale_base is not None:
+            parts.append(f"xpos_scale_base={self.xpos_scale_base}")
         return ", ".join(parts)
 
 

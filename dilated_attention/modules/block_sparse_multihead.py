@@ -28,6 +28,9 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
         gamma_init: gain of v_proj's and out_proj's weights: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
         rotary: rotate queries and keys by absolute position; with ``cu_seqlens``, position in the document.
         rotary_base: θ of the rotation, > 1.
+        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale's is 512), with ``rotary``: pair i of a score is also multiplied by
+            ((2i + 0.4D)/1.4D)^(distance/b), which fades far keys of causal attention. Keys *after* a query grow by it. None: RoPE. Lengths
+            whose factors overflow the dtype are refused: at 512 beyond 6,798 in float16, 70,251 in bfloat16.
         qk_norm: RMSNorm of each query and key head (``q_norm``, ``k_norm``), before the rotation.
         scale, deterministic, backend: as of ``BlockSparseAttention``.
         device, dtype: of the parameters.
@@ -59,6 +62,7 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
         gamma_init: float = 1.0,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
         qk_norm: bool = False,
         scale: float | None = None,
         deterministic: bool = False,
@@ -76,6 +80,7 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
             gamma_init=gamma_init,
             rotary=rotary,
             rotary_base=rotary_base,
+            xpos_scale_base=xpos_scale_base,
             qk_norm=qk_norm,
             device=device,
             dtype=dtype,

@@ -33,6 +33,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
         gamma_init: gain of v_proj's and out_proj's weights: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
         rotary: rotate queries and keys by absolute position, before dilation; with ``cu_seqlens``, position in the document.
         rotary_base: θ of the rotation, > 1.
+        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale's is 512), with ``rotary``: pair i of a score is also multiplied by
+            ((2i + 0.4D)/1.4D)^(distance/b), which fades far keys of causal attention. Keys *after* a query grow by it. None: RoPE. Lengths
+            whose factors overflow the dtype are refused: at 512 beyond 6,798 in float16, 70,251 in bfloat16.
         qk_norm: RMSNorm of each query and key head (``q_norm``, ``k_norm``), before the rotation.
         head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, precision: as of ``DilatedAttention``.
         device, dtype: of the parameters.
@@ -62,6 +65,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         gamma_init: float = 1.0,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
         qk_norm: bool = False,
         head_offsets: HeadOffsets = "cyclic",
         branch_heads: str = "all",
@@ -84,6 +88,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
             gamma_init=gamma_init,
             rotary=rotary,
             rotary_base=rotary_base,
+            xpos_scale_base=xpos_scale_base,
             qk_norm=qk_norm,
             device=device,
             dtype=dtype,

@@ -26,8 +26,8 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
 
     Args:
         embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
-            rotary_base, qk_norm, head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, device, dtype: as of
-            ``MultiheadDilatedAttention``.
+            rotary_base, xpos_scale_base, qk_norm, head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, device,
+            dtype: as of ``MultiheadDilatedAttention``.
         rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
         group, mesh, layout, exchange, ranks_per_node, timeout: as of ``RingDilatedAttention``.
 
@@ -60,6 +60,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
         gamma_init: float = 1.0,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
         qk_norm: bool = False,
         head_offsets: HeadOffsets = "cyclic",
         branch_heads: str = "all",
@@ -83,6 +84,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             gamma_init=gamma_init,
             rotary=rotary,
             rotary_base=rotary_base,
+            xpos_scale_base=xpos_scale_base,
             qk_norm=qk_norm,
             device=device,
             dtype=dtype,
@@ -147,6 +149,6 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             ring = self.attention.ring
             seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
             if q.shape[1] == k.shape[1]:
-                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens)
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
         out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self.combine(out), None

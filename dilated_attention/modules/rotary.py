@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34) by absolute position, before segments and dilation."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34), and XPOS (arXiv 2212.10554), by absolute position, before dilation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import math
 import torch
 
 Table = tuple[torch.Tensor, torch.Tensor]
+# log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
+XPOS_STEEPEST = math.log(3.5)
+# queries and keys up to this size are left room for
+XPOS_HEADROOM = 16.0
 
 
 def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Table:
@@ -45,3 +49,82 @@ def document_positions(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> tor
     positions = positions.to(cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens, positions, right=True) - 1
     return positions - cu_seqlens[document]
+
+
+def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base: float) -> tuple[Table, Table]:
+    """(queries' table, keys' table): the rotation times ζ_i^(n/b) for queries and ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D.
+
+    ``rotate`` takes either. A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m, so that it depends on
+    the distance only: less than one for keys before the query, *more* for keys after it.
+
+    Args:
+        table: of ``rotary_table``.
+        positions: n (N,), counted from the middle of what attends to itself, so that the factors of both ends are equally far from 1.
+        head_dim: D, even.
+        scale_base: b, > 0.
+    """
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    pair = torch.arange(head_dim // 2, dtype=wide, device=positions.device)
+    exponent = (positions.to(wide) / scale_base)[:, None, None] * ((2 * pair + 0.4 * head_dim) / (1.4 * head_dim)).log()
+    rotation = [part.to(wide) for part in table]
+    (q_cos, q_sin), (k_cos, k_sin) = (
+        [(part * factor).to(table[0].dtype) for part in rotation] for factor in (exponent.exp(), (-exponent).exp())
+    )
+    return (q_cos, q_sin), (k_cos, k_sin)
+
+
+def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
+    """The longest sequence whose factors, half its length from the middle, times a query or key of 16, ``dtype`` can hold."""
+    return int(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM))
+
+
+def xpos_positions(positions: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor:
+    """``positions`` (N,) of a sequence of ``seq_len``, counted from its middle.
+
+    Raises:
+        ValueError: a sequence whose factors overflow ``dtype``.
+    """
+    longest = xpos_max_length(scale_base, dtype)
+    if seq_len > longest:
+        raise ValueError(_too_long("the sequence", seq_len, longest, scale_base, dtype))
+    return positions - (seq_len + 1) // 2
+
+
+def xpos_document_positions(
+    positions: torch.Tensor, cu_seqlens: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """``positions`` (n,) in a packed sequence of ``seq_len``, counted from the middle of the document that each lies in.
+
+    Raises:
+        ValueError: a document whose factors overflow ``dtype``.
+    """
+    longest = xpos_max_length(scale_base, dtype)
+    # the bounds' values, which are on the device, are asked for only where a document may be too long
+    if seq_len > longest:
+        cu_seqlens = bounded_documents(cu_seqlens, longest, _too_long("a document", "{length}", longest, scale_base, dtype))
+    positions = positions.to(cu_seqlens.dtype)
+    # positions beyond the last bound, which the attention refuses, must not read beyond it
+    document = (torch.searchsorted(cu_seqlens, positions, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
+    start, end = cu_seqlens[document], cu_seqlens[document + 1]
+    return positions - start - (end - start + 1) // 2
+
+
+@torch.library.custom_op("dilated_attention::bounded_documents", mutates_args=())
+def bounded_documents(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
+    """A copy of cu_seqlens whose documents have at most ``longest`` positions. An op, as a graph cannot branch on values."""
+    length = int(cu_seqlens.diff().max())
+    if length > longest:
+        raise ValueError(complaint.format(length=length))
+    return cu_seqlens.clone()
+
+
+@bounded_documents.register_fake
+def _(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
+    return torch.empty_like(cu_seqlens)
+
+
+def _too_long(what: str, length: int | str, longest: int, scale_base: float, dtype: torch.dtype) -> str:
+    return (
+        f"{what} has {length} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
+        "xpos_scale_base, rotary=True without it, or a dtype of larger range"
+    )

@@ -1,0 +1,179 @@
+"""One block of a LongNet encoder or decoder: attention and feed-forward layer on a residual stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.modules import (
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
+    RingSettings,
+)
+from dilated_attention.pattern import DilatedPattern
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
+
+
+def magneto_gain(num_layers: int) -> float:
+    """MAGNETO's γ of an encoder or a decoder of M layers, sqrt(log 2M) (arXiv 2210.06423, Figure 2): gain of v, out and feed-forward weights.
+
+    sqrt(log 2) for the one layer of M = 1, as for two: the formula's own value.
+    """
+    return math.sqrt(math.log(2 * num_layers))
+
+
+def make_norm(config: LongNetConfig, **factory: Any) -> nn.Module:
+    """A norm of the residual stream."""
+    if config.norm == "layer_norm":
+        return nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
+    return nn.RMSNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
+
+
+class FeedForward(nn.Module):
+    """y = W_2 · LN(act(W_1 x)), or with ``"swiglu"`` W_2 · LN(SiLU(W_g x) ∘ W_1 x). LN is MAGNETO's, left out without ``sub_norm``.
+
+    (B, N, E) → (B, N, E).
+    """
+
+    def __init__(self, config: LongNetConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = config.inner_dim
+        self.activation = config.ffn
+        self.num_layers = config.num_layers
+        self.gate = nn.Linear(config.embed_dim, width, bias=config.bias, **factory) if config.ffn == "swiglu" else None
+        self.up = nn.Linear(config.embed_dim, width, bias=config.bias, **factory)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps, **factory) if config.sub_norm else None
+        self.down = nn.Linear(width, config.embed_dim, bias=config.bias, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-normal with MAGNETO's gain; without its norm with gain 1, and W_2 smaller by sqrt(2M)."""
+        gain = magneto_gain(self.num_layers) if self.norm is not None else 1.0
+        for linear in (self.gate, self.up, self.down):
+            if linear is not None:
+                nn.init.xavier_normal_(linear.weight, gain=gain)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        else:
+            shrink_residual(self.down, self.num_layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        activation = _ACTIVATIONS[self.activation]
+        inner = activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
+        return self.down(inner if self.norm is None else self.norm(inner))
+
+    def extra_repr(self) -> str:
+        return self.activation
+
+
+def shrink_residual(linear: nn.Linear, num_layers: int) -> None:
+    """Divide a weight that writes to the residual stream by sqrt(2M), so that 2M of them leave its variance near 1 (GPT-2's)."""
+    with torch.no_grad():
+        linear.weight.div_(math.sqrt(2 * num_layers))
+
+
+class DropPath(nn.Module):
+    """x/(1 − p) or, with probability p, 0: for each sample, or each packed document, as a whole (arXiv 1603.09382). (B, N, E)."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        kept = torch.rand(samples, device=x.device).ge(self.p).to(x.dtype) / (1 - self.p)
+        if cu_seqlens is None:
+            return x * kept[:, None, None]
+        rows = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
+        return x * kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None, :, None]
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
+
+
+def make_attention(
+    config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
+) -> MultiheadDilatedAttention | MultiheadBlockSparseAttention | RingMultiheadDilatedAttention:
+    """The attention of one block, on one process or, with ``ring``, on several."""
+    shape: dict[str, Any] = {
+        "embed_dim": config.embed_dim,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "dropout": config.attention_dropout,
+        "bias": config.bias,
+        "layer_norm": config.sub_norm,
+        "layer_norm_eps": config.layer_norm_eps,
+        "gamma_init": magneto_gain(config.num_layers) if config.sub_norm else 1.0,
+        "rotary": config.positions != "none",
+        "rotary_base": config.rotary_base,
+        "qk_norm": config.qk_norm,
+        "backend": backend,
+        "device": device,
+        "dtype": dtype,
+    }
+    if config.positions == "xpos":
+        shape["xpos_scale_base"] = config.xpos_scale_base
+    pattern = config.pattern
+    if isinstance(pattern, DilatedPattern):
+        shape |= {
+            "segment_lengths": pattern.segment_lengths,
+            "dilation_rates": pattern.dilation_rates,
+            "head_offsets": pattern.head_offsets,
+            "tail": pattern.tail,
+            "mixture_grad": config.mixture_grad,
+        }
+        return MultiheadDilatedAttention(**shape) if ring is None else RingMultiheadDilatedAttention(**shape, **ring.arguments())
+    if ring is None:
+        return MultiheadBlockSparseAttention(pattern=pattern, **shape)
+    raise NotImplementedError
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). (B, N, E) → (B, N, E); with ``ring`` this process's rows, (B, n, E).
+
+    Args:
+        config: the shape.
+        depth: place in the stack, from 0, for ``drop_path``.
+        backend, ring, device, dtype: as of ``LongNetDecoder``.
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        depth: int = 0,
+        backend: str = "auto",
+        ring: RingSettings | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.is_causal = config.is_causal
+        self.attention_norm = make_norm(config, **factory)
+        self.attention = make_attention(config, backend=backend, ring=ring, **factory)
+        self.ffn_norm = make_norm(config, **factory)
+        self.ffn = FeedForward(config, **factory)
+        self.dropout = nn.Dropout(config.dropout)
+        self.drop_path = DropPath(config.drop_path * depth / max(1, config.num_layers - 1))
+        if not config.sub_norm:
+            shrink_residual(self.attention.out_proj, config.num_layers)
+
+    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
+        spread = {} if seq_len is None else {"seq_len": seq_len}
+        attended, _ = self.attention(self.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **spread)
+        x = x + self.drop_path(self.dropout(attended), cu_seqlens)
+        return x + self.drop_path(self.dropout(self.ffn(self.ffn_norm(x))), cu_seqlens)

@@ -1,0 +1,103 @@
+"""LongNet's encoder and decoder: a stack of blocks, without and with causality."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.models.blocks import Block, make_norm
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.modules import RingSettings
+
+
+class LongNetStack(nn.Module):
+    """A stack of M ``Block`` and a last norm: embeddings (B, N, E) → hidden states (B, N, E). See ``LongNetEncoder``, ``LongNetDecoder``."""
+
+    is_causal: ClassVar[bool]
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        backend: str = "auto",
+        ring: RingSettings | None = None,
+        checkpoint_activations: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.is_causal is not self.is_causal:
+            other = "LongNetDecoder" if config.is_causal else "LongNetEncoder"
+            raise ValueError(
+                f"config.is_causal is {config.is_causal}; {type(self).__name__} needs {self.is_causal}: set it, or use {other}"
+            )
+        if ring is None and config.is_ring:
+            ring = RingSettings.of(None, None, "contiguous", "auto", None, 60.0)
+        if ring is not None and config.drop_path > 0:
+            raise ValueError(
+                f"drop_path is {config.drop_path} and processes share the sequence; each would drop its own rows of a sample: use drop_path=0"
+            )
+        self.config = config
+        self.ring = ring
+        self.checkpoint_activations = checkpoint_activations
+        self.blocks = nn.ModuleList(
+            Block(config, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth in range(config.num_layers)
+        )
+        self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
+
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, all_layers: bool = False
+    ) -> Any:
+        """Hidden states.
+
+        Args:
+            x: (B, N, E); of a spread stack this process's rows (B, n, E).
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
+            seq_len: N where processes share the sequence; None: they ask each other, once for all blocks.
+            all_layers: also return what enters the first block and what leaves each, before the last norm.
+
+        Returns:
+            (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
+        """
+        if self.ring is None:
+            if seq_len not in (None, x.shape[1]):
+                raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
+            seq_len = None
+        elif seq_len is None:
+            seq_len = self.ring.whole_length(x.shape[1])
+        states = [x]
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
+            else:
+                x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
+            if all_layers:
+                states.append(x)
+        x = x if self.norm is None else self.norm(x)
+        return (x, states) if all_layers else x
+
+
+class LongNetDecoder(LongNetStack):
+    """LongNet's decoder (arXiv 2307.02486): M blocks of causal attention and feed-forward layers, each x + f(norm(x)), and a last norm.
+
+    Args:
+        config: the shape, with ``is_causal=True``.
+        backend: ``"auto"`` or a name of ``list_backends()``, for every layer.
+        ring: how processes share the sequence, of which this one then gets and returns its rows; None for one process, or with a ``ring``
+            attention for all processes and contiguous shards.
+        checkpoint_activations: keep only each block's input for the backward and compute the block again (activation checkpointing).
+        device, dtype: of the parameters.
+
+    Differs from the paper in its defaults: rotary positions where LongNet has XPOS, ``positions="xpos"``.
+    """
+
+    is_causal = True
+
+
+class LongNetEncoder(LongNetStack):
+    """The same stack with attention both ways, of a configuration with ``is_causal=False``. Arguments as of ``LongNetDecoder``."""
+
+    is_causal = False
