@@ -15,9 +15,28 @@ from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, se
 
 # what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
 _WITHOUT_EFFECT = set(
-    "position_ids position_embeddings cache_position use_cache output_hidden_states output_router_logits return_dict num_items_in_batch "
-    "max_length_q max_length_k seq_idx layer_idx labels shift_labels logits_to_keep token_type_ids mm_token_type_ids input_ids "
-    "inputs_embeds is_first_iteration".split()
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "layer_idx",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "input_ids",
+        "inputs_embeds",
+        "is_first_iteration",
+    ]
 )
 # what changes scores or keys in a way that no kernel here has
 _CANNOT = {
@@ -41,7 +60,9 @@ def ignore(arguments: Iterable[str]) -> None:
     names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
     for name in names:
         if name in _CANNOT:
-            raise ValueError(f"ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation=\"eager\"")
+            raise ValueError(
+                f'ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation="eager"'
+            )
     _WITHOUT_EFFECT.update(names)
 
 
@@ -131,7 +152,12 @@ def _branches(settings: Settings) -> dict[str, Any]:
 
 
 def _ring(
-    settings: Settings, window: tuple[int | None, int | None] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    settings: Settings,
+    window: tuple[int | None, int | None] | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     place = {
         "group": settings.group_name(),

@@ -203,7 +203,9 @@ def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: i
     return ~real
 
 
-def mask_of_tensor(mask: torch.Tensor, num_queries: int, num_keys: int, is_causal: bool, window: tuple[int | None, int | None] | None) -> KeyMask:
+def mask_of_tensor(
+    mask: torch.Tensor, num_queries: int, num_keys: int, is_causal: bool, window: tuple[int | None, int | None] | None
+) -> KeyMask:
     """A mask that the model made itself, as ``KeyMask``: of keys, or of all pairs where they are those of causality, window and padding.
 
     Args:
@@ -235,7 +237,9 @@ def mask_of_tensor(mask: torch.Tensor, num_queries: int, num_keys: int, is_causa
         wrong = (seen != (pairs & keys[:, None])) & (pairs & keys[:, None]).any(-1, keepdim=True)
         if bool(wrong.any()):
             kind = "causal" if is_causal else "both ways"
-            raise ValueError(f'{shape} keeps other pairs than a layer that sees {kind} (window {window}); {expected}. Or attn_implementation="sdpa"')
+            raise ValueError(
+                f'{shape} keeps other pairs than a layer that sees {kind} (window {window}); {expected}. Or attn_implementation="sdpa"'
+            )
     padding = ~keys if torch.compiler.is_compiling() or not bool(keys.all()) else None
     return KeyMask(num_keys, num_keys, offset if is_causal else 0, 0, is_causal, window, padding)
 

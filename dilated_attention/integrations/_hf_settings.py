@@ -115,7 +115,9 @@ class Settings:
                 raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
             if isinstance(value, BlockPattern):
                 if value.lives_here:
-                    raise ValueError(f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)")
+                    raise ValueError(
+                        f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)"
+                    )
                 value = value.spec()
             plain[name] = json.loads(json.dumps(value))
         return plain
@@ -161,7 +163,9 @@ def _joined(settings: Settings, told: str | None) -> Settings:
     if told is not None:
         options = json.loads(told)
         if not isinstance(options, dict):
-            raise TypeError(f"config.{CONFIG_KEY} is {options!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}")
+            raise TypeError(
+                f"config.{CONFIG_KEY} is {options!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}"
+            )
         # a config may speak to several kinds: a model trained dilated is read ring_dilated, too
         everywhere = {option for options_of in OPTIONS.values() for option in options_of} - set(_PROCESSES)
         unknown = sorted(set(options) - everywhere)

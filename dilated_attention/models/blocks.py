@@ -17,11 +17,8 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
-<<<<<<< HEAD
-from dilated_attention.modules._projections import MultiheadProjections
-=======
 from dilated_attention.modules._lean import is_lean, linear_layers
->>>>>>> 0fef505a1d0dfafcd405803e075faaf965a65864
+from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
 
 
