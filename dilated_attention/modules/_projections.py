@@ -106,12 +106,15 @@ class MultiheadProjections(nn.Module):
     def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, Nq, H, D), k and v (B, Nk, Hk, D), normalised with ``qk_norm``, not yet rotated."""
         self._check_inputs(query, key, value)
+        q, k = self._project_scored(query, key)
+        return q, k, self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+    def _project_scored(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return q, k
 
     def project_call(
         self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any
