@@ -169,10 +169,13 @@ class MultiheadMaps(MultiheadProjections):
     def _scored(
         self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k as the attention of ``forward`` takes them."""
+        """q and k as the attention of ``forward`` takes them, without the values of ``project``."""
         key = query if key is None else key
         self._check_inputs(query, key, key)
-        q, k = self._project_scored(query, key)
+        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
             q, k = self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
