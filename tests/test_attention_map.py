@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -410,3 +412,16 @@ def test_dense_and_block_outputs_agree_with_their_functions() -> None:
         ),
     ):
         torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, v), out, rtol=1e-9, atol=1e-10)
+
+
+def test_the_page_on_attention_maps_runs_and_is_right() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "attention_maps.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    # as it stands, but for a length that a test has time for
+    exec(compile(code.replace("5000", "500").replace("4999", "499"), "docs/attention_maps.md", "exec"), names)
+    cls, heat, rows, received = (names[name] for name in ("cls", "heat", "rows", "received"))
+    assert [tuple(x.shape) for x in (cls, heat, rows, received)] == [(1, 1, 500), (1, 500), (1, 16, 3, 500), (1, 500)]
+    for sums in (cls.sum(-1), heat.sum(-1), rows.sum(-1), received.sum(-1) / 500):
+        torch.testing.assert_close(sums, torch.ones_like(sums))
