@@ -183,9 +183,7 @@ class SlideEncoder(Pretrained):
             return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=_device_bounds(bounds, x), all_layers=True)[1]]
         return self._pool(self.encoder(x, cu_seqlens=_device_bounds(bounds, x)), bounds)
 
-    def _embed(
-        self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[int] | None]:
+    def _embed(self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, list[int] | None]:
         """What enters the blocks, class tokens included, and the bounds of packed slides in it."""
         bounds = self._check(tiles, coords, cu_seqlens)
         places = grid_positions(
@@ -220,7 +218,7 @@ class SlideEncoder(Pretrained):
                 f"{(*tiles.shape[:2], 2)}"
             )
         bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, tiles)
-        if self.config.global_pool and tiles.shape[1] == 0 or (bounds is not None and self.config.global_pool and _has_empty(bounds)):
+        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and _has_empty(bounds))):
             raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
         return bounds
 
@@ -229,7 +227,9 @@ def _checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
         raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as collate_slides makes it")
     if tiles.shape[0] != 1:
-        raise ValueError(f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)")
+        raise ValueError(
+            f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)"
+        )
     bounds: list[int] = cu_seqlens.tolist()
     is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tiles.shape[1] or not is_rising:

@@ -71,7 +71,9 @@ class VisionConfig(ModelConfig):
             raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
         one_of("pooling", self.pooling, POOLINGS)
         if self.pooling == "none" and self.num_classes is not None:
-            raise ValueError(f"num_classes is {self.num_classes} and pooling is 'none'; a class is of a whole image: pool, or leave num_classes out")
+            raise ValueError(
+                f"num_classes is {self.num_classes} and pooling is 'none'; a class is of a whole image: pool, or leave num_classes out"
+            )
         object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
 
     @property
@@ -199,7 +201,9 @@ class LongViT(Pretrained):
             )
         patch = self.config.patch_size
         if images.shape[2] % patch or images.shape[3] % patch or 0 in images.shape[2:]:
-            raise ValueError(f"images are {images.shape[2]} × {images.shape[3]} pixels; expected positive multiples of patch_size = {patch}: crop or pad")
+            raise ValueError(
+                f"images are {images.shape[2]} × {images.shape[3]} pixels; expected positive multiples of patch_size = {patch}: crop or pad"
+            )
 
 
 def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:

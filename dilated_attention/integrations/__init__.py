@@ -1,0 +1,1 @@
+"""Other projects: their weights, and this package in their models."""
