@@ -350,7 +350,7 @@ def test_weights_that_are_missing_or_wrong() -> None:
         load_torchscale({k: v for k, v in weights.items() if "inner_attn_ln" not in k}, kind="encoder", **STACK)
     with pytest.raises(ValueError, match="normalises behind each layer"):
         load_torchscale({k: v for k, v in weights.items() if not k.startswith("layer_norm")}, kind="decoder", **STACK)
-    with pytest.raises(ValueError, match="float32, torch.float64; say which with dtype="):
+    with pytest.raises(ValueError, match=r"float32, torch\.float64; say which with dtype="):
         load_torchscale(weights | {"layer_norm.bias": torch.zeros(32).double()}, kind="encoder", **STACK)
     with pytest.raises(ValueError, match="no weights of TorchScale's"):
         load_torchscale({"weight": torch.zeros(2)})
@@ -374,7 +374,7 @@ class Bomb:
 @pytest.mark.parametrize("other", [argparse.Namespace(encoder_layers=1), Bomb()])
 def test_a_file_with_more_than_tensors_is_not_unpickled(tmp_path: Path, other: Any) -> None:
     torch.save({"model": encoder_weights(), "args": other}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match="more than tensors.*weights_only=False") as caught:
+    with pytest.raises(ValueError, match=r"more than tensors.*weights_only=False") as caught:
         load_torchscale(tmp_path / "checkpoint.pt", kind="encoder", **STACK)
     assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
     with pytest.raises(FileNotFoundError, match="no file"):

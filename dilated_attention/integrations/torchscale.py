@@ -101,38 +101,40 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; expected a module of TorchScale's: for weights use load_torchscale")
-    while isinstance(getattr(module, "module", None), nn.Module):
-        module = module.module  # type: ignore[assignment]
-    if hasattr(module, "q_proj"):
-        settings = _attention_settings(_arguments(module), module)
+    foreign: Any = module
+    while isinstance(getattr(foreign, "module", None), nn.Module):
+        foreign = foreign.module
+    if hasattr(foreign, "q_proj"):
+        settings = _attention_settings(_arguments(foreign), foreign)
         if "attention" in settings:
-            raise TypeError(f"module is a {type(module).__name__}, which is not dilated; load the encoder or decoder around it")
-        # a module with this name has it from ``attention_dropout``
-        return load_attention(module, dropout=float(module.dropout), **settings, **options)  # type: ignore[arg-type]
-    backbone = module.model if hasattr(module, "fc_norm") and isinstance(getattr(module, "model", None), nn.Module) else module
+            raise TypeError(f"module is a {type(foreign).__name__}, which is not dilated; load the encoder or decoder around it")
+        return load_attention(foreign, dropout=float(foreign.dropout), **settings, **options)
+    backbone = foreign.model if hasattr(foreign, "fc_norm") and isinstance(getattr(foreign, "model", None), nn.Module) else foreign
     stack = backbone.encoder if hasattr(backbone, "patch_embed") else backbone
     if not hasattr(stack, "layers") or not len(stack.layers):
-        raise TypeError(f"module is a {type(module).__name__}; expected TorchScale's attention, encoder or decoder, or a model around them")
+        raise TypeError(
+            f"module is a {type(foreign).__name__}; expected TorchScale's attention, encoder or decoder, or a model around them"
+        )
     settings = _stack_settings(stack)
     if backbone is stack:
         # only a decoder's layer has a place for cross attention
         load = load_decoder if hasattr(stack.layers[0], "encoder_attn") else load_encoder
-        return load(module, is_pre_norm=True, **settings, **options)
+        return load(foreign, is_pre_norm=True, **settings, **options)
     for name, default in (("activation", "gelu"), ("scale_embedding", False), ("attention_dropout", 0.0), ("xpos_scale_base", 512.0)):
         if settings.pop(name) != default:
             raise ValueError(
-                f"{name} of {type(module).__name__} is not {default!r}, TorchScale's default, as in every such model that is known here"
+                f"{name} of {type(foreign).__name__} is not {default!r}, TorchScale's default, as in every such model that is known here"
             )
     if hasattr(backbone, "cls_token"):
         if settings.pop("attention", "dilated") != "dilated":
             raise ValueError("this slide encoder has no dilated attention; Prov-GigaPath's have")
         for name, theirs in (("tile_size", "tile_size"), ("grid_size", "slide_ngrids"), ("global_pool", "global_pool")):
             settings[name] = getattr(backbone, theirs)
-        return load_slide_encoder(module, norm_eps=backbone.norm.eps, **settings, **options)
+        return load_slide_encoder(foreign, norm_eps=backbone.norm.eps, **settings, **options)
     if settings.pop("dropout"):
         raise ValueError("dropout of this LongViT is not 0, TorchScale's default, as in every LongViT that is known here")
-    norm = getattr(module, "fc_norm", getattr(module, "norm", None))
-    return load_longvit(module, norm_eps=None if norm is None else norm.eps, **settings, **options)
+    norm = getattr(foreign, "fc_norm", getattr(foreign, "norm", None))
+    return load_longvit(foreign, norm_eps=None if norm is None else norm.eps, **settings, **options)
 
 
 def _arguments(module: Any) -> Any:
