@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,12 +31,17 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (["--gigapath", ".", "--tiles", "101", "--grid", "10"], "do not fit on a grid of 10"),
     ],
 )
-def test_wrong_arguments_exit_with_2_and_say_what_to_do(arguments: list[str], text: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / "torchscale_parity.py"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert text in result.stderr
-    assert result.stdout == ""
+def test_wrong_arguments_exit_with_2_and_say_what_to_do(
+    sources: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    script = importlib.import_module("torchscale_parity")
+    monkeypatch.setattr(sys, "argv", ["torchscale_parity.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert text in err
+    assert out == ""
 
 
 def test_what_is_imported_is_gone_afterwards(sources: ModuleType, tmp_path: Path) -> None:
