@@ -1,4 +1,4 @@
-"""``python -m dilated_attention``: ``info`` on hardware and backends, ``bench --tune`` to measure which backend is fastest here."""
+"""``python -m dilated_attention``: ``info`` on hardware and backends, ``show`` on models, ``bench --tune`` to measure what is fastest here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import PACKAGES, PRECISIONS, preference
-from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend, tune
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect, explain_backend, tune
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -33,9 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--num-kv-heads", type=int)
     info.add_argument("--length", type=int, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     info.add_argument("--precision", choices=PRECISIONS, default="native")
+    info.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, by blocks of so many positions")
+    info.add_argument("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         info.add_argument(f"--{flag}", action="store_true")
     info.add_argument("--json", action="store_true", help="machine-readable")
+    show = commands.add_parser("show", help="a model preset: parameters, keys per query, memory, and what fits")
+    show.add_argument("preset", choices=sorted(MODEL_PRESETS), metavar="preset", help=", ".join(MODEL_PRESETS))
+    show.add_argument("--positions", type=_size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
+    show.add_argument("--memory", type=float, help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+    show.add_argument("--json", action="store_true", help="machine-readable")
     bench = commands.add_parser("bench", help="measure every usable backend here; what is fastest is preferred from then on")
     bench.add_argument("--tune", action="store_true", help="write the preference table of this machine")
     bench.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
@@ -50,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "bench" and not args.tune:
         bench.error("without --tune there is nothing to run: other suites come in a later release; benchmarks/ has scripts")
     try:
-        return _info(args) if args.command == "info" else _tune(args)
+        return {"info": _info, "show": _show, "bench": _tune}[args.command](args)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -93,6 +100,13 @@ def _tune(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show(args: argparse.Namespace) -> int:
+    memory = None if args.memory is None else int(args.memory * 2**30)
+    summary = create_model(args.preset, device="meta").summary(tuple(args.positions) if args.positions else None, memory=memory)
+    print(json.dumps(summary.as_dict(), indent=2) if args.json else summary)
+    return 0
+
+
 def _info(args: argparse.Namespace) -> int:
     hardware = EXAMPLES[args.machine] if args.machine else detect()
     explanation = explain_backend(
@@ -109,6 +123,8 @@ def _info(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         precision=args.precision,
         length=args.length,
+        block_size=args.block_size,
+        block_masks=args.block_masks,
     )
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if args.json:

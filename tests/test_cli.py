@@ -52,3 +52,20 @@ def test_bench_without_a_suite_exits_with_2_and_says_what_there_is(capsys: pytes
         captured = capsys.readouterr()
         assert captured.out == ""
         assert "other suites come in a later release" in captured.err or "'0' is no size" in captured.err
+
+
+def test_show_tells_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "longnet-125m", "--positions", "32768", "--memory", "80"]) == 0
+    text = capsys.readouterr().out
+    assert "162,160,896" in text and "32,768" in text and "a device with 80 GiB trains" in text
+    assert main(["show", "longnet-tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 631_680
+    with pytest.raises(SystemExit):
+        main(["show", "longnet-huge"])
+
+
+def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--for", "hopper", "--block-size", "128", "--head-dim", "128"]) == 0
+    assert "forward: gluon · backward: flash4" in capsys.readouterr().out
+    assert main(["info", "--for", "hopper", "--block-masks", "bits"]) == 1
+    assert "give block_size=128" in capsys.readouterr().err

@@ -17,7 +17,10 @@ from dilated_attention import (
 )
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
+from dilated_attention.factory.create import MODELS
 from dilated_attention.models import LongNetLM
+from dilated_attention.models.summary import footprint
+from dilated_attention.pattern import LocalWindow
 
 SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 
@@ -56,11 +59,61 @@ def test_what_cannot_be_made_is_refused_with_a_way_out(call: object, error: type
 
 def test_model_presets_build_and_take_overrides() -> None:
     for name in MODEL_PRESETS:
-        assert isinstance(create_model(name, device="meta"), LongNetLM)
+        model = create_model(name, device="meta")
+        assert type(model) is MODELS[type(MODEL_PRESETS[name])]
+        assert f"{model.num_parameters:,}" in str(model.summary((1024,), memory=2**30))
     model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
     assert isinstance(model, LongNetLM)
     assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
     assert next(model.parameters()).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("longnet-125m", 125e6), ("longnet-350m", 350e6), ("longnet-760m", 760e6), ("longnet-2.7b", 2.7e9)]
+)
+def test_the_papers_models_have_about_the_papers_sizes(name: str, parameters: float) -> None:
+    model = create_model(name, device="meta")
+    blocks = sum(parameter.numel() for parameter in model.decoder.blocks.parameters())
+    # the paper's names count an embedding of 32k to 50k tokens; its tokeniser has 100,277
+    assert blocks < parameters < model.num_parameters * 1.05
+    assert model.config.positions == "xpos" and model.config.dilation_rates == (1, 2, 4, 6, 12)
+
+
+def test_another_kind_of_attention_takes_the_former_kinds_fields_away() -> None:
+    dense = create_model("longnet-tiny", attention="dense")
+    assert (dense.config.segment_lengths, dense.config.kind) == ((), "dense")
+    assert create_model("longnet-tiny", attention="dilated").config == MODEL_PRESETS["longnet-tiny"]
+    window = create_model("longnet-tiny", attention="block_sparse", block_pattern=LocalWindow((63, 0)), num_layers=1)
+    assert window(torch.zeros(1, 100, dtype=torch.int64)).shape == (1, 100, 256)
+    with pytest.raises(ValueError, match="attention is 'sparse'"):
+        create_model("longnet-tiny", attention="sparse")
+
+
+def test_overrides_reach_the_encoder_within() -> None:
+    slide = create_model("gigapath-12l768d", num_layers=1, embed_dim=64, in_dim=8, mixture_grad="exact")
+    assert (slide.config.encoder.num_layers, slide.config.encoder.embed_dim, slide.config.in_dim) == (1, 64, 8)
+    assert slide.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    with pytest.raises(TypeError, match="got layers, which it does not know; it accepts encoder, in_dim"):
+        create_model("gigapath-12l768d", layers=1)
+    # the shape of the released weights
+    assert create_model("gigapath-12l768d", device="meta").num_parameters == 86_330_880
+
+
+def test_summary_counts_what_the_model_has() -> None:
+    model = create_model("longnet-tiny")
+    summary = model.summary((300, 4096), memory=2**30)
+    assert summary.num_parameters == sum(p.numel() for p in model.parameters())
+    assert summary.embedding_parameters == 256 * 128
+    mask = model.config.pattern.dense_mask(300, 300, 4) * torch.ones(300, 300, dtype=torch.int64).tril()
+    assert summary.keys_per_query(300) == pytest.approx(mask.sum().item() / (4 * 300))
+    assert summary.cache_bytes(10**6) == 3 * 2 * 128 * 2 * 8192
+    told = summary.as_dict()
+    assert [row["positions"] for row in told["lengths"]] == [300, 4096]
+    assert 0 < told["fits"]["kept"] < told["fits"]["checkpointed"]
+    assert f"{model.num_parameters:,}" in str(summary)
+    # the largest length that fits does, and one more does not
+    plain = footprint(model.config, model.num_parameters)
+    assert plain.total(plain.fits(2**30)) <= 0.9 * 2**30 < plain.total(plain.fits(2**30) + 1)
 
 
 def test_attention_presets_are_the_published_settings() -> None:

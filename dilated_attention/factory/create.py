@@ -10,7 +10,18 @@ from typing import Any
 from torch import nn
 
 from dilated_attention.factory.presets import MODEL_PRESETS
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import (
+    LongNetConfig,
+    LongNetLM,
+    LongViT,
+    ModelConfig,
+    Pretrained,
+    SlideEncoder,
+    SlideEncoderConfig,
+    VisionConfig,
+)
+from dilated_attention.models.config import KINDS as ATTENTION_KINDS
+from dilated_attention.models.config import RING_KINDS
 from dilated_attention.modules import (
     BlockSparseAttention,
     BlockSparseDilatedAttention,
@@ -23,6 +34,7 @@ from dilated_attention.modules import (
     RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
+from dilated_attention.pattern.checks import one_of
 
 # a new kind of attention is one line
 KINDS: dict[str, type[nn.Module]] = {
@@ -37,7 +49,8 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
     "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
-_BUILD_OPTIONS = ("backend", "group", "mesh", "layout", "exchange", "ranks_per_node", "timeout", "device", "dtype")
+# and so is a new kind of model
+MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
 
 
 def create_attention(kind: str, **config: Any) -> nn.Module:
@@ -71,16 +84,19 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     return module(**config)
 
 
-def create_model(preset: str, **overrides: Any) -> nn.Module:
+def create_model(preset: str, **overrides: Any) -> Pretrained:
     """A model by its preset, with fields of its configuration replaced.
 
     Args:
-        preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``.
-        overrides: fields of ``LongNetConfig`` (``num_layers=6``); ``backend``, ``device``, ``dtype`` of the model; and, for a model
-            whose sequences processes share, ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``.
+        preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``. Its configuration's class says which model it
+            makes: ``LongNetConfig`` → ``LongNetLM`` · ``SlideEncoderConfig`` → ``SlideEncoder`` · ``VisionConfig`` → ``LongViT``.
+        overrides: fields of that configuration (``num_layers=6``), or of the encoder's within it; and options of the model: ``backend``,
+            ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences processes share also ``group`` or ``mesh``,
+            ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``. With another kind of ``attention`` the preset's
+            segments, rates, offsets, tail and block pattern go.
 
     Returns:
-        ``LongNetLM`` with freshly initialised parameters, in training mode.
+        The model with freshly initialised parameters, in training mode. ``model.summary()`` tells its size and reach.
 
     Raises:
         ValueError: no such preset, or a configuration that cannot be built.
@@ -92,10 +108,31 @@ def create_model(preset: str, **overrides: Any) -> nn.Module:
         raise TypeError(f"preset is {preset!r} ({type(preset).__name__}); expected one of {_listed(MODEL_PRESETS)}")
     if preset not in MODEL_PRESETS:
         raise ValueError(f"preset is {preset!r}; expected one of {_listed(MODEL_PRESETS)}")
-    accepted = [field.name for field in fields(LongNetConfig)]
-    _refuse_unknown(f"create_model({preset!r})", overrides, (*accepted, *_BUILD_OPTIONS))
-    build = {name: overrides.pop(name) for name in _BUILD_OPTIONS if name in overrides}
-    return LongNetLM(replace(MODEL_PRESETS[preset], **overrides), **build)
+    config = MODEL_PRESETS[preset]
+    model = MODELS[type(config)]
+    options = [name for name in inspect.signature(model).parameters if name != "config"]
+    outer, inner = _names(config), _names(getattr(config, "encoder", None))
+    _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options)))
+    # a field of the model's own goes before the encoder's of that name
+    within = {name: value for name, value in overrides.items() if name in inner and name not in outer}
+    if within:
+        overrides["encoder"] = _replaced(overrides.get("encoder", getattr(config, "encoder", None)), within)
+    config = _replaced(config, {name: value for name, value in overrides.items() if name in outer})
+    return model(config, **{name: value for name, value in overrides.items() if name in options})
+
+
+def _names(config: ModelConfig | None) -> list[str]:
+    return [] if config is None else [field.name for field in fields(config)]  # type: ignore[arg-type]
+
+
+def _replaced(config: Any, changes: dict[str, Any]) -> Any:
+    """``config`` with fields changed. Another kind of attention takes the fields of the former kind away."""
+    if isinstance(config, LongNetConfig) and "attention" in changes:
+        one_of("attention", changes["attention"], ATTENTION_KINDS)
+        if RING_KINDS.get(changes["attention"], changes["attention"]) != config.kind:
+            of_a_kind = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
+            changes = {field.name: field.default for field in fields(config) if field.name in of_a_kind} | changes
+    return replace(config, **changes)
 
 
 def _refuse_unknown(what: str, given: Iterable[str], accepted: Iterable[str]) -> None:

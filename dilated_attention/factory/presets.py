@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from dilated_attention.models import LongNetConfig
+from dilated_attention.models import LongNetConfig, ModelConfig, SlideEncoderConfig, VisionConfig
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -42,7 +43,15 @@ ATTENTION_PRESETS: dict[str, AttentionPreset] = {
     "longvit": _torchscale((1024, 4096, 32768, 262144, 1048576), 384, 16, "LongViT at 32768 × 32768 pixels"),
 }
 
-MODEL_PRESETS: dict[str, LongNetConfig] = {
+# Table 4 of the paper (arXiv 2307.02486); its branches are those of section 4.1, its tokens cl100k_base's
+_LONGNET: dict[str, Any] = {
+    "vocab_size": 100277,
+    "segment_lengths": (2048, 4096, 8192, 16384, 32768),
+    "dilation_rates": (1, 2, 4, 6, 12),
+    "positions": "xpos",
+}
+
+MODEL_PRESETS: dict[str, ModelConfig] = {
     # bytes in, bytes out; trains below the bigram entropy of source text in under three minutes on two CPU cores
     "longnet-tiny": LongNetConfig(
         vocab_size=256,
@@ -52,4 +61,30 @@ MODEL_PRESETS: dict[str, LongNetConfig] = {
         segment_lengths=(512, 2048, 8192),
         dilation_rates=(1, 4, 16),
     ),
+    "longnet-125m": LongNetConfig(**_LONGNET, num_layers=12, embed_dim=768, num_heads=12),
+    "longnet-350m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1024, num_heads=16),
+    "longnet-760m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1536, num_heads=16),
+    "longnet-2.7b": LongNetConfig(**_LONGNET, num_layers=32, embed_dim=2560, num_heads=32),
+    # the shape of Llama 3.2 1B, with rates up to its number of heads, so that every branch takes every position for some head
+    "llama-1b": LongNetConfig(
+        vocab_size=128256,
+        embed_dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn="swiglu",
+        ffn_dim=8192,
+        norm="rms_norm",
+        sub_norm=False,
+        qk_norm=True,
+        bias=False,
+        rotary_base=500000.0,
+        scale_embedding=False,
+        segment_lengths=(2048, 8192, 32768, 131072),
+        dilation_rates=(1, 4, 8, 32),
+    ),
+    "gigapath-12l768d": SlideEncoderConfig.gigapath(768, 12),
+    "gigapath-24l1024d": SlideEncoderConfig.gigapath(1024, 24),
+    "gigapath-12l1536d": SlideEncoderConfig.gigapath(1536, 12),
+    **{f"longvit-{size}": VisionConfig.longvit(size) for size in (1024, 4096, 8192, 16384, 32768)},
 }

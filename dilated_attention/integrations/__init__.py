@@ -1,1 +1,1 @@
-"""Other projects: their weights, and this package in their models."""
+"""Other libraries' models and weights on this library's attention. Each module needs its library only when it is used."""

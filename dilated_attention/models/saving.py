@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from dilated_attention.pattern import BlockPattern
+
+if TYPE_CHECKING:
+    from dilated_attention.models.summary import Summary
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
@@ -77,6 +80,20 @@ class Pretrained(nn.Module):
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def summary(self, lengths: tuple[int, ...] | None = None, *, memory: int | None = None) -> Summary:
+        """Parameters, keys per query, memory of training and of the cache, and what fits. ``print`` it.
+
+        Args:
+            lengths: positions to tell of; None for a few orders of magnitude.
+            memory: bytes of the device; None for this machine's GPU, or its RAM.
+
+        >>> print(create_model("longnet-125m", device="meta").summary())
+        """
+        from dilated_attention.models.summary import summarise
+
+        sizes = {name: parameter.numel() for name, parameter in self.named_parameters()}
+        return summarise(type(self).__name__, getattr(self.config, "encoder", self.config), sizes, lengths, memory)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be."""

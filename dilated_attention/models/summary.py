@@ -1,0 +1,211 @@
+"""What a model is and what it needs, in figures that follow from its configuration: parameters, keys per query, memory, what fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
+from dilated_attention.pattern.checks import as_int
+
+# float32 weights and gradients, and AdamW's two moments
+_TRAINING_BYTES_PER_PARAMETER = 16
+# of a device's memory, what the allocator's gaps, kernels and the framework leave
+_USABLE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of training in 16-bit activations, without dropout, as functions of the number of positions.
+
+    Args:
+        fixed: weights, gradients and AdamW's moments, in float32.
+        kept: saved for the backward, per position.
+        passing: alive at the worst moment besides, per position.
+    """
+
+    fixed: int
+    kept: int
+    passing: int
+
+    def total(self, positions: int) -> int:
+        return self.fixed + positions * (self.kept + self.passing)
+
+    def fits(self, memory: int) -> int:
+        """Positions, of one or several sequences, that a device of so many bytes can train on; 0 if not even the weights fit."""
+        return max(0, int(_USABLE * memory) - self.fixed) // (self.kept + self.passing)
+
+
+def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False) -> Footprint:
+    """Of a stack whose blocks keep for the backward what ``models.lean`` keeps: x, q, k, v, out and its lse, x after attention, W_1 x.
+
+    With ``checkpoint_activations`` a block keeps its input, and one block at a time has the rest. An estimate, made of the tensors that
+    must be alive at once; docs/models.md sets it beside measured peaks.
+    """
+    embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
+    keys = 2 * embed * (config.num_kv_heads or heads) // heads
+    wide = inner * (2 if config.ffn == "swiglu" else 1)
+    block = 2 * (4 * embed + keys + wide) + 4 * heads
+    # backward of the feed-forward layer: its activation, norm and their gradients beside the gradient of the residual stream
+    passing = 2 * (3 * inner + 2 * embed)
+    if checkpoint_activations:
+        kept, passing = config.num_layers * 2 * embed, passing + block
+    else:
+        kept = config.num_layers * block
+    return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)
+
+
+def cache_rows(config: LongNetConfig, num_positions: int) -> int:
+    """Positions whose keys and values decoding must keep: those that a later token can still see."""
+    pattern = config.pattern
+    if config.kind == "dilated":
+        assert isinstance(pattern, DilatedPattern)
+        return min(num_positions, max(pattern.segment_lengths))
+    if isinstance(pattern, LocalWindow):
+        return min(num_positions, pattern.sides(num_positions)[0] + 1)
+    return num_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A model in figures; ``str`` prints them, ``as_dict`` gives them."""
+
+    name: str
+    config: LongNetConfig
+    num_parameters: int
+    embedding_parameters: int
+    lengths: tuple[int, ...]
+    memory: int
+    device: str
+
+    def keys_per_query(self, num_positions: int) -> float:
+        """Mean number of keys of a query and head, with multiplicity."""
+        pairs = self.config.pattern.pairs(num_positions, self.config.num_heads, is_causal=self.config.is_causal)
+        return pairs / (num_positions * self.config.num_heads)
+
+    def training_flops(self, num_positions: int) -> float:
+        """Of forward and backward per position: 6 for each parameter of a matrix product, and 12·E for each key of a query and layer."""
+        config = self.config
+        attended = 12 * config.embed_dim * self.keys_per_query(num_positions) * config.num_layers
+        # a tied embedding is looked up, which costs nothing, and is the output layer's matrix
+        looked_up = 0 if config.tie_embeddings else self.embedding_parameters
+        return 6 * (self.num_parameters - looked_up) + attended
+
+    def cache_bytes(self, num_positions: int, itemsize: int = 2) -> int:
+        """Of keys and values of one sequence, in 16 bits unless ``itemsize`` says another."""
+        config = self.config
+        row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
+        return config.num_layers * row * cache_rows(config, num_positions)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "positions": n,
+                "keys_per_query": round(self.keys_per_query(n), 1),
+                "training_flops_per_position": round(self.training_flops(n)),
+                "training_bytes": footprint(self.config, self.num_parameters).total(n),
+                "training_bytes_checkpointed": footprint(self.config, self.num_parameters, checkpoint_activations=True).total(n),
+            }
+            | ({"cache_bytes": self.cache_bytes(n)} if self.config.is_causal else {})
+            for n in self.lengths
+        ]
+        return {
+            "name": self.name,
+            "parameters": self.num_parameters,
+            "embedding_parameters": self.embedding_parameters,
+            "lengths": rows,
+            "memory": self.memory,
+            "device": self.device,
+            "fits": {"kept": self._fits(False), "checkpointed": self._fits(True)},
+        }
+
+    def _fits(self, checkpointed: bool) -> int:
+        return footprint(self.config, self.num_parameters, checkpoint_activations=checkpointed).fits(self.memory)
+
+    def __str__(self) -> str:
+        config = self.config
+        heads = f"{config.num_heads} heads of {config.head_dim}" + (f", {config.num_kv_heads} of keys" if config.num_kv_heads else "")
+        lines = [
+            f"{self.name}: {config.num_layers} blocks of width {config.embed_dim}, {heads}, feed-forward {config.inner_dim}",
+            f"attention: {config.attention}, {_described(config)}{', causal' if config.is_causal else ''}",
+            f"parameters: {self.num_parameters:,} ({self.num_parameters - self.embedding_parameters:,} without embeddings)",
+            "",
+            f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  {'KV cache':>9}",
+        ]
+        plain = footprint(config, self.num_parameters)
+        saved = footprint(config, self.num_parameters, checkpoint_activations=True)
+        for n in self.lengths:
+            dense = (n + 1) / 2 if config.is_causal else n
+            cache = readable(self.cache_bytes(n)) if config.is_causal else "–"
+            lines.append(
+                f"{n:>11,}  {self.keys_per_query(n):>11,.0f}  {dense:>11,.0f}  {n * self.training_flops(n) / 1e12:>14,.2f}  "
+                f"{readable(plain.total(n)):>9}  {readable(saved.total(n)):>12}  {cache:>9}"
+            )
+        lines += [
+            "",
+            f"{self.device} with {readable(self.memory)} trains {self._fits(False):,} positions at once, {self._fits(True):,} with "
+            "checkpoint_activations=True",
+            "(an estimate: 16-bit activations, float32 weights and AdamW, no dropout; one sequence or several)",
+        ]
+        return "\n".join(lines)
+
+
+def summarise(
+    name: str, config: LongNetConfig, parameters: dict[str, int], lengths: tuple[int, ...] | None = None, memory: int | None = None
+) -> Summary:
+    """The summary of a model whose parameters have these names and sizes."""
+    chosen = tuple(as_int("positions", n, minimum=1) for n in (lengths if lengths is not None else _usual_lengths(config)))
+    here, device = _this_machine()
+    embeddings = sum(size for key, size in parameters.items() if key.endswith("embedding.weight"))
+    return Summary(
+        name=name,
+        config=config,
+        num_parameters=sum(parameters.values()),
+        embedding_parameters=embeddings,
+        lengths=chosen,
+        memory=here if memory is None else as_int("memory", memory, minimum=1),
+        device=device if memory is None else "a device",
+    )
+
+
+def _usual_lengths(config: LongNetConfig) -> tuple[int, ...]:
+    """A few orders of magnitude, around the segments that there are."""
+    largest = max((w for w in config.segment_lengths if w <= 2**20), default=2**17)
+    return tuple(sorted({1024, 8192, 65536, largest, 2**20}))
+
+
+def _this_machine() -> tuple[int, str]:
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return properties.total_memory, properties.name
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's CPU"
+
+
+def _described(config: LongNetConfig) -> str:
+    pattern = config.pattern
+    if isinstance(pattern, BlockPattern):
+        return repr(pattern)
+    if config.kind == "dense":
+        return "every key"
+    branches = ", ".join(f"{w:,}/{r}" for w, r in pattern.branches)
+    extras = [
+        f"{name} {value}"
+        for name, value, usual in (("offsets", pattern.head_offsets, "cyclic"), ("tail", pattern.tail, "mask"))
+        if value != usual
+    ]
+    return f"segments/rates {branches}" + "".join(f", {extra}" for extra in extras)
+
+
+def readable(num_bytes: int) -> str:
+    """1.50 GiB and the like."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError
