@@ -74,11 +74,16 @@ class RowKeys(ABC):
         num_groups: G of its tables.
         max_keys: no row reads more keys.
         span: rows read none but the last ``span`` positions up to their own; ``max_length`` where that is all that can be said.
+        num_needed: ``needed`` names no more positions than this, the row's own included.
     """
 
     num_groups: int
     max_keys: int
     span: int
+
+    @property
+    def num_needed(self) -> int:
+        return self.span
 
     def __init__(self, max_length: int, device: torch.device) -> None:
         self.max_length = as_int("max_length", max_length, minimum=1)
@@ -154,6 +159,10 @@ class WindowKeys(RowKeys):
         self.max_keys = min(self.left + 1 + self.first_keys, max_length)
         self.span = self.left + 1 if not self.first_keys else max_length
         self._stride = torch.ones(2 if self.first_keys else 1, dtype=torch.int32, device=device)
+
+    @property
+    def num_needed(self) -> int:
+        return min(self.left + 1 + self.first_keys, self.max_length)
 
     def runs(self, positions: torch.Tensor) -> Runs:
         low = (positions - self.left).clamp(min=self.first_keys)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, reasons_of
-from dilated_attention.backends import flash3_decode
+from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, flash3_decode, reasons_of
 from dilated_attention.backends.base import ALL_FLOATS
 from dilated_attention.engine import decode as torch_decode
 from dilated_attention.engine.decode import Cached

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.models.cache_use import LayerUse
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
@@ -180,8 +181,13 @@ class Block(nn.Module):
         if not config.sub_norm:
             shrink_residual(self.attention.out_proj, config.num_layers)
 
-    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
-        spread = {} if seq_len is None else {"seq_len": seq_len}
-        attended, _ = self.attention(self.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **spread)
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerUse | None = None
+    ) -> torch.Tensor:
+        if cache is not None:
+            attended = self.attention.attend_cached(self.attention_norm(x), cache)
+        else:
+            spread = {} if seq_len is None else {"seq_len": seq_len}
+            attended, _ = self.attention(self.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **spread)
         x = x + self.drop_path(self.dropout(attended), cu_seqlens)
         return x + self.drop_path(self.dropout(self.ffn(self.ffn_norm(x))), cu_seqlens)
