@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.functional.dropped import add_dropped
 from dilated_attention.models.cache_use import LayerUse
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import (
@@ -19,10 +18,9 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
+from dilated_attention.modules._lean import is_lean, linear_layers
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -71,10 +69,11 @@ class FeedForward(nn.Module):
         else:
             shrink_residual(self.down, self.num_layers)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activation = _ACTIVATIONS[self.activation]
-        inner = activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
-        return self.down(inner if self.norm is None else self.norm(inner))
+    def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
+        """``input_norm``: of the block around this layer, applied to x first: for training with less memory."""
+        inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
+        gate = None if self.gate is None else inner[1]
+        return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]
 
     def extra_repr(self) -> str:
         return self.activation
@@ -94,14 +93,19 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        factors = self.factors(x, cu_seqlens)
+        return x if factors is None else x * factors.to(x.dtype)[..., None]
+
+    def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """What rows are multiplied by in float32, (B, 1) or with packed documents (1, N); None for 1."""
         if self.p == 0 or not self.training:
-            return x
+            return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kept = torch.rand(samples, device=x.device).ge(self.p).to(x.dtype) / (1 - self.p)
+        kept = torch.rand(samples, device=x.device).ge(self.p).float() / (1 - self.p)
         if cu_seqlens is None:
-            return x * kept[:, None, None]
+            return kept[:, None]
         rows = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-        return x * kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None, :, None]
+        return kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None]
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -150,6 +154,16 @@ def make_attention(
     return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
 
 
+# layers that know how to apply the norm in front of them
+_LAYERS = (
+    FeedForward,
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+    RingMultiheadBlockSparseAttention,
+    RingMultiheadDilatedAttention,
+)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). (B, N, E) → (B, N, E); with ``ring`` this process's rows, (B, n, E).
 
@@ -188,6 +202,20 @@ class Block(nn.Module):
             attended = self.attention.attend_cached(self.attention_norm(x), cache)
         else:
             spread = {} if seq_len is None else {"seq_len": seq_len}
-            attended, _ = self.attention(self.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **spread)
-        x = x + self.drop_path(self.dropout(attended), cu_seqlens)
-        return x + self.drop_path(self.dropout(self.ffn(self.ffn_norm(x))), cu_seqlens)
+            x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
+            attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
+        x = self._add(x, attended, cu_seqlens)
+        x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
+        return self._add(x, self.ffn(x_in, **norm), cu_seqlens)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """x + drop_path(dropout(y))."""
+        if not (is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath)) or self.dropout.p == 1:
+            return x + self.drop_path(self.dropout(y), cu_seqlens)
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens))
+
+
+def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
+    """(input of a layer, keywords): x and the norm for a layer of ours to apply, for a replaced or hooked one norm(x)."""
+    return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})

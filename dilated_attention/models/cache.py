@@ -118,13 +118,11 @@ class Cache(ABC):
 
     def advance(self, requests: slice | None = None, by: int = 1) -> None:
         """Lengths grow: of some requests, which become active, or of all that are."""
-        if requests is None:
-            grown = [i for i in range(self.num_requests) if self.active[i]]
-        else:
-            grown = list(range(self.num_requests)[requests])
-        for i in grown:
-            self.lengths[i] += by
-            self.active[i] = True
+        chosen = range(self.num_requests)[slice(None) if requests is None else requests]
+        for i in chosen:
+            if requests is not None or self.active[i]:
+                self.lengths[i] += by
+                self.active[i] = True
         if requests is None and all(self.active):
             self.positions += by
         else:
@@ -341,7 +339,7 @@ class Requests:
 
 def format_bytes(count: int) -> str:
     size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
             break
         size /= 1024

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.modules._lean import linear_layers
 from dilated_attention.modules.rotary import (
     Table,
     document_positions,
@@ -104,18 +105,24 @@ class MultiheadProjections(nn.Module):
             if norm is not None:
                 norm.reset_parameters()
 
-    def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q (B, Nq, H, D), k and v (B, Nk, Hk, D), normalised with ``qk_norm``, not yet rotated."""
+    def project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_norm: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (B, Nq, H, D), k and v (B, Nk, Hk, D) of the inputs or of ``input_norm`` of them, normalised with ``qk_norm``, not yet rotated."""
         self._check_inputs(query, key, value)
-        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if key is query and value is query:
+            q, k, v = linear_layers(query, (self.q_proj, self.k_proj, self.v_proj), norm=input_norm)
+        else:
+            inputs = ((query, self.q_proj), (key, self.k_proj), (value, self.v_proj))
+            q, k, v = (linear_layers(x, (linear,), norm=input_norm)[0] for x, linear in inputs)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def project_call(
-        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any
+        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``project`` for a call as nn.MultiheadAttention's: key and value default to query, and what cannot be is refused."""
         if need_weights:
@@ -126,7 +133,7 @@ class MultiheadProjections(nn.Module):
             )
         key = query if key is None else key
         value = key if value is None else value
-        return self.project(query, key, value)
+        return self.project(query, key, value, input_norm)
 
     def rotate(
         self,
@@ -176,10 +183,7 @@ class MultiheadProjections(nn.Module):
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
-        out = out.flatten(2)
-        if self.inner_attn_ln is not None:
-            out = self.inner_attn_ln(out)
-        return self.out_proj(out)
+        return linear_layers(out.flatten(2), (self.out_proj,), norm=self.inner_attn_ln)[0]
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):

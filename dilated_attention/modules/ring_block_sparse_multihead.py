@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention.distributed.dealt import Layout
 from dilated_attention.modules._projections import MultiheadProjections
@@ -116,9 +117,10 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
         cu_seqlens: torch.Tensor | None = None,
         need_weights: bool = False,
         attn_mask: None = None,
+        input_norm: nn.Module | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Attend: see ``RingMultiheadDilatedAttention.forward``, whose arguments, results and errors these are."""
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         if self.rotary:
             ring = self.attention.ring
             seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
