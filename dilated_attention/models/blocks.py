@@ -13,10 +13,12 @@ from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
     RingSettings,
 )
 from dilated_attention.modules._lean import is_lean, linear_layers
+from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -110,7 +112,7 @@ class DropPath(nn.Module):
 
 def make_attention(
     config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
-) -> MultiheadDilatedAttention | MultiheadBlockSparseAttention | RingMultiheadDilatedAttention:
+) -> MultiheadProjections:
     """The attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
         "embed_dim": config.embed_dim,
@@ -142,11 +144,23 @@ def make_attention(
         return MultiheadDilatedAttention(**shape) if ring is None else RingMultiheadDilatedAttention(**shape, **ring.arguments())
     if ring is None:
         return MultiheadBlockSparseAttention(pattern=pattern, **shape)
-    raise NotImplementedError
+    where = ring.arguments()
+    if (ring.exchange, ring.ranks_per_node) != ("auto", None):
+        raise ValueError(
+            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from process to process "
+            "and have neither: leave them out"
+        )
+    return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
 
 
 # layers that know how to apply the norm in front of them
-_LAYERS = (FeedForward, MultiheadBlockSparseAttention, MultiheadDilatedAttention, RingMultiheadDilatedAttention)
+_LAYERS = (
+    FeedForward,
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+    RingMultiheadBlockSparseAttention,
+    RingMultiheadDilatedAttention,
+)
 
 
 class Block(nn.Module):
