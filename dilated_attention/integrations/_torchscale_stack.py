@@ -168,7 +168,7 @@ def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
     model.load_state_dict(weights, assign=True)
     model.requires_grad_()
     # of a stack, not of each of its layers: layers without hooks compute in less memory
-    watched = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
+    watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
     for module in watched:
         pattern = _pattern_of(module)
         if isinstance(pattern, DilatedPattern) and any(w % r for w, r in pattern.branches):
