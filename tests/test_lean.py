@@ -97,7 +97,7 @@ def test_equal_to_the_layers_one_by_one(activation: str, norm: str, bias: bool) 
     layers = Layers(norm, bias=bias, device=DEVICE)
     x = torch.randn(2, 700, 24, device=DEVICE)
     found = results(layers, x, activation, plain=False)
-    assert error(found, results(layers, x, activation, plain=True)) < 2e-6
+    assert error(found, results(layers, x, activation, plain=True)) < 5e-6
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -131,7 +131,7 @@ def test_kernels_equal_plain_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch
         for fused in (False, True):
             monkeypatch.setattr(lean, "_fused", lambda x, fused=fused: fused)
             both.append(results(layers, x, activation, plain=False, autocast=None if dtype is torch.float32 else dtype))
-        assert error(both[1], both[0]) < (3e-6 if dtype is torch.float32 else 2e-2), activation
+        assert error(both[1], both[0]) < (5e-6 if dtype is torch.float32 else 2e-2), activation
 
 
 def test_kernels_of_frozen_parts(kernels: None) -> None:
@@ -204,7 +204,8 @@ def test_a_stack_equals_its_plain_layers(changes: dict[str, Any]) -> None:
     if changes.get("positions") != "rotary":
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert error(gradients(compiled, x), found) == 0
+        # on a GPU the attention's sums may come in another order
+        assert error(gradients(compiled, x), found) <= (0 if DEVICE == "cpu" else 5e-6)
     model.checkpoint_activations = True
     assert error(gradients(model, x), found) < 1e-6
 
