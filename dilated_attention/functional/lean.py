@@ -220,7 +220,7 @@ def _prepare(
         return a, z
     stats[0].zero_()
     stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
-    return a, _scaled(a, weight, bias, stats)
+    return a, _scaled(a, weight, stats)
 
 
 def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
@@ -230,12 +230,19 @@ def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtyp
     return x if activation == "none" else _PLAIN[activation](x)
 
 
-def _scaled(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, stats: torch.Tensor) -> torch.Tensor:
-    """z = (a − mean) / std · weight + bias, with the statistics as they were; RMSNorm's mean is 0."""
-    z = (a - stats[0][:, None]).mul_(stats[1][:, None])
-    if weight is not None:
-        z = z.mul_(weight)
-    return z if bias is None else z.add_(bias)
+def _normed(
+    a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor
+) -> torch.Tensor:
+    """norm(a) once more; ``stats`` as the forward left them."""
+    if recipe.norm == "layer":
+        # torch's one pass, statistics and all, is faster than three that spare them
+        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
+    return a if recipe.norm == "none" else _scaled(a, weight, stats)
+
+
+def _scaled(a: torch.Tensor, weight: torch.Tensor | None, stats: torch.Tensor) -> torch.Tensor:
+    z = a * stats[1][:, None]
+    return z if weight is None else z.mul_(weight)
 
 
 def _backward(
@@ -260,7 +267,7 @@ def _backward(
     for part in _chunks(x):
         a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
         if dweight is not None:
-            z = a if recipe.norm == "none" else _scaled(a, weight, bias, stats[:, part])
+            z = _normed(a, weight, bias, recipe, stats[:, part])
             if recipe.dtype is acc:
                 dweight.addmm_(dy[part].t(), z)
             else:
@@ -269,29 +276,38 @@ def _backward(
             continue
         da = (dy[part] @ joined).to(acc)
         if recipe.norm != "none":
-            da = _norm_backward(da, a, weight, stats[:, part], recipe.norm, dnorm)
+            da = _norm_backward(da, a, weight, bias, stats[:, part], recipe.norm, dnorm)
         if dx is not None:
             _activation_backward(da, x[part], gate, part, recipe.activation, dx, dgate)
     return dx, dgate, dnorm, dweight
 
 
 def _norm_backward(
-    dz: torch.Tensor, a: torch.Tensor, weight: torch.Tensor | None, stats: torch.Tensor, norm: str, dnorm: list[torch.Tensor | None]
+    dz: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
+    norm: str,
+    dnorm: list[torch.Tensor | None],
 ) -> torch.Tensor:
     """da; the shares of the norm's parameters are added to ``dnorm``."""
     mean, rstd = stats[0][:, None], stats[1][:, None]
-    normal = (a - mean).mul_(rstd)
-    if dnorm[0] is not None:
-        dnorm[0] += (dz * normal).sum(0)
-    if dnorm[1] is not None:
-        dnorm[1] += dz.sum(0)
-    if weight is not None:
-        dz = dz * weight
-    # d/da of (a − mean(a)) / std(a): what changes neither the mean nor the length
-    da = dz - normal * (dz * normal).mean(-1, keepdim=True)
     if norm == "layer":
-        da -= dz.mean(-1, keepdim=True)
-    return da.mul_(rstd)
+        wanted = [True, *(share is not None for share in dnorm)]
+        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
+        for total, share in zip(dnorm, shares, strict=True):
+            if total is not None:
+                total += share
+        return da
+    normal = a * rstd
+    along = dz * normal
+    if dnorm[0] is not None:
+        dnorm[0] += along.sum(0)
+    if weight is None:
+        return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
+    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
+    return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
 
 
 def _activation_backward(
