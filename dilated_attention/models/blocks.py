@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dilated_attention.functional.dropped import add_dropped
+from dilated_attention.models.cache_use import LayerUse
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
@@ -194,10 +195,15 @@ class Block(nn.Module):
         if not config.sub_norm:
             shrink_residual(self.attention.out_proj, config.num_layers)
 
-    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
-        spread = {} if seq_len is None else {"seq_len": seq_len}
-        x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
-        attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerUse | None = None
+    ) -> torch.Tensor:
+        if cache is not None:
+            attended = self.attention.attend_cached(self.attention_norm(x), cache)
+        else:
+            spread = {} if seq_len is None else {"seq_len": seq_len}
+            x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
+            attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
         x = self._add(x, attended, cu_seqlens)
         x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
         return self._add(x, self.ffn(x_in, **norm), cu_seqlens)

@@ -11,6 +11,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.modules._lean import linear_layers
 from dilated_attention.modules.rotary import (
+    Table,
     document_positions,
     rotary_table,
     rotate,
@@ -150,19 +151,35 @@ class MultiheadProjections(nn.Module):
         document. What is computed apart and meets in one softmax, as with a cache of keys, must name one ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
-        q_table = k_table = rotary_table(turned, self.head_dim, self.rotary_base, k.dtype)
-        if self.xpos_scale_base is not None:
-            whole = k.shape[1] if seq_len is None else seq_len
-            if cu_seqlens is None:
-                centred = xpos_positions(positions, whole, self.xpos_scale_base, k.dtype)
-            else:
-                centred = xpos_document_positions(positions, cu_seqlens, whole, self.xpos_scale_base, k.dtype)
-            q_table, k_table = xpos_tables(k_table, centred, self.head_dim, self.xpos_scale_base)
+        q_table, k_table = self.rotation(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
         # queries are positions of the key sequence, so their table is a slice of the keys'
         queries = slice(query_offset, query_offset + q.shape[1])
         return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
+
+    def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
+        """The tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(positions.device)
+        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
+        table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
+        if self.xpos_scale_base is None:
+            return table, table
+        if cu_seqlens is None:
+            centred = xpos_positions(positions, seq_len, self.xpos_scale_base, dtype)
+        else:
+            centred = xpos_document_positions(positions, cu_seqlens, seq_len, self.xpos_scale_base, dtype)
+        return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
+
+    def attend_cached(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The layer's causal output (B, n, E) at new positions x (B, n, E), whose keys and values join the cache.
+
+        Args:
+            cache: a pass over the cache as this layer sees it, ``models.cache_use.LayerUse``.
+        """
+        q, k, v = self.project(x, x, x)
+        if self.rotary:
+            of_queries, of_keys = cache.rotation(self, k.dtype)
+            q, k = rotate(q, of_queries), rotate(k, of_keys)
+        return self.combine(cache.attend(q, k, v, self.attention))
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
