@@ -9,10 +9,13 @@ product is ever computed twice. The same on every device: Triton kernels on GPUs
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.merge import has_kernels
@@ -24,7 +27,7 @@ NORMS = ("none", "layer", "rms")
 _CHUNK_ROWS = 1024
 # a row of the kernels lies in registers
 _MOST_COLUMNS = 16384
-_PLAIN = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class Recipe(NamedTuple):
@@ -80,9 +83,14 @@ def norm_linear(
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The dtype a linear layer computes in here: autocast's where it is on, which leaves float64 alone, else the weight's."""
-    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+    if has_autocast(x) and torch.float64 not in (x.dtype, weight.dtype):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype
+
+
+def has_autocast(x: torch.Tensor) -> bool:
+    # a device without autocast, such as meta, refuses to be asked whether it is on
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 @torch.library.custom_op("dilated_attention::norm_linear", mutates_args=())
@@ -154,20 +162,20 @@ def norm_linear_backward_op(
             from dilated_attention.functional import lean_triton
 
             dz = dy @ joined if needs_input or needs_norm else None
-            z, dx, dgate, dnorm = lean_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights)
-            dweight = dy.t() @ z if needs_weights else None
-            del z
+            z, dx, dgate, sums = lean_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights)
+            dnorm: list[torch.Tensor | None] = [*sums]
+            dweight = None if z is None else dy.t() @ z
+            del z, dz
         else:
             dx, dgate, dnorm, dweight = _backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs)
         dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
     grads: list[torch.Tensor] = []
     if needs_input:
-        grads.append(dx.view(x.shape))
-        if gate is not None:
-            grads.append(dgate.view(gate.shape))
+        grads += [d.view(x.shape) for d in (dx, dgate) if d is not None]
     if needs_norm:
-        # the weight's and the bias's lie side by side
-        grads += [d.to(p.dtype, copy=True) for d, p in zip(dnorm, (norm_weight, norm_bias), strict=True) if p is not None]
+        # a kernel's two lie side by side
+        pairs = zip(dnorm, (norm_weight, norm_bias), strict=True)
+        grads += [d.to(p.dtype, copy=True) for d, p in pairs if d is not None and p is not None]
     if dweight is not None:
         grads += [d.to(w.dtype, copy=len(weights) > 1) for d, w in zip(dweight.split(widths), weights, strict=True)]
     if dbias is not None:
@@ -184,7 +192,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _new_stats(x: torch.Tensor, norm: str) -> torch.Tensor:
-    return x.new_empty((0 if norm == "none" else 2, x.shape[:-1].numel()), dtype=accumulation_dtype(x.dtype))
+    # Size.numel() would fix a symbolic length
+    return x.new_empty((0 if norm == "none" else 2, math.prod(x.shape[:-1])), dtype=accumulation_dtype(x.dtype))
 
 
 def _chunks(rows: torch.Tensor) -> list[slice]:
@@ -359,3 +368,16 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 
 norm_linear_op.register_autograd(_autograd, setup_context=_setup_context)
 norm_linear_backward_op.register_autograd(_no_double_backward)
+
+
+@register_flop_formula(torch.ops.dilated_attention.norm_linear)
+def _forward_flops(x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shapes: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x_shape[:-1]) * sum(math.prod(shape) for shape in weight_shapes)
+
+
+@register_flop_formula(torch.ops.dilated_attention.norm_linear_backward)
+def _backward_flops(
+    dys: Any, x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shapes: Any, biases: Any, stats: Any, needs: Any, *_: Any, **__: Any
+) -> int:
+    """One product for the gradients of what is in front of the layers, one for those of their weights."""
+    return (any(needs[:2]) + needs[2]) * _forward_flops(x_shape, gate, weight, bias, weight_shapes)

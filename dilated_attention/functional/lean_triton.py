@@ -83,7 +83,7 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
     dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < num_rows)[:, None] & inside[None, :]
         places = rows[:, None] * K + columns[None, :]
         x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)

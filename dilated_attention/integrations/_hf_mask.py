@@ -96,11 +96,12 @@ def key_mask(
     else:
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
     bounds, is_guess = None, False
-    if mask_function is None or mask_function.__qualname__ == _CAUSAL:
-        is_causal, window = True, None
-    elif mask_function.__qualname__ == _BOTH_WAYS:
-        is_causal, window = False, None
+    # compiled code knows no __qualname__ of a module's functions
+    kind = _CAUSAL if mask_function is None else mask_function.__name__
+    if kind in (_CAUSAL, _BOTH_WAYS):
+        is_causal, window = kind == _CAUSAL, None
     else:
+        assert mask_function is not None
         is_causal = "allow_is_bidirectional_skip" not in kwargs
         if torch.compiler.is_compiling():
             is_packed = _checked_by_flags(mask_function, use_vmap, local_size, config, num_keys + kv_offset, allow_is_causal_skip)
@@ -156,8 +157,8 @@ def _checked_by_flags(
     mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any, reach: int, allow_is_causal_skip: bool
 ) -> bool:
     """Whether documents may be packed, from what compiled code can see of an intersection: it cannot look into functions."""
-    if mask_function.__qualname__ != _AND or use_vmap:
-        raise _unknown(f"the mask function {mask_function.__qualname__!r}")
+    if mask_function.__name__ != "and_mask" or use_vmap:
+        raise _unknown(f"the mask function {mask_function.__name__!r}")
     chunk = getattr(config, "attention_chunk_size", None)
     if local_size is not None and local_size == chunk:
         raise _unknown(f"chunks of {chunk} positions, inside a compiled model,")

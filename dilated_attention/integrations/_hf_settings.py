@@ -115,9 +115,7 @@ class Settings:
                 raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
             if isinstance(value, BlockPattern):
                 if value.lives_here:
-                    raise ValueError(
-                        f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)"
-                    )
+                    raise ValueError(f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)")
                 value = value.spec()
             plain[name] = json.loads(json.dumps(value))
         return plain
@@ -144,34 +142,33 @@ def settings_of(name: str, config: Any) -> Settings:
         ValueError, TypeError: the config's settings are none, or lengths or a pattern are given nowhere.
     """
     told = None if config is None else getattr(config, CONFIG_KEY, None)
-    # torch.compile takes what this returns for a constant of its arguments
-    return _resolved(name, None if told is None else _written(told))
+    if told is None:
+        return _resolved(name, None)
+    if not isinstance(told, dict):
+        raise TypeError(f"config.{CONFIG_KEY} is {told!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}")
+    return _resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))
 
 
-def _written(told: Any) -> str:
-    return json.dumps(told)
+def _hashable(value: Any) -> Any:
+    return tuple([_hashable(x) for x in value]) if isinstance(value, (list, tuple)) else value
 
 
+# compiled code takes what this returns for a constant of its arguments, which are constants there
 @torch.compiler.assume_constant_result
-def _resolved(name: str, told: str | None) -> Settings:
+def _resolved(name: str, told: tuple[tuple[str, Any], ...] | None) -> Settings:
     return _joined(REGISTERED[name], told)
 
 
 @functools.lru_cache(maxsize=64)
-def _joined(settings: Settings, told: str | None) -> Settings:
+def _joined(settings: Settings, told: tuple[tuple[str, Any], ...] | None) -> Settings:
     kind = settings.kind
     if told is not None:
-        options = json.loads(told)
-        if not isinstance(options, dict):
-            raise TypeError(
-                f"config.{CONFIG_KEY} is {options!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}"
-            )
         # a config may speak to several kinds: a model trained dilated is read ring_dilated, too
         everywhere = {option for options_of in OPTIONS.values() for option in options_of} - set(_PROCESSES)
-        unknown = sorted(set(options) - everywhere)
+        unknown = sorted({option for option, _ in told} - everywhere)
         if unknown:
             raise ValueError(f"config.{CONFIG_KEY} has {', '.join(unknown)}; expected some of {', '.join(sorted(everywhere))}")
-        settings = settings.with_options({option: value for option, value in options.items() if option in OPTIONS[kind]})
+        settings = settings.with_options({option: value for option, value in told if option in OPTIONS[kind]})
     if not settings.is_complete:
         missing, example = (
             ("pattern", "BigBird(256, 64, 3)") if kind == "block_sparse" else ("segment_lengths", "[2048, 8192], dilation_rates=[1, 4]")

@@ -94,16 +94,16 @@ class DropPath(nn.Module):
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         factors = self.factors(x, cu_seqlens)
-        return x if factors is None else x * factors.to(x.dtype)[..., None]
+        return x if factors is None else x * factors.to(x.dtype).view(*factors.shape, *(1,) * (3 - factors.ndim))
 
     def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
-        """What rows are multiplied by in float32, (B, 1) or with packed documents (1, N); None for 1."""
+        """What rows are multiplied by in float32, (B,) or with packed documents (1, N); None for 1."""
         if self.p == 0 or not self.training:
             return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         kept = torch.rand(samples, device=x.device).ge(self.p).float() / (1 - self.p)
         if cu_seqlens is None:
-            return kept[:, None]
+            return kept
         rows = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
         return kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None]
 

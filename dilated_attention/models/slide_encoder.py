@@ -218,7 +218,7 @@ class SlideEncoder(Pretrained):
                 f"{(*tiles.shape[:2], 2)}"
             )
         bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, tiles)
-        if (self.config.global_pool and tiles.shape[1] == 0) or (bounds is not None and self.config.global_pool and _has_empty(bounds)):
+        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and _has_empty(bounds))):
             raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
         return bounds
 

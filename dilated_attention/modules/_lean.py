@@ -7,14 +7,16 @@ is: the result is the same, only the memory is not.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from dilated_attention.functional.lean import norm_linear
+from dilated_attention.functional.lean import has_autocast, norm_linear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 # without gradients there is nothing to keep, and short sequences have no use for kernels with fewer passes over memory
@@ -47,18 +49,22 @@ def linear_layers(
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
         x = x if norm is None else norm(x)
         return [linear(x) for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [_parameter(linear, "bias") for linear in linears]
     return norm_linear(
         x,
-        [linear.weight for linear in linears],
-        biases,
+        [cast(torch.Tensor, linear.weight) for linear in linears],
+        [bias for bias in biases if bias is not None],
         gate=gate,
         norm="none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms",
-        norm_weight=None if norm is None else norm.weight,
-        norm_bias=getattr(norm, "bias", None),
-        eps=0.0 if norm is None else norm.eps,
+        norm_weight=_parameter(norm, "weight"),
+        norm_bias=_parameter(norm, "bias"),
+        eps=0.0 if norm is None else cast(float, norm.eps),
         activation=activation or "none",
     )
+
+
+def _parameter(module: nn.Module | None, name: str) -> torch.Tensor | None:
+    return cast("torch.Tensor | None", getattr(module, name, None))
 
 
 def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
@@ -74,25 +80,25 @@ def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 
 def _worth(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() or (x.device.type == "cuda" and x.shape[:-1].numel() >= _WORTH_ROWS)
+    return torch.is_grad_enabled() or (x.device.type == "cuda" and math.prod(x.shape[:-1]) >= _WORTH_ROWS)
 
 
 def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) -> bool:
-    if not all(is_lean(linear, nn.Linear) for linear in linears):
+    if type(x) is not torch.Tensor or not all(is_lean(linear, nn.Linear) for linear in linears):
         return False
     if len({linear.bias is None for linear in linears}) > 1:
         return False
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-    if norm is not None:
-        if not is_lean(norm, nn.LayerNorm, nn.RMSNorm) or norm.eps is None or tuple(norm.normalized_shape) != tuple(x.shape[-1:]):
-            return False
-        parameters += [norm.weight, getattr(norm, "bias", None)]
-    return type(x) is torch.Tensor and all(p is None or _fits(p, x) for p in parameters)
+    if norm is not None and not is_lean(norm, nn.LayerNorm, nn.RMSNorm):
+        return False
+    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and (norm.eps is None or norm.normalized_shape != x.shape[-1:]):
+        return False
+    parameters = (_parameter(module, name) for module in (*linears, norm) for name in ("weight", "bias"))
+    return all(p is None or _fits(p, x) for p in parameters)
 
 
 def _fits(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     if type(parameter) not in (nn.Parameter, torch.Tensor) or parameter.device != x.device:
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if has_autocast(x):
         return x.is_floating_point() and parameter.is_floating_point() and torch.float64 not in (x.dtype, parameter.dtype)
     return parameter.dtype is x.dtype and x.is_floating_point()

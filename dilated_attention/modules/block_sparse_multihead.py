@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._maps import MultiheadMaps
 from dilated_attention.modules.block_sparse import BlockSparseAttention
 
 
-class MultiheadBlockSparseAttention(MultiheadProjections):
+class MultiheadBlockSparseAttention(MultiheadMaps):
     """Block-sparse attention between MAGNETO's projections (arXiv 2210.06423), batch first.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -44,6 +44,8 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
     >>> layer = MultiheadBlockSparseAttention(768, 12, sparsity_ratio=0.1)
     >>> y, _ = layer(x, is_causal=True)
     """
+
+    attention: BlockSparseAttention
 
     def __init__(
         self,

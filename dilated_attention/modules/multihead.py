@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._maps import MultiheadMaps
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.pattern import HeadOffsets
 
 
-class MultiheadDilatedAttention(MultiheadProjections):
+class MultiheadDilatedAttention(MultiheadMaps):
     """Dilated attention (LongNet, arXiv 2307.02486) between MAGNETO's projections (arXiv 2210.06423), batch first.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -50,6 +50,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     >>> layer = MultiheadDilatedAttention(768, 12, [2048, 4096, 8192], [1, 2, 4])
     >>> y, _ = layer(x, is_causal=True)
     """
+
+    attention: DilatedAttention
 
     def __init__(
         self,

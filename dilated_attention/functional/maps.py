@@ -124,7 +124,7 @@ def _key_side(
     query_offset: int,
 ) -> KeySide:
     """Of one document, whose tensors these are; a content-chosen pattern chooses here."""
-    kept = () if blocks is None else (blocks,)
+    kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
     if isinstance(blocks, TopBlocks):
         chosen = blocks.choose(q, k, is_causal=is_causal, scale=scale, key_padding_mask=padding, query_offset=query_offset)
         kept = tuple(chosen[entry] for entry in range(q.shape[0]))
