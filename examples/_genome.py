@@ -25,7 +25,9 @@ def find_fasta(path: Path | None) -> Path:
     """``path``, or the chromosome among the files of the installed distribution pyrodigal, which is not imported for it."""
     if path is not None:
         if not path.is_file():
-            raise SystemExit(f"--fasta {path} is no file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1")
+            raise SystemExit(
+                f"--fasta {path} is no file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1"
+            )
         return path
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
@@ -183,6 +185,9 @@ class GenomeLM(LongNetLM):
         assert config.vocab_size == len(LETTERS) and not config.tie_embeddings
         factory = {name: options.get(name) for name in ("device", "dtype")}
         self.embedding = KmerEmbedding(k, config.embed_dim, **factory)  # type: ignore[assignment]
+        assert self.output is not None
+        # a text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short run
+        nn.init.normal_(self.output.weight, std=0.1 * config.embed_dim**-0.5)
 
 
 def geometric_branches(length: int, first: int, growth: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
