@@ -5,7 +5,9 @@ from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.language_model import LongNetLM
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
+from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, collate_slides
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
+from dilated_attention.models.vision import LongViT, VisionConfig
 
 __all__ = [
     "Block",
@@ -14,9 +16,14 @@ __all__ = [
     "LongNetDecoder",
     "LongNetEncoder",
     "LongNetLM",
+    "LongViT",
     "ModelConfig",
     "Pretrained",
+    "SlideEncoder",
+    "SlideEncoderConfig",
+    "VisionConfig",
     "average_gradients",
+    "collate_slides",
     "sharded_cross_entropy",
     "sharded_mean",
 ]

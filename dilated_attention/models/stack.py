@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.models.blocks import Block, make_norm
+from dilated_attention.models.cache import Cache, Requests
+from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import RingSettings
 
@@ -49,7 +51,13 @@ class LongNetStack(nn.Module):
         self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, all_layers: bool = False
+        self,
+        x: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+        all_layers: bool = False,
+        cache: Cache | Requests | Use | None = None,
     ) -> Any:
         """Hidden states.
 
@@ -57,11 +65,13 @@ class LongNetStack(nn.Module):
             x: (B, N, E); of a spread stack this process's rows (B, n, E).
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N where processes share the sequence; None: they ask each other, once for all blocks.
+            cache: x holds new positions only, of a causal stack, which attend to those in the cache and join them; or a pass begun already.
             all_layers: also return what enters the first block and what leaves each, before the last norm.
 
         Returns:
             (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
+        use = None if cache is None else self._begin(x, cache, cu_seqlens)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -69,15 +79,31 @@ class LongNetStack(nn.Module):
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
         states = [x]
-        for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
+        for depth, block in enumerate(self.blocks):
+            if use is not None:
+                x = block(x, cache=use.layer(depth))
+            elif self.checkpoint_activations and torch.is_grad_enabled():
                 x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
             else:
                 x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
             if all_layers:
                 states.append(x)
+        if use is not None and use is not cache:
+            use.end()
         x = x if self.norm is None else self.norm(x)
         return (x, states) if all_layers else x
+
+    def _begin(self, x: torch.Tensor, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None) -> Use:
+        """The pass of a cache over x."""
+        if self.ring is not None and self.ring.group_name:
+            raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
+        if cu_seqlens is not None:
+            raise ValueError("cache is given and cu_seqlens, too; a cache has requests of their own for documents: leave cu_seqlens out")
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("cache is given and gradients are asked for, which no cache keeps; call the model under torch.no_grad()")
+        if self.training:
+            raise ValueError("cache is given and the model is in training mode; call model.eval() first")
+        return cache if isinstance(cache, Use) else cache.begin(x.shape[0], x.shape[1])
 
 
 class LongNetDecoder(LongNetStack):

@@ -136,6 +136,15 @@ class BlockPattern(Pattern):
         return False
 
     @property
+    def is_prefix_stable(self) -> bool:
+        """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to have it, whatever follows.
+
+        Only then can a token be decoded from cached keys as the forward of any longer sequence has it. A pattern class says so itself: False
+        stands for "not, or not known".
+        """
+        return False
+
+    @property
     def q_block(self) -> int:
         assert isinstance(self.block_size, tuple)
         return self.block_size[0]

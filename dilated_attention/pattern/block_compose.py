@@ -47,6 +47,10 @@ class _Composite(BlockPattern):
     def per_head(self) -> bool:
         return any(part.per_head for part in self.parts)
 
+    @property
+    def is_prefix_stable(self) -> bool:
+        return all(part.is_prefix_stable for part in self.parts)
+
     def check(self, num_positions: int, num_heads: int) -> None:
         for part in self.parts:
             part.check(num_positions, num_heads)

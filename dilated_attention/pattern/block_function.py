@@ -37,6 +37,10 @@ class MaskFunction(BlockPattern):
         if not callable(self.fn):
             raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
 
+    @property
+    def is_prefix_stable(self) -> bool:
+        return True
+
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         # a function may look positions up in tables of N entries
         queries, keys = (x.clamp(max=num_positions - 1) for x in (queries, keys))

@@ -106,6 +106,11 @@ class BigBird(GlobalLocal):
     def per_head(self) -> bool:
         return self.random_blocks > 0
 
+    @property
+    def is_prefix_stable(self) -> bool:
+        # blocks are drawn among those of the whole sequence
+        return self.random_blocks == 0
+
     def draws(self, grid: Grid, head: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
         """The columns drawn for rows, −1 where there are fewer: Floyd's sampling of the columns that nothing else reaches."""
         num_globals, low, high = self.stretches(grid, row)

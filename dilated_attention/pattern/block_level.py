@@ -54,6 +54,11 @@ class Strided(WholeBlocks):
         object.__setattr__(self, "stride_blocks", as_int("stride_blocks", self.stride_blocks, minimum=1))
         object.__setattr__(self, "local_blocks", as_int("local_blocks", self.local_blocks, minimum=0))
 
+    @property
+    def is_prefix_stable(self) -> bool:
+        # the end of the sequence may leave the first half of a query block, whose second own column is then no longer one
+        return self.q_block <= self.k_block
+
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         first, last = own_columns(grid, row)
         near = (column > first - self.local_blocks) & (column < last + self.local_blocks)
@@ -94,6 +99,11 @@ class DilatedBlocks(WholeBlocks):
         super().__post_init__()
         object.__setattr__(self, "dilation", as_int("dilation", self.dilation, minimum=1))
         object.__setattr__(self, "num_blocks", as_int("num_blocks", self.num_blocks, minimum=1))
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        # the end of the sequence may leave the first half of a query block, whose second own column is then no longer one
+        return self.q_block <= self.k_block
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -142,6 +152,11 @@ class Axial(WholeBlocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "width", as_int("width", self.width, minimum=1))
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        # else a block of queries that the sequence cuts short shares columns of the picture with fewer blocks of keys
+        return self.q_block == self.k_block and self.width % self.q_block == 0
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         first_query, last_query = grid.queries(row)

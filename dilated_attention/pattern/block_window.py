@@ -34,6 +34,10 @@ class LocalWindow(BlockPattern):
         sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0) for i, side in enumerate(window))
         object.__setattr__(self, "window", tuple(sides))
 
+    @property
+    def is_prefix_stable(self) -> bool:
+        return True
+
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
         left, right = (num_positions if side is None else min(side, num_positions) for side in self.window)
@@ -75,6 +79,10 @@ class LocalWindow(BlockPattern):
 @dataclass(frozen=True)
 class Causal(BlockPattern):
     """Keys up to the query: j ≤ i. ``is_causal=True`` says the same of any pattern."""
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        return True
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         return keys <= queries

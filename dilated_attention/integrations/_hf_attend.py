@@ -1,0 +1,305 @@
+"""The function that transformers calls in place of its own attention, for each registered name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
+from dilated_attention.functional.ring import place_in
+from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, settings_of
+
+# what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
+_WITHOUT_EFFECT = set(
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "layer_idx",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "input_ids",
+        "inputs_embeds",
+        "is_first_iteration",
+    ]
+)
+# what changes scores or keys in a way that no kernel here has
+_CANNOT = {
+    "softcap": "scores capped by tanh",
+    "position_bias": "a bias added to the scores",
+    "score_mod": "a function of the scores",
+    "alibi": "a bias added to the scores",
+    "s_aux": "learned sinks in the softmax",
+    "sinks": "learned sinks in the softmax",
+    "head_mask": "a factor on every head",
+    "indices": "keys chosen by the model itself",
+    "block_indices": "keys chosen by the model itself",
+    "block_table": "a paged cache",
+    "cache": "a paged cache",
+    "output_attentions": "the attention weights, which are never held all at once",
+}
+
+
+def ignore(arguments: Iterable[str]) -> None:
+    """Take arguments of layers for such without effect."""
+    names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
+    for name in names:
+        if name in _CANNOT:
+            raise ValueError(
+                f'ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation="eager"'
+            )
+    _WITHOUT_EFFECT.update(names)
+
+
+def attend(
+    name: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention, as ``AttentionInterface`` calls it.
+
+    Args:
+        name: the registered name, whose settings and the config's hold.
+        module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
+        query: (B, H, Nq, D).
+        key, value: (B, Hk, Nk, D), unrepeated: Hk divides H.
+        attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads.
+        dropout: of attention weights, in training only.
+        is_causal: None for what the mask says, and without a mask for ``module.is_causal``.
+        sliding_window: keys that a query sees, itself counted, on both sides where not causal. Such a layer is dense within its window.
+        cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents, equal.
+
+    Returns:
+        (out (B, Nq, H, D), None).
+
+    Raises:
+        ValueError: what the layer asks for cannot be honoured.
+    """
+    _refuse_unknown(name, kwargs)
+    config = getattr(module, "config", None)
+    _refuse_cross_attention(name, module, config)
+    settings = settings_of(name, config)
+    mask = _mask_of(name, module, attention_mask, query.shape[2], key.shape[2], is_causal)
+    window = _joint_window(mask, sliding_window)
+    bounds, is_guess = mask.cu_seqlens, mask.is_guess
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        bounds, is_guess = _bounds_of(cu_seq_lens_q, cu_seq_lens_k), False
+    if mask.num_filled < key.shape[2]:
+        key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    rows = q.shape[:2]
+    if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and settings.kind != "ring_dilated":
+        q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+    options: dict[str, Any] = {
+        "is_causal": mask.is_causal,
+        "scale": scaling,
+        "cu_seqlens": bounds,
+        "key_padding_mask": mask.padding,
+        "dropout_p": float(dropout) if module.training else 0.0,
+        "deterministic": settings.deterministic or bool(deterministic),
+        "backend": settings.backend,
+    }
+    if window is not None:
+        _warn_of_windows_only(name, config)
+    if settings.kind == "ring_dilated":
+        _check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
+        return _ring(settings, window, q, k, v, options), None
+    options["query_offset"] = mask.query_offset
+    if window is not None:
+        out = attention(q, k, v, window=window, **options)
+    elif settings.kind == "block_sparse":
+        _check_stable(name, settings, mask)
+        out = block_sparse_attention(q, k, v, settings.pattern, **options)
+    else:
+        out = dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **options)
+    return out.reshape(*rows, *out.shape[2:]), None
+
+
+def _branches(settings: Settings) -> dict[str, Any]:
+    return {
+        "head_offsets": settings.head_offsets,
+        "branch_heads": settings.branch_heads,
+        "tail": settings.tail,
+        "mixture_grad": settings.mixture_grad,
+    }
+
+
+def _ring(
+    settings: Settings,
+    window: tuple[int | None, int | None] | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    place = {
+        "group": settings.group_name(),
+        "layout": settings.layout,
+        "exchange": settings.exchange,
+        "seq_len": settings.seq_len,
+        "ranks_per_node": settings.ranks_per_node,
+        "timeout": settings.timeout,
+    }
+    if window is not None:
+        out: torch.Tensor = ring_attention(q, k, v, window=window, **place, **options)
+        return out
+    out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
+    return out
+
+
+def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_queries: int, num_keys: int, is_causal: bool | None) -> KeyMask:
+    """The layer's mask, checked against the layer."""
+    of_module = getattr(module, "is_causal", None)
+    if isinstance(attention_mask, KeyMask):
+        mask = attention_mask
+        if mask.num_keys != num_keys:
+            raise ValueError(
+                f"attention {name!r}: the layer brings {num_keys} keys, and its mask was made for {mask.num_keys}; expected one cache whose layers "
+                'are equally long. Load this model with attn_implementation="sdpa"'
+            )
+        # a layer that is not causal by itself may leave causality to its mask
+        if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
+            raise ValueError(
+                f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is {'causal' if mask.is_causal else 'not causal'}; "
+                f"set config.is_causal = {is_causal} before the forward, from which transformers makes the mask"
+            )
+    else:
+        causal = of_module if is_causal is None else is_causal
+        if causal is None:
+            raise ValueError(
+                f"attention {name!r}: {type(module).__name__} does not say whether it is causal; expected is_causal=True or False, as an argument or "
+                "an attribute of the module"
+            )
+        causal = bool(causal)
+        if attention_mask is None:
+            mask = KeyMask(num_keys, num_keys, num_keys - num_queries if causal else 0, 0, causal)
+        elif isinstance(attention_mask, torch.Tensor):
+            mask = mask_of_tensor(attention_mask, num_queries, num_keys, causal, None)
+        else:
+            raise TypeError(f"attention_mask is a {type(attention_mask).__name__}; expected a tensor or None")
+    if not mask.is_causal and num_queries != num_keys:
+        raise ValueError(
+            f"attention {name!r}: {num_queries} queries and {num_keys} keys in a layer that is not causal; expected self-attention, whose queries and "
+            'keys are the same positions. Load a model with cross-attention, or one that is not causal and has a cache, with attn_implementation="sdpa"'
+        )
+    return mask
+
+
+def _joint_window(mask: KeyMask, sliding_window: int | None) -> tuple[int | None, int | None] | None:
+    """The keys that both the mask and the layer allow; None for no window."""
+    if sliding_window is None:
+        return mask.window
+    size = int(sliding_window) - 1
+    left, right = (size, size) if mask.window is None else mask.window
+    return (size if left is None else min(left, size)), 0 if mask.is_causal else (size if right is None else min(right, size))
+
+
+def _bounds_of(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
+    same = of_queries is of_keys
+    if not same and of_queries is not None and of_keys is not None and of_queries.shape == of_keys.shape:
+        # in a compiled model values cannot be read; shapes are all there is
+        same = torch.compiler.is_compiling() or bool((of_queries == of_keys).all())
+    if not same or of_queries is None:
+        raise ValueError(
+            f"cu_seq_lens_q is {of_queries} and cu_seq_lens_k is {of_keys}; expected equal bounds: packed documents have as many queries as keys"
+        )
+    return of_queries.to(torch.int32)
+
+
+def _refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
+    for argument, value in kwargs.items():
+        if value is None or value is False or argument in _WITHOUT_EFFECT:
+            continue
+        if argument in _CANNOT:
+            raise ValueError(
+                f"attention {name!r}: the model asks for {argument} ({_CANNOT[argument]}), which no kernel here computes; expected None. "
+                'Load it with attn_implementation="eager"'
+            )
+        raise ValueError(
+            f"attention {name!r}: the layer is given {argument}, of which it is not known whether it changes attention; expected None. If it does not, "
+            f"say so by register(ignored=({argument!r},))"
+        )
+
+
+def _refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False) or "Cross" in type(module).__name__:
+        raise ValueError(
+            f"attention {name!r} in a model with cross-attention ({type(module).__name__}), whose queries and keys are positions of two sequences; "
+            'expected an encoder or a decoder alone. Load it with attn_implementation="sdpa"'
+        )
+
+
+def _check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
+    pattern = settings.pattern
+    assert pattern is not None
+    if mask.query_offset == 0 or pattern.is_prefix_stable:
+        return
+    raise ValueError(
+        f"attention {name!r}: {type(pattern).__name__} keeps other pairs of a longer sequence, so that cached keys are not those of a full forward; "
+        "expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
+    )
+
+
+def _check_shards(
+    name: str, settings: Settings, module: torch.nn.Module, mask: KeyMask, rows: int, is_guess: bool, position_ids: Any, is_packed: bool
+) -> None:
+    """What only a sequence in one piece can have, and positions that are those of no shard."""
+    if mask.query_offset or mask.num_filled != rows:
+        raise ValueError(
+            f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, which a sequence spread over "
+            'processes does not have; expected the whole sequence in one forward. Decode with model.set_attn_implementation("dilated") on one process'
+        )
+    if mask.cu_seqlens is not None and not is_packed:
+        told = "may be packed, which a compiled model cannot rule out" if is_guess else "restart within the shard"
+        raise ValueError(
+            f"attention {name!r}: position_ids {told}; expected those of shard_inputs and, of packed documents, their bounds in the whole sequence as "
+            "cu_seq_lens_q and cu_seq_lens_k. Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"
+        )
+    if position_ids is None or is_packed or torch.compiler.is_compiling() or getattr(module, "layer_idx", None) not in (None, 0):
+        return
+    rank, size = place_in(settings.group_name())
+    if rank > 0 and rows > 0 and size > 1 and int(position_ids.flatten()[0]) == 0:
+        raise ValueError(
+            f"attention {name!r}: position_ids of rank {rank} of {size} begin at 0, where rank 0's do; expected the positions of this shard in the whole "
+            "sequence: take the model's inputs from shard_inputs"
+        )
+
+
+def _warn_of_windows_only(name: str, config: Any) -> None:
+    """Once: a setting that cannot take effect, because every layer has a window."""
+    if torch.compiler.is_compiling():
+        return
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or all(kind == "sliding_attention" for kind in kinds):
+        warnings.warn(
+            f'attn_implementation="{name}" changes nothing in {type(config).__name__}: all its layers have sliding windows, which stay as the model was '
+            f"trained. To spread the layers over the whole sequence, set config.sliding_window = None; config.{CONFIG_KEY} says what they then see",
+            stacklevel=3,
+        )

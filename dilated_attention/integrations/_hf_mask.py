@@ -1,0 +1,258 @@
+"""What transformers' masks say, without their N² entries: padding, causality, windows, packed documents, and where the queries lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+# how transformers.masking_utils names its mask functions; those that are made by a function keep their settings in its variables
+_CAUSAL = "causal_mask_function"
+_BOTH_WAYS = "bidirectional_mask_function"
+_AND = "and_masks.<locals>.and_mask"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_PACKED_POSITIONS = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMask:
+    """A layer's attention mask by its parts. What ``AttentionMaskInterface`` makes, and models hand on to their layers untouched.
+
+    Args:
+        num_keys: keys that the layer brings, filled or not.
+        num_filled: the first so many of them are filled; the others are the rest of a static cache.
+        query_offset: where among them the first query lies.
+        key_offset: position in the sequence of the first key; above 0 in a sliding cache.
+        is_causal: a query sees no later key.
+        window: (left, right) in positions, None for unbounded; None for no window.
+        padding: (B, num_filled) bool, True = padding.
+        cu_seqlens: bounds of packed documents in the B rows laid end to end, int32.
+        is_guess: the documents are those that compiled code cannot rule out; there may be none but the rows.
+    """
+
+    num_keys: int
+    num_filled: int
+    query_offset: int
+    key_offset: int
+    is_causal: bool
+    window: tuple[int | None, int | None] | None = None
+    padding: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    is_guess: bool = False
+
+    # generate() makes a mask before the forward, where a static cache is used; transformers then asks whether it is one yet
+    ndim: ClassVar[int] = 4
+
+    def to(self, *args: Any, **kwargs: Any) -> KeyMask:
+        padding, bounds = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.cu_seqlens))
+        return dataclasses.replace(self, padding=padding, cu_seqlens=bounds)
+
+    def contiguous(self) -> KeyMask:
+        return self
+
+
+def key_mask(
+    batch_size: int,
+    q_length: int | torch.Tensor | None = None,
+    kv_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    *,
+    cache_position: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: Any = None,
+    **kwargs: Any,
+) -> KeyMask:
+    """The mask function that ``AttentionMaskInterface`` calls, by the arguments of transformers 4.53 (``cache_position``) to 5.x.
+
+    Args:
+        attention_mask: (B, keys seen) bool, True = real; shorter than the cache where this is static; or a KeyMask made before.
+        mask_function: which pairs are kept. Those of transformers itself are known; any other is refused.
+
+    Raises:
+        ValueError: the mask keeps other pairs than causality, a window, padding and packed documents do.
+    """
+    if isinstance(attention_mask, KeyMask):
+        return attention_mask
+    if isinstance(q_length, torch.Tensor):
+        # 4.54 to 4.57 call it so by position
+        q_length, cache_position = None, q_length
+    assert kv_length is not None and (q_length is not None or cache_position is not None)
+    num_queries, num_keys = cache_position.shape[0] if q_length is None else q_length, kv_length
+    if num_queries == num_keys:
+        # not read from a tensor, which a compiled model cannot do
+        query_offset = 0
+    else:
+        query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
+    bounds, is_guess = None, False
+    # compiled code knows no __qualname__ of a module's functions
+    kind = _CAUSAL if mask_function is None else mask_function.__name__
+    if kind in (_CAUSAL, _BOTH_WAYS):
+        is_causal, window = kind == _CAUSAL, None
+    else:
+        assert mask_function is not None
+        is_causal = "allow_is_bidirectional_skip" not in kwargs
+        if torch.compiler.is_compiling():
+            is_packed = _checked_by_flags(mask_function, use_vmap, local_size, config, num_keys + kv_offset, allow_is_causal_skip)
+            size, is_guess = local_size, is_packed
+        else:
+            parts = _parts_of(mask_function, num_keys + kv_offset)
+            is_causal, is_packed = _CAUSAL in parts, _PACKED in parts
+            size = parts.get(_WINDOW, parts.get(_WINDOW_BOTH_WAYS))
+        # transformers counts the query itself in a causal window, and not in one of both sides
+        window = None if size is None else (size - 1, 0) if is_causal else (size, size)
+        if is_packed and num_queries == num_keys > 1:
+            bounds = _bounds(mask_function, batch_size, num_keys, device)
+            is_guess = is_guess and bounds is not None
+    num_filled = query_offset + num_queries if is_causal else num_keys
+    return KeyMask(
+        num_keys=num_keys,
+        num_filled=num_filled,
+        query_offset=query_offset,
+        key_offset=kv_offset,
+        is_causal=is_causal,
+        window=window,
+        padding=_padding(attention_mask, num_filled, kv_offset),
+        cu_seqlens=bounds,
+        is_guess=is_guess,
+    )
+
+
+def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
+    """The parts of an intersection of mask functions that are known, by their names, each with its setting."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    code, cells = getattr(mask_function, "__code__", None), getattr(mask_function, "__closure__", None)
+    held = {} if code is None or cells is None else {x: cell.cell_contents for x, cell in zip(code.co_freevars, cells, strict=True)}
+    if name in (_CAUSAL, _BOTH_WAYS, _PACKED):
+        return {name: True}
+    if name in (_WINDOW, _WINDOW_BOTH_WAYS):
+        return {name: held["sliding_window"]}
+    if name == _PACKED_POSITIONS:
+        return _parts_of(held["mask_function"], reach)
+    if name == _CHUNKS and reach <= held["chunk_size"]:
+        # the whole sequence lies in one chunk
+        return {}
+    if name == _AND:
+        parts: dict[str, Any] = {}
+        for part in held["mask_functions"]:
+            for key, setting in _parts_of(part, reach).items():
+                if parts.setdefault(key, setting) != setting:
+                    raise _unknown(f"two windows, of {parts[key]} and {setting} positions")
+        return parts
+    raise _unknown(f"chunks of {held['chunk_size']} positions" if name == _CHUNKS else f"the mask function {name!r}")
+
+
+def _checked_by_flags(
+    mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any, reach: int, allow_is_causal_skip: bool
+) -> bool:
+    """Whether documents may be packed, from what compiled code can see of an intersection: it cannot look into functions."""
+    if mask_function.__name__ != "and_mask" or use_vmap:
+        raise _unknown(f"the mask function {mask_function.__name__!r}")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if local_size is not None and local_size == chunk:
+        raise _unknown(f"chunks of {chunk} positions, inside a compiled model,")
+    return not allow_is_causal_skip
+
+
+def _unknown(what: str) -> ValueError:
+    return ValueError(
+        f"the model's attention mask keeps pairs by {what}; expected causality, a sliding window, padding and packed documents only. "
+        'Load this model with attn_implementation="sdpa"'
+    )
+
+
+def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, device: Any) -> torch.Tensor | None:
+    """Bounds of documents, from whether a position sees the one before it; None where every row is one document."""
+    rows = torch.arange(batch_size, device=device)[:, None]
+    positions = torch.arange(num_keys, device=device)[None]
+    starts = ~mask_function(rows, rows.new_zeros(()), positions, (positions - 1).clamp(min=0)).expand(batch_size, num_keys)
+    starts = (starts | (positions == 0)).flatten()
+    total = batch_size * num_keys
+    if torch.compiler.is_compiling():
+        # a size that no value decides: empty documents at the end, which cost nothing
+        where = torch.where(starts, torch.arange(total, device=device), total).sort().values
+    else:
+        where = starts.nonzero()[:, 0]
+        if where.numel() == batch_size:
+            return None
+    return torch.cat([where, where.new_full((1,), total)]).to(torch.int32)
+
+
+def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int) -> torch.Tensor | None:
+    """(B, num_filled) bool, True = padding, None for none, from a mask of the positions seen so far."""
+    if attention_mask is None:
+        return None
+    missing = num_filled + key_offset - attention_mask.shape[-1]
+    if missing > 0:
+        # as transformers takes it: what a mask does not reach is not there
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    real = attention_mask[:, key_offset : key_offset + num_filled].bool()
+    # read once a forward, so that layers without padding stay on the kernels that know none
+    if not torch.compiler.is_compiling() and bool(real.all()):
+        return None
+    return ~real
+
+
+def mask_of_tensor(
+    mask: torch.Tensor, num_queries: int, num_keys: int, is_causal: bool, window: tuple[int | None, int | None] | None
+) -> KeyMask:
+    """A mask that the model made itself, as ``KeyMask``: of keys, or of all pairs where they are those of causality, window and padding.
+
+    Args:
+        mask: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk): bool, True = seen; or added to the scores: 0, or −inf or the lowest number.
+
+    Raises:
+        ValueError: it has other values, or keeps other pairs.
+    """
+    shape = f"attention_mask {tuple(mask.shape)} {mask.dtype}"
+    expected = f"expected {num_keys} keys' padding, as bool or as 0 and −inf, (B, keys), (B, 1, 1, keys) or (B, 1, queries, keys)"
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, num_queries) or mask.shape[3] != num_keys:
+        raise ValueError(f'{shape} for {num_queries} queries and {num_keys} keys; {expected}. Or attn_implementation="sdpa"')
+    mask = mask[:, 0].detach()
+    offset = num_keys - num_queries
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    if torch.compiler.is_compiling():
+        if mask.dtype is not torch.bool or (seen.shape[1] != 1 and num_queries != 1):
+            raise ValueError(f"{shape} inside a compiled model, where its values cannot be read; expected a bool mask of keys, or none")
+    elif mask.dtype is not torch.bool and bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
+        raise ValueError(f'{shape} holds values that are added to scores; {expected}. Or attn_implementation="sdpa"')
+    # the last row sees every key that is no padding, but for a window
+    keys = seen[:, -1]
+    if seen.shape[1] > 1:
+        pairs = _pairs(num_queries, num_keys, offset, is_causal, window, mask.device)
+        keys = seen.any(1)
+        # rows without a key may hold anything: transformers lets them see all, and nothing reads them
+        wrong = (seen != (pairs & keys[:, None])) & (pairs & keys[:, None]).any(-1, keepdim=True)
+        if bool(wrong.any()):
+            kind = "causal" if is_causal else "both ways"
+            raise ValueError(
+                f'{shape} keeps other pairs than a layer that sees {kind} (window {window}); {expected}. Or attn_implementation="sdpa"'
+            )
+    padding = ~keys if torch.compiler.is_compiling() or not bool(keys.all()) else None
+    return KeyMask(num_keys, num_keys, offset if is_causal else 0, 0, is_causal, window, padding)
+
+
+def _pairs(
+    num_queries: int, num_keys: int, offset: int, is_causal: bool, window: tuple[int | None, int | None] | None, device: torch.device
+) -> torch.Tensor:
+    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device)[:, None] - offset
+    kept = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    left, right = (None, None) if window is None else window
+    if left is not None:
+        kept &= distance >= -left
+    if right is not None:
+        kept &= distance <= right
+    return kept

@@ -1,0 +1,180 @@
+"""What ``attn_implementation="dilated"`` and its like stand for: settings of a name, and those that a model's config adds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention import validation as check
+from dilated_attention.backends import registry
+from dilated_attention.distributed.layout import LAYOUTS
+from dilated_attention.distributed.route import EXCHANGES
+from dilated_attention.functional.ring import group_name_of
+from dilated_attention.pattern import BlockPattern, DilatedPattern, pattern_from_spec
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+
+KINDS = ("dilated", "ring_dilated", "block_sparse")
+# the attribute of a model's config, a plain dict, that says how this model's layers are spread
+CONFIG_KEY = "dilated_attention"
+_BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad")
+_RUN = ("deterministic", "backend")
+_RING = ("layout", "exchange", "seq_len", "ranks_per_node", "timeout")
+# processes are a job's own and no part of a model
+_PROCESSES = ("group", "mesh")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "dilated": (*_BRANCHES, *_RUN),
+    "ring_dilated": (*_BRANCHES, *_RUN, *_RING, *_PROCESSES),
+    "block_sparse": ("pattern", *_RUN),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of ``dilated_attention``, ``ring_dilated_attention`` or ``block_sparse_attention``, checked as far as no tensor is needed.
+
+    Neither lengths nor a pattern need be known yet: a model's config may bring them.
+    """
+
+    kind: str
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    head_offsets: Any = "cyclic"
+    branch_heads: str = "all"
+    tail: str = "mask"
+    mixture_grad: str = "exact"
+    pattern: BlockPattern | None = None
+    deterministic: bool = False
+    backend: str = "auto"
+    layout: str = "contiguous"
+    exchange: str = "auto"
+    seq_len: int | None = None
+    ranks_per_node: int | None = None
+    timeout: float = 60.0
+    group: Any = None
+    mesh: Any = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pattern is not None if self.kind == "block_sparse" else bool(self.segment_lengths)
+
+    def with_options(self, options: dict[str, Any]) -> Settings:
+        """These settings, and over them ``options``, whose values may be plain JSON.
+
+        Raises:
+            ValueError, TypeError: an option that this kind does not have, or a value that it does not take.
+        """
+        unknown = sorted(set(options) - set(OPTIONS[self.kind]))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} given for {self.kind!r}; expected some of {', '.join(OPTIONS[self.kind])}")
+        new = {**options}
+        for name in ("segment_lengths", "dilation_rates"):
+            if name in new:
+                new[name] = as_int_tuple(name, new[name])
+        if isinstance(new.get("head_offsets"), (list, tuple)):
+            new["head_offsets"] = tuple(tuple(row) for row in new["head_offsets"])
+        if isinstance(new.get("pattern"), str):
+            new["pattern"] = pattern_from_spec(new["pattern"])
+        settings = dataclasses.replace(self, **new)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.segment_lengths or self.dilation_rates:
+            DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)  # type: ignore[arg-type]
+        one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
+        if self.pattern is not None and not isinstance(self.pattern, BlockPattern):
+            raise TypeError(
+                f"pattern is {self.pattern!r} ({type(self.pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. "
+                "LocalWindow(512), or the string of its spec()"
+            )
+        check.check_bool("deterministic", self.deterministic)
+        registry.check_name(self.backend)
+        one_of("layout", self.layout, LAYOUTS)
+        one_of("exchange", self.exchange, ("auto", *EXCHANGES))
+        for name in ("seq_len", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                as_int(name, getattr(self, name), minimum=1)
+        check.check_timeout(self.timeout)
+
+    def plain(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of ``options`` as JSON has them: lists, numbers and strings.
+
+        Raises:
+            ValueError: a pattern that holds a Python function or a tensor, a group or a mesh.
+        """
+        plain: dict[str, Any] = {}
+        for name in options:
+            value = getattr(self, name)
+            if name in _PROCESSES:
+                raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
+            if isinstance(value, BlockPattern):
+                if value.lives_here:
+                    raise ValueError(f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)")
+                value = value.spec()
+            plain[name] = json.loads(json.dumps(value))
+        return plain
+
+    def group_name(self) -> str:
+        """The group that shares the sequence, by its name; "" for one process."""
+        return _group_name(self.group, self.mesh)
+
+
+def _group_name(group: Any, mesh: Any) -> str:
+    if group is None and mesh is None and not (dist.is_available() and dist.is_initialized()):
+        return ""
+    return group_name_of(group, mesh)
+
+
+# by their names, because compiled code asks for settings by constants alone
+REGISTERED: dict[str, Settings] = {}
+
+
+def settings_of(name: str, config: Any) -> Settings:
+    """The settings of a name, for the model of a config: what the config says goes before what was registered.
+
+    Raises:
+        ValueError, TypeError: the config's settings are none, or lengths or a pattern are given nowhere.
+    """
+    told = None if config is None else getattr(config, CONFIG_KEY, None)
+    if told is None:
+        return _resolved(name, None)
+    if not isinstance(told, dict):
+        raise TypeError(f"config.{CONFIG_KEY} is {told!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}")
+    return _resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple([_hashable(x) for x in value]) if isinstance(value, (list, tuple)) else value
+
+
+# compiled code takes what this returns for a constant of its arguments, which are constants there
+@torch.compiler.assume_constant_result
+def _resolved(name: str, told: tuple[tuple[str, Any], ...] | None) -> Settings:
+    return _joined(REGISTERED[name], told)
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(settings: Settings, told: tuple[tuple[str, Any], ...] | None) -> Settings:
+    kind = settings.kind
+    if told is not None:
+        # a config may speak to several kinds: a model trained dilated is read ring_dilated, too
+        everywhere = {option for options_of in OPTIONS.values() for option in options_of} - set(_PROCESSES)
+        unknown = sorted({option for option, _ in told} - everywhere)
+        if unknown:
+            raise ValueError(f"config.{CONFIG_KEY} has {', '.join(unknown)}; expected some of {', '.join(sorted(everywhere))}")
+        settings = settings.with_options({option: value for option, value in told if option in OPTIONS[kind]})
+    if not settings.is_complete:
+        missing, example = (
+            ("pattern", "BigBird(256, 64, 3)") if kind == "block_sparse" else ("segment_lengths", "[2048, 8192], dilation_rates=[1, 4]")
+        )
+        raise ValueError(
+            f"attention {kind!r} without {missing}: give them to all models by register({missing}={example}), or to this one by "
+            f"configure(model, {missing}={example})"
+        )
+    return settings

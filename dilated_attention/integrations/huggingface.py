@@ -1,0 +1,177 @@
+"""Transformers models on this library's attention: ``attn_implementation="dilated"``, ``"ring_dilated"``, ``"block_sparse"``.
+
+    from dilated_attention.integrations.huggingface import register
+    register(segment_lengths=[2048, 8192, 32768], dilation_rates=[1, 4, 12])
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dilated")
+
+Needs transformers 4.53 or later: ``pip install "dilated-attention[hf]"``. What a model asks for and cannot have here is refused, never
+ignored; docs/huggingface.md has the table.
+
+Segments are those of the positions in the tensor. In a batch padded on the left, a row that begins with p padded positions has its first
+token at position p, and its segments begin where those of the longest row do: the same tokens may see other keys than without padding.
+With one segment of everything and rate 1 they do not. Pad on the right, or run rows of unequal length one by one, where that matters.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dilated_attention.distributed.layout import local_positions, shard_sequence
+from dilated_attention.integrations import _hf_attend
+from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, REGISTERED, Settings
+from dilated_attention.pattern.checks import one_of
+
+__all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
+
+# transformers takes names with these for its own implementations
+_TAKEN = ("eager", "sdpa", "flash", "flex_attention", "paged", "/", "|", ":", "@")
+
+
+def register(name: str | None = None, *, kind: str | None = None, ignored: Iterable[str] = (), **options: Any) -> None:
+    """Make names known to transformers as values of ``attn_implementation``. Calling it again replaces what was registered.
+
+    Args:
+        name: of a setting of one's own, for several in one process: ``register("wide", segment_lengths=…)``. None: ``"dilated"``,
+            ``"ring_dilated"`` and ``"block_sparse"``, each with those of the options that it has.
+        kind: what ``name`` stands for, one of those three. None: ``"block_sparse"`` with a pattern, otherwise ``"dilated"``.
+        ignored: arguments of the model's own layers that change nothing about attention, if one is refused as unknown.
+        options: the defaults of models whose config says nothing else (see ``configure``):
+            of dilated: ``segment_lengths, dilation_rates, head_offsets, branch_heads, tail, mixture_grad``, as of ``dilated_attention``;
+            of ring_dilated these and ``group, mesh, layout, exchange, seq_len, ranks_per_node, timeout``, as of ``ring_dilated_attention``;
+            of block_sparse: ``pattern``, as of ``block_sparse_attention``, or the string of its ``spec()``;
+            of all: ``deterministic, backend``.
+
+    Raises:
+        ImportError: transformers is not installed, or is older than 4.53.
+        ValueError, TypeError: an option that none of the names has, or a value that it does not take.
+    """
+    attention_interface, mask_interface = _interfaces()
+    if name is None:
+        if kind is not None:
+            raise ValueError(f"kind is {kind!r} without a name; expected register({kind!r}, …) or register(name, kind={kind!r}, …)")
+        known = {option for options_of in OPTIONS.values() for option in options_of}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")
+        wanted = {each: {option: value for option, value in options.items() if option in OPTIONS[each]} for each in KINDS}
+        kinds = {each: each for each in KINDS}
+    else:
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r} ({type(name).__name__}); expected a string")
+        if any(taken in name for taken in _TAKEN) or not name:
+            raise ValueError(
+                f"name is {name!r}; expected one without {', '.join(_TAKEN)}, by which transformers knows its own, e.g. 'dilated_wide'"
+            )
+        if kind is None:
+            kind = name if name in KINDS else "block_sparse" if "pattern" in options else "dilated"
+        one_of("kind", kind, KINDS)
+        if name in KINDS and name != kind:
+            raise ValueError(f"name is {name!r} with kind={kind!r}; expected another name for it")
+        wanted, kinds = {name: options}, {name: kind}
+    # all are checked before any is known
+    found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
+    _hf_attend.ignore(ignored)
+    for each, settings in found.items():
+        REGISTERED[each] = settings
+        attention_interface.register(each, functools.partial(attend, each))
+        mask_interface.register(each, key_mask)
+
+
+def configure(model_or_config: Any, **options: Any) -> None:
+    """Say in a model's config what its layers see, so that it is saved with the model: ``config.dilated_attention = {…}``.
+
+    A later call adds to the dict and replaces what it names. Configs within the config, such as of a model of text and images, are told too.
+
+    Args:
+        model_or_config: a transformers model, or its config.
+        options: those of ``register`` but ``group`` and ``mesh``, of any kind. ``None`` takes one away.
+
+    Raises:
+        ValueError, TypeError: an option that there is not, a value that it does not take, or one that cannot be saved as JSON.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
+    told = {option: value for option, value in told.items() if value is not None}
+    known = {option for options_of in OPTIONS.values() for option in options_of}
+    unknown = sorted(set(told) - known)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")
+    plain: dict[str, Any] = {}
+    for kind in KINDS:
+        mine = {option: value for option, value in told.items() if option in OPTIONS[kind]}
+        plain |= Settings(kind=kind).with_options(mine).plain(mine)
+    for each in _configs(config):
+        setattr(each, CONFIG_KEY, dict(plain))
+
+
+def shard_inputs(
+    inputs: Mapping[str, Any], *, group: Any = None, mesh: Any = None, layout: str = "contiguous", ignore_index: int = -100
+) -> dict[str, Any]:
+    """This process's part of a model's inputs, for ``attn_implementation="ring_dilated"``. No communication.
+
+    Every tensor whose second dimension is the sequence's N is cut; ``position_ids`` are those in the whole sequence. With ``labels``, the
+    targets are shifted before they are cut, so that no process needs its neighbour's: ``shift_labels`` and ``num_items_in_batch``, the whole
+    sequence's number of targets, come with them. The processes' losses then sum to the loss of the whole, and so do their gradients.
+
+    Args:
+        inputs: of the whole sequence, equal on all processes; ``input_ids`` or ``inputs_embeds`` (B, N, …) among them.
+        group, mesh, layout: as given to ``register``.
+        ignore_index: the label that does not count.
+
+    Returns:
+        A new dict to call the model with: ``model(**shard_inputs(inputs))``, (B, n, …).
+
+    Raises:
+        ValueError: neither ``input_ids`` nor ``inputs_embeds`` is given.
+    """
+    if group is not None and mesh is not None:
+        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
+    place = mesh if group is None else group
+    first = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if first is None:
+        raise ValueError(
+            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
+        )
+    batch, length = first.shape[:2]
+    whole = dict(inputs)
+    if whole.get("labels") is not None and "shift_labels" not in whole:
+        labels = whole["labels"]
+        whole["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        whole.setdefault("num_items_in_batch", int((whole["shift_labels"] != ignore_index).sum()))
+    if whole.get("position_ids") is None:
+        whole.pop("position_ids", None)
+    names = [name for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == length]
+    parts = shard_sequence(place, [whole[name] for name in names], [1] * len(names), layout=layout)
+    whole |= dict(zip(names, parts, strict=True))
+    if "position_ids" not in whole:
+        positions = local_positions(place, length, layout=layout, device=first.device)
+        whole["position_ids"] = positions.expand(batch, -1)
+    if layout != "contiguous" and whole.get("attention_mask") is None:
+        # transformers would take jumps of positions for packed documents
+        whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
+    return whole
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those within it."""
+    found = [config]
+    for name in getattr(config, "sub_configs", None) or ():
+        if getattr(config, name, None) is not None:
+            found += _configs(getattr(config, name))
+    return found
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """transformers' tables of attention and mask functions, imported when first needed."""
+    try:
+        modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
+        return modeling.AttentionInterface, masking.AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f'transformers 4.53 or later is needed ({error}): pip install "dilated-attention[hf]"') from error
