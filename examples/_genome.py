@@ -77,7 +77,7 @@ class Chromosome:
     """Training and held-out parts, and the windows of either.
 
     Args:
-        symbols: (N,).
+        symbols: (N,), on the device that trains.
         cut: where the held-out part begins, which reaches to the end.
         is_causal: targets are the next symbols; else 15 % of the symbols, masked in the input.
         k: of ``kmers``.
@@ -102,7 +102,7 @@ class Chromosome:
         if self.is_causal:
             return self._inputs(window[:-1]), targets_of(window[1:])
         masked = torch.rand(length, generator=generator) < 0.15
-        return self._hide(window[:-1], masked)
+        return self._hide(window[:-1], masked.to(window.device))
 
     def held_out(self, length: int, share: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of them.
@@ -114,7 +114,7 @@ class Chromosome:
         windows = []
         for start in range(self.cut, n, stride * share):
             end = min(start + stride, n)
-            scored = torch.zeros(n, dtype=torch.bool)
+            scored = torch.zeros_like(hidden)
             scored[start:end] = True
             if self.is_causal:
                 first = max(0, end - length - 1)
@@ -131,7 +131,7 @@ class Chromosome:
         """(N,) bool: the masked symbols of the held-out part, the same in every run."""
         drawn = torch.rand(len(self.symbols), generator=torch.Generator().manual_seed(15)) < 0.15
         drawn[: self.cut] = False
-        return drawn
+        return drawn.to(self.symbols.device)
 
     def scored(self) -> torch.Tensor:
         """(N,) bool: the symbols that ``held_out`` scores."""

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -45,9 +44,9 @@ from dilated_attention.models import LongNetConfig
 # dense bf16 TFLOP/s that the makers state; another machine is measured
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
 SCALES: dict[str, dict[str, Any]] = {
-    "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512},
+    "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512, "dropout": 0.0},
     "gpu": {"length": 1_048_576, "short_length": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
-    | {"compile": True, "checkpoint": True},
+    | {"compile": True, "checkpoint": True, "dropout": 0.1},
 }
 
 
@@ -68,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the blocks")
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, help="keep only each block's input for the backward")
     parser.add_argument("--kmer", type=int, default=6, help="an input is a base with its k - 1 nearest; 1: the base alone")
-    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--dropout", type=float)
     parser.add_argument("--both-strands", action=argparse.BooleanOptionalAction, default=True, help="train on the reverse complement, too")
     parser.add_argument("--held-out", type=float, default=0.15, help="share of the chromosome at its end")
     parser.add_argument("--minutes", type=float, default=8.0, help="length of the training, without compilation and evaluation")
@@ -142,6 +141,9 @@ def peak_memory(device: torch.device) -> float:
     """GiB: of a GPU what tensors took at most, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    # which Windows lacks
+    import resource
+
     # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
@@ -171,9 +173,8 @@ class Run:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of one whole sequence (N,), in nats; each process computes its shard."""
-        device = self.processes.device
-        tokens, wanted = self.processes.shard(inputs[None].to(device), targets[None].to(device))
-        with precision(device):
+        tokens, wanted = self.processes.shard(inputs[None], targets[None])
+        with precision(self.processes.device):
             return self.parallel(tokens, targets=wanted, seq_len=len(inputs))
 
     def progress(self) -> float:
@@ -287,6 +288,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stdout if processes.rank == 0 else open(os.devnull, "w")):
         torch.manual_seed(args.seed)
         name, symbols = read_fasta(find_fasta(args.fasta))
+        symbols = symbols.to(processes.device)
         cut = round(len(symbols) * (1 - args.held_out))
         chromosome = Chromosome(symbols=symbols, cut=cut, is_causal=args.objective == "causal", k=args.kmer, both_strands=args.both_strands)
         model, parallel = build(args, processes)
@@ -306,12 +308,11 @@ def main() -> int:
 
 def report(run: Run, name: str, bits: float, speed: dict[str, float], weights: dict[str, torch.Tensor]) -> int:
     args, chromosome, device = run.args, run.chromosome, run.processes.device
-    symbols, scored = chromosome.symbols.to(device), chromosome.scored().to(device)
     if chromosome.is_causal:
-        rows = _markov.adaptive(symbols, scored, args.markov_order, args.both_strands)
+        rows = _markov.adaptive(chromosome.symbols, chromosome.scored(), args.markov_order, args.both_strands)
         print("\nMarkov models of the same bases, which count all that came before, bits per base:")
     else:
-        rows = _markov.two_sided(symbols, scored, chromosome.cut, args.markov_order // 2, args.both_strands)
+        rows = _markov.two_sided(chromosome.symbols, chromosome.scored(), chromosome.cut, args.markov_order // 2, args.both_strands)
         print("\nMarkov models of the same hidden bases, from the k before and the k after, bits per base:")
     print(" k  smoothed  interpolated with lower k")
     for row in rows:
