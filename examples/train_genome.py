@@ -29,8 +29,6 @@ from typing import Any
 
 # threads that wait for each other sleep instead of spinning: five times faster where the cores are shared with other work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# one block of memory grows in place of many of unlike sizes
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import _markov
 import torch
@@ -272,7 +270,10 @@ def build(args: argparse.Namespace, processes: Processes) -> tuple[GenomeLM, tor
         dropout=args.dropout,
         tie_embeddings=False,
     )
-    options = {"backend": args.backend, "checkpoint_activations": bool(args.checkpoint), "device": processes.device}
+    options: dict[str, Any] = {"backend": args.backend, "checkpoint_activations": bool(args.checkpoint), "device": processes.device}
+    if args.context_parallel > 1:
+        # each waits for the others' compilers
+        options["timeout"] = 600.0
     model = GenomeLM(config, k=args.kmer, **options, **processes.model_options())
     if args.compile:
         # before FSDP2, whose hooks around a block are no part of it
