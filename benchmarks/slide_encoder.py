@@ -120,8 +120,9 @@ def measure(label: str, tiles: int, step: Step, args: argparse.Namespace, **fact
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings of ``run_ours``): the first is set beside the original."""
     if args.device == "cpu":
-        yield "float32", {"dtype": torch.float32}
-        yield "float32, plain layers", {"dtype": torch.float32, "plain": True}
+        yield "float32", {}
+        yield "float32, activation checkpointing", {"checkpoint_activations": True}
+        yield "float32, plain layers", {"plain": True}
         return
     low = {"autocast": torch.bfloat16}
     yield "bf16 autocast", low
@@ -206,11 +207,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="+", help="labels of this library's rows to run, such as 'bf16 autocast'; None for all")
     parser.add_argument("--save", help="append results to this file, a JSON object a line")
     args = parser.parse_args()
     folder = find(args.gigapath, GIGAPATH) if args.gigapath else None
     print(f"{'tiles':>8} {'':<62} {'time':>13} {'peak':>11} {'reserved':>11}")
-    (label, settings), *others = variants(args)
+    chosen = [variant for variant in variants(args) if variant[0] in (args.only or [variant[0]])]
+    if not chosen:
+        raise SystemExit(f"--only {args.only}: expected one of {[label for label, _ in variants(args)]}")
+    (label, settings), *others = chosen
     first = {tiles: run_ours(label, tiles, args, **settings) for tiles in args.tiles}
     if folder is not None:
         for (tiles, dropout), row in run_original(folder, args).items():
