@@ -201,16 +201,18 @@ class Run:
         return bits
 
     def speed(self) -> dict[str, Any]:
-        """Of the steps at full length, at their median: the first pays for what is chosen and allocated once."""
+        """Of the steps at the last length, which is the full one, at their median: the first pays for what is chosen and allocated once."""
         args, world = self.args, self.processes.rows * self.args.context_parallel
-        seconds = statistics.median([s for length, s, _ in self.steps if length == args.length])
-        bases = args.length * self.processes.rows / seconds
+        length = self.steps[-1][0]
+        seconds = statistics.median([seconds for n, seconds, _ in self.steps if n == length])
+        bases = length * self.processes.rows / seconds
         peak, source = peak_flops(self.processes.device, args.peak_tflops)
-        flops = flops_per_base(self.model, args.length)
+        flops = flops_per_base(self.model, length)
         memory = torch.tensor(peak_memory(self.processes.device), device=self.processes.device)
         if self.processes.distributed:
             dist.all_reduce(memory, dist.ReduceOp.MAX)
         return {
+            "bases a sequence": length,
             "seconds a step": seconds,
             "bases/s": bases,
             "FLOPs a base": flops,
@@ -285,7 +287,8 @@ def report(run: Run, name: str, bits: float, speed: dict[str, Any], weights: dic
         print(f"{row.k:2d}  {row.smoothed:8.4f}  {row.interpolated:8.4f}")
     print()
     for key, value in speed.items():
-        print(f"{key}: {value:,.4g}" if isinstance(value, float) else f"{key}: {value}")
+        form = "" if isinstance(value, str) else ",.4g" if abs(value) < 1000 else ",.0f"
+        print(f"{key}: {value:{form}}")
     args.out.mkdir(parents=True, exist_ok=True)
     log = {
         "chromosome": name,
