@@ -17,7 +17,9 @@ TILES = 9000
 SEGMENTS, RATES = [1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]
 
 
-def make_step(*, autocast: bool = False, **options: float) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+def make_step(
+    *, autocast: bool = False, **options: float
+) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
     """(model, tiles, coords, a function that computes a loss and leaves its gradients)."""
     torch.manual_seed(0)
     dtype = torch.float32 if autocast else torch.bfloat16
@@ -72,6 +74,9 @@ def test_a_captured_training_step_equals_an_eager_one(autocast: bool) -> None:
         torch.testing.assert_close(found_loss, expected_loss, rtol=1e-3, atol=0)
         assert found.keys() == expected.keys()
         for name, grad in found.items():
+            if name.endswith("k_proj.bias"):
+                # all but 0, and that is rounding: a softmax does not change with it
+                continue
             # dq is summed by atomics, in no fixed order
             true = expected[name].float()
             assert float((grad.float() - true).norm()) <= 0.02 * float(true.norm()) + 1e-6, name
@@ -102,7 +107,7 @@ def test_a_captured_check_of_the_grid_lets_tiles_inside_it_pass() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(found, expected)
-    with pytest.raises(ValueError, match="outside|grid_size"):
+    with pytest.raises(ValueError, match="raise grid_size"):
         grid_positions(coords + 10**6, 64)
 
 

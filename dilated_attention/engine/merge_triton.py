@@ -207,7 +207,14 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 
 def merge_layers(
-    layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, part_lses: torch.Tensor, *, aside: bool = False, own: bool = False
+    layers: Layers,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    *,
+    aside: bool = False,
+    own: bool = False,
 ) -> None:
     """As ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) with last stride 1, lse (B, N, H) float32.
 

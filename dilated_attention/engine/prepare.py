@@ -168,7 +168,7 @@ def kept_elements(
     # the nested kernel has no outputs of branches, and was asked for by name
     if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
         return 0
-    if query_offset != 0 or N != k.shape[1]:
+    if query_offset != 0 or k.shape[1] != N:
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
