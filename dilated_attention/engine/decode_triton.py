@@ -29,10 +29,9 @@ _MOST_SPLITS = 512
 _TILE, _DOT_TILE = 4096, 8192
 _MERGED_AT_ONCE = 16
 
-_VARYING = [
-    *("q_batch", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "runs_batch", "runs_group"),
-    *("kept_batch", "kept_group", "table_batch", "num_runs", "slots", "out_batch", "out_head", "num_splits"),
-]
+# counts vary from call to call, and a 1 among them would be compiled in. Strides of keys and values are not among these: that they are
+# multiples of 16 must be compiled in, for loads of 16 bytes
+_VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "num_splits"]
 
 
 @triton.jit
