@@ -25,7 +25,9 @@ def find_fasta(path: Path | None) -> Path:
     """``path``, or the chromosome among the files of the installed distribution pyrodigal, which is not imported for it."""
     if path is not None:
         if not path.is_file():
-            raise SystemExit(f"--fasta {path} is no file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1")
+            raise SystemExit(
+                f"--fasta {path} is no file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1"
+            )
         return path
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
@@ -75,7 +77,7 @@ class Chromosome:
     """Training and held-out parts, and the windows of either.
 
     Args:
-        symbols: (N,).
+        symbols: (N,), on the device that trains.
         cut: where the held-out part begins, which reaches to the end.
         is_causal: targets are the next symbols; else 15 % of the symbols, masked in the input.
         k: of ``kmers``.
@@ -100,7 +102,7 @@ class Chromosome:
         if self.is_causal:
             return self._inputs(window[:-1]), targets_of(window[1:])
         masked = torch.rand(length, generator=generator) < 0.15
-        return self._hide(window[:-1], masked)
+        return self._hide(window[:-1], masked.to(window.device))
 
     def held_out(self, length: int, share: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of them.
@@ -112,7 +114,7 @@ class Chromosome:
         windows = []
         for start in range(self.cut, n, stride * share):
             end = min(start + stride, n)
-            scored = torch.zeros(n, dtype=torch.bool)
+            scored = torch.zeros_like(hidden)
             scored[start:end] = True
             if self.is_causal:
                 first = max(0, end - length - 1)
@@ -129,7 +131,7 @@ class Chromosome:
         """(N,) bool: the masked symbols of the held-out part, the same in every run."""
         drawn = torch.rand(len(self.symbols), generator=torch.Generator().manual_seed(15)) < 0.15
         drawn[: self.cut] = False
-        return drawn
+        return drawn.to(self.symbols.device)
 
     def scored(self) -> torch.Tensor:
         """(N,) bool: the symbols that ``held_out`` scores."""
@@ -183,6 +185,9 @@ class GenomeLM(LongNetLM):
         assert config.vocab_size == len(LETTERS) and not config.tie_embeddings
         factory = {name: options.get(name) for name in ("device", "dtype")}
         self.embedding = KmerEmbedding(k, config.embed_dim, **factory)  # type: ignore[assignment]
+        assert self.output is not None
+        # a text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short run
+        nn.init.normal_(self.output.weight, std=0.1 * config.embed_dim**-0.5)
 
 
 def geometric_branches(length: int, first: int, growth: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
