@@ -31,7 +31,8 @@ _MOST_SPLITS = 512
 _TILE, _DOT_TILE = 4096, 8192
 _MERGED_AT_ONCE = 16
 
-# numbers that change from call to call. Strides are none: that they are multiples of 16 lets a row be read 16 bytes at a time
+# counts vary from call to call, and a 1 among them would be compiled in. Strides of keys and values are not among these: that they are
+# multiples of 16 must be compiled in, for loads of 16 bytes
 _VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "num_splits"]
 
 
