@@ -14,11 +14,28 @@ from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, settings_of
 
 # what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
-_WITHOUT_EFFECT = set(
-    "position_ids position_embeddings cache_position use_cache output_hidden_states output_router_logits return_dict num_items_in_batch "
-    "max_length_q max_length_k seq_idx layer_idx labels shift_labels logits_to_keep token_type_ids mm_token_type_ids input_ids "
-    "inputs_embeds is_first_iteration".split()
-)
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "input_ids",
+    "inputs_embeds",
+    "is_first_iteration",
+    "labels",
+    "layer_idx",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "shift_labels",
+    "token_type_ids",
+    "use_cache",
+}
 # what changes scores or keys in a way that no kernel here has
 _CANNOT = {
     "softcap": "scores capped by tanh",
@@ -41,7 +58,9 @@ def ignore(arguments: Iterable[str]) -> None:
     names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
     for name in names:
         if name in _CANNOT:
-            raise ValueError(f"ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation=\"eager\"")
+            raise ValueError(
+                f'ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation="eager"'
+            )
     _WITHOUT_EFFECT.update(names)
 
 
@@ -131,7 +150,12 @@ def _branches(settings: Settings) -> dict[str, Any]:
 
 
 def _ring(
-    settings: Settings, window: tuple[int | None, int | None] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    settings: Settings,
+    window: tuple[int | None, int | None] | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     place = {
         "group": settings.group_name(),
@@ -141,10 +165,11 @@ def _ring(
         "ranks_per_node": settings.ranks_per_node,
         "timeout": settings.timeout,
     }
+    out: torch.Tensor
     if window is not None:
-        out: torch.Tensor = ring_attention(q, k, v, window=window, **place, **options)
-        return out
-    out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
+        out = ring_attention(q, k, v, window=window, **place, **options)
+    else:
+        out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
     return out
 
 

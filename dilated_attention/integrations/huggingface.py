@@ -25,7 +25,7 @@ from dilated_attention.distributed.layout import local_positions, shard_sequence
 from dilated_attention.integrations import _hf_attend
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, REGISTERED, Settings
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, remember
 from dilated_attention.pattern.checks import one_of
 
 __all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
@@ -66,7 +66,9 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r} ({type(name).__name__}); expected a string")
         if any(taken in name for taken in _TAKEN) or not name:
-            raise ValueError(f"name is {name!r}; expected one without {', '.join(_TAKEN)}, by which transformers knows its own, e.g. 'dilated_wide'")
+            raise ValueError(
+                f"name is {name!r}; expected one without {', '.join(_TAKEN)}, by which transformers knows its own, e.g. 'dilated_wide'"
+            )
         if kind is None:
             kind = name if name in KINDS else "block_sparse" if "pattern" in options else "dilated"
         one_of("kind", kind, KINDS)
@@ -77,9 +79,9 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
     _hf_attend.ignore(ignored)
     for each, settings in found.items():
-        REGISTERED[each] = settings
+        remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))
-        mask_interface.register(each, key_mask)
+        mask_interface.register(each, functools.partial(key_mask, is_shared=settings.kind == "ring_dilated"))
 
 
 def configure(model_or_config: Any, **options: Any) -> None:
@@ -134,7 +136,9 @@ def shard_inputs(
     place = mesh if group is None else group
     first = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if first is None:
-        raise ValueError(f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's")
+        raise ValueError(
+            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
+        )
     batch, length = first.shape[:2]
     whole = dict(inputs)
     if whole.get("labels") is not None and "shift_labels" not in whole:
