@@ -157,7 +157,7 @@ def _ring(
     v: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    place = {
+    place: dict[str, Any] = {
         "group": settings.group_name(),
         "layout": settings.layout,
         "exchange": settings.exchange,

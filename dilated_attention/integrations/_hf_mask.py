@@ -90,8 +90,13 @@ def key_mask(
     if isinstance(q_length, torch.Tensor):
         # 4.54 to 4.57 call it so by position
         q_length, cache_position = None, q_length
-    assert kv_length is not None and (q_length is not None or cache_position is not None)
-    num_queries, num_keys = cache_position.shape[0] if q_length is None else q_length, kv_length
+    assert kv_length is not None
+    num_keys = kv_length
+    if cache_position is None:
+        assert q_length is not None
+        num_queries = q_length
+    else:
+        num_queries = cache_position.shape[0]
     query_offset = 0
     # not read from a tensor where that can be told without: a compiled model cannot do it
     if num_queries != num_keys:
