@@ -99,7 +99,11 @@ def inputs_of(model: Any, mask: torch.Tensor | None = None) -> dict[str, Any]:
 
 
 def on(model: Any, name: str) -> Any:
-    model.set_attn_implementation(name)
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    else:
+        # transformers 4.53
+        model.config._attn_implementation = name
     return model
 
 
