@@ -21,6 +21,7 @@ from dilated_attention.modules import (
     RingAttention,
     RingBlockSparseAttention,
     RingDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern import DilatedPattern
@@ -36,6 +37,7 @@ __all__ = [
     "RingAttention",
     "RingBlockSparseAttention",
     "RingDilatedAttention",
+    "RingMultiheadBlockSparseAttention",
     "RingMultiheadDilatedAttention",
     "attention",
     "balanced_layout",

@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--num-kv-heads", type=int)
     info.add_argument("--length", type=int, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     info.add_argument("--precision", choices=PRECISIONS, default="native")
+    info.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, by blocks of so many positions")
+    info.add_argument("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         info.add_argument(f"--{flag}", action="store_true")
     info.add_argument("--json", action="store_true", help="machine-readable")
@@ -121,6 +123,8 @@ def _info(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         precision=args.precision,
         length=args.length,
+        block_size=args.block_size,
+        block_masks=args.block_masks,
     )
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if args.json:

@@ -65,6 +65,14 @@ def check_probability(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > 0")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}; expected a finite number > 0")
+    return float(value)
+
+
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected True or False")

@@ -17,6 +17,7 @@ from dilated_attention import (
 )
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
+from dilated_attention.factory.create import MODELS
 from dilated_attention.models import LongNetLM
 from dilated_attention.models.summary import footprint
 from dilated_attention.pattern import LocalWindow
@@ -58,7 +59,9 @@ def test_what_cannot_be_made_is_refused_with_a_way_out(call: object, error: type
 
 def test_model_presets_build_and_take_overrides() -> None:
     for name in MODEL_PRESETS:
-        assert isinstance(create_model(name, device="meta"), LongNetLM)
+        model = create_model(name, device="meta")
+        assert type(model) is MODELS[type(MODEL_PRESETS[name])]
+        assert f"{model.num_parameters:,}" in str(model.summary((1024,), memory=2**30))
     model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
     assert isinstance(model, LongNetLM)
     assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
@@ -84,6 +87,16 @@ def test_another_kind_of_attention_takes_the_former_kinds_fields_away() -> None:
     assert window(torch.zeros(1, 100, dtype=torch.int64)).shape == (1, 100, 256)
     with pytest.raises(ValueError, match="attention is 'sparse'"):
         create_model("longnet-tiny", attention="sparse")
+
+
+def test_overrides_reach_the_encoder_within() -> None:
+    slide = create_model("gigapath-12l768d", num_layers=1, embed_dim=64, in_dim=8, mixture_grad="exact")
+    assert (slide.config.encoder.num_layers, slide.config.encoder.embed_dim, slide.config.in_dim) == (1, 64, 8)
+    assert slide.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    with pytest.raises(TypeError, match="got layers, which it does not know; it accepts encoder, in_dim"):
+        create_model("gigapath-12l768d", layers=1)
+    # the shape of the released weights
+    assert create_model("gigapath-12l768d", device="meta").num_parameters == 86_330_880
 
 
 def test_summary_counts_what_the_model_has() -> None:
@@ -157,6 +170,7 @@ def test_list_backends_names_all() -> None:
         "ring_block_sparse",
         "ring_dilated",
         "ring_multihead_dilated",
+        "ring_multihead_block_sparse",
     }
 
 

@@ -18,6 +18,7 @@ PUBLIC = {
     "RingAttention",
     "RingBlockSparseAttention",
     "RingDilatedAttention",
+    "RingMultiheadBlockSparseAttention",
     "RingMultiheadDilatedAttention",
     "attention",
     "balanced_layout",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import pickle
 import re
 import tempfile
@@ -35,6 +36,7 @@ from dilated_attention import (
 )
 from dilated_attention.distributed.wire import Wire
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients, sharded_cross_entropy
+from dilated_attention.pattern import LocalWindow
 from tests.pool import pool_of
 
 # no multiple of anything: shards differ in length
@@ -311,6 +313,40 @@ def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
     (logits,) = unshard_sequence(mesh["cp"], [spread(part)], [1], layout="striped")
     torch.testing.assert_close(logits, alone(tokens), atol=1e-5, rtol=1e-5)
     assert torch.equal(again(tokens), alone(tokens))
+
+
+@on_processes
+def every_kind_of_attention_in_a_model(mesh: Any) -> None:
+    """``attention="ring…"`` against the same kind on one process: loss and gradients, causal and not, checkpointed."""
+    kinds: dict[str, dict[str, Any]] = {
+        "ring_dilated": {"segment_lengths": (6, 24), "dilation_rates": (1, 3)},
+        "ring": {},
+        "ring_block_sparse": {"block_pattern": LocalWindow((9, 4))},
+    }
+    shape: dict[str, Any] = {"vocab_size": 20, "embed_dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "positions": "xpos"}
+    tokens, targets = batch(0)
+    for (kind, fields), is_causal in itertools.product(kinds.items(), (True, False)):
+        config = LongNetConfig(**shape, **fields, attention=kind, is_causal=is_causal)
+        torch.manual_seed(0)
+        alone = LongNetLM(dataclasses.replace(config, attention=config.kind))
+        torch.manual_seed(0)
+        spread = LongNetLM(config, mesh=mesh["cp"], layout="zigzag", checkpoint_activations=True)
+        loss = alone(tokens, targets=targets)
+        loss.backward()
+        got = spread(
+            *shard_sequence(mesh["cp"], [tokens], [1], layout="zigzag"),
+            targets=shard_sequence(mesh["cp"], [targets], [1], layout="zigzag")[0],
+        )
+        assert abs(got.item() - loss.item()) < 1e-6, kind
+        got.backward()
+        average_gradients(spread, mesh=mesh["cp"])
+        check_gradients(spread, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+    # without a group it is that of all processes
+    assert LongNetLM(config).ring.place()[1] == dist.get_world_size()
+    with pytest.raises(ValueError, match=r"drop_path is 0.1 and processes share the sequence"):
+        LongNetLM(dataclasses.replace(config, drop_path=0.1), mesh=mesh["cp"])
+    with pytest.raises(ValueError, match="exchange is 'all_gather'"):
+        LongNetLM(config, mesh=mesh["cp"], exchange="all_gather")
 
 
 @on_processes

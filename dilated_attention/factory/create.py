@@ -10,7 +10,16 @@ from typing import Any
 from torch import nn
 
 from dilated_attention.factory.presets import MODEL_PRESETS
-from dilated_attention.models import LongNetConfig, LongNetLM, ModelConfig, Pretrained
+from dilated_attention.models import (
+    LongNetConfig,
+    LongNetLM,
+    LongViT,
+    ModelConfig,
+    Pretrained,
+    SlideEncoder,
+    SlideEncoderConfig,
+    VisionConfig,
+)
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.modules import (
@@ -22,6 +31,7 @@ from dilated_attention.modules import (
     RingAttention,
     RingBlockSparseAttention,
     RingDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern.checks import one_of
@@ -37,9 +47,10 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_dilated": RingDilatedAttention,
     "ring_block_sparse": RingBlockSparseAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
+    "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
 # and so is a new kind of model
-MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM}
+MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
 
 
 def create_attention(kind: str, **config: Any) -> nn.Module:
@@ -50,7 +61,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
+            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
         config: the constructor's arguments, all by name.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dilated_attention.models import LongNetConfig, ModelConfig
+from dilated_attention.models import LongNetConfig, ModelConfig, SlideEncoderConfig, VisionConfig
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -83,4 +83,8 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
         segment_lengths=(2048, 8192, 32768, 131072),
         dilation_rates=(1, 4, 8, 32),
     ),
+    "gigapath-12l768d": SlideEncoderConfig.gigapath(768, 12),
+    "gigapath-24l1024d": SlideEncoderConfig.gigapath(1024, 24),
+    "gigapath-12l1536d": SlideEncoderConfig.gigapath(1536, 12),
+    **{f"longvit-{size}": VisionConfig.longvit(size) for size in (1024, 4096, 8192, 16384, 32768)},
 }

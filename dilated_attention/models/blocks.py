@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.functional.dropped import add_dropped
+from dilated_attention.models.cache_use import LayerUse
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
+    RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
     RingSettings,
 )
+from dilated_attention.modules._lean import is_lean, linear_layers
+from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -68,10 +69,11 @@ class FeedForward(nn.Module):
         else:
             shrink_residual(self.down, self.num_layers)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activation = _ACTIVATIONS[self.activation]
-        inner = activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
-        return self.down(inner if self.norm is None else self.norm(inner))
+    def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
+        """``input_norm``: of the block around this layer, applied to x first: for training with less memory."""
+        inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
+        gate = None if self.gate is None else inner[1]
+        return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]
 
     def extra_repr(self) -> str:
         return self.activation
@@ -91,14 +93,19 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        factors = self.factors(x, cu_seqlens)
+        return x if factors is None else x * factors.to(x.dtype).view(*factors.shape, *(1,) * (3 - factors.ndim))
+
+    def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """What rows are multiplied by in float32, (B,) or with packed documents (1, N); None for 1."""
         if self.p == 0 or not self.training:
-            return x
+            return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kept = torch.rand(samples, device=x.device).ge(self.p).to(x.dtype) / (1 - self.p)
+        kept = torch.rand(samples, device=x.device).ge(self.p).float() / (1 - self.p)
         if cu_seqlens is None:
-            return x * kept[:, None, None]
+            return kept
         rows = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-        return x * kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None, :, None]
+        return kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None]
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -106,7 +113,7 @@ class DropPath(nn.Module):
 
 def make_attention(
     config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
-) -> MultiheadDilatedAttention | MultiheadBlockSparseAttention | RingMultiheadDilatedAttention:
+) -> MultiheadProjections:
     """The attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
         "embed_dim": config.embed_dim,
@@ -138,7 +145,23 @@ def make_attention(
         return MultiheadDilatedAttention(**shape) if ring is None else RingMultiheadDilatedAttention(**shape, **ring.arguments())
     if ring is None:
         return MultiheadBlockSparseAttention(pattern=pattern, **shape)
-    raise NotImplementedError
+    where = ring.arguments()
+    if (ring.exchange, ring.ranks_per_node) != ("auto", None):
+        raise ValueError(
+            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from process to process "
+            "and have neither: leave them out"
+        )
+    return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
+
+
+# layers that know how to apply the norm in front of them
+_LAYERS = (
+    FeedForward,
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+    RingMultiheadBlockSparseAttention,
+    RingMultiheadDilatedAttention,
+)
 
 
 class Block(nn.Module):
@@ -172,8 +195,27 @@ class Block(nn.Module):
         if not config.sub_norm:
             shrink_residual(self.attention.out_proj, config.num_layers)
 
-    def forward(self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
-        spread = {} if seq_len is None else {"seq_len": seq_len}
-        attended, _ = self.attention(self.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **spread)
-        x = x + self.drop_path(self.dropout(attended), cu_seqlens)
-        return x + self.drop_path(self.dropout(self.ffn(self.ffn_norm(x))), cu_seqlens)
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerUse | None = None
+    ) -> torch.Tensor:
+        if cache is not None:
+            attended = self.attention.attend_cached(self.attention_norm(x), cache)
+        else:
+            spread = {} if seq_len is None else {"seq_len": seq_len}
+            x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
+            attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
+        x = self._add(x, attended, cu_seqlens)
+        x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
+        return self._add(x, self.ffn(x_in, **norm), cu_seqlens)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """x + drop_path(dropout(y))."""
+        if not (is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath)) or self.dropout.p == 1:
+            return x + self.drop_path(self.dropout(y), cu_seqlens)
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens))
+
+
+def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
+    """(input of a layer, keywords): x and the norm for a layer of ours to apply, for a replaced or hooked one norm(x)."""
+    return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.models.cache import Cache, Requests
+from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import as_int
 
 
 class LongNetLM(Pretrained):
@@ -87,6 +88,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
+        cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
         """Logits, or the loss.
 
@@ -95,6 +97,8 @@ class LongNetLM(Pretrained):
             targets: (B, N), of each position the token that follows it, or with ``is_causal=False`` the token itself; −100 where a position does not count. Shift, then shard.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N, of a spread model. None: the processes ask each other, once a call; inside torch.compile it is needed.
+            cache: tokens are new positions only, which attend to those in the cache and join them: one token for each request, or several
+                for requests of equal length. ``KVCache``, ``PagedKVCache``, or of one of its requests ``cache.of(i)``.
 
         Returns:
             logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32
@@ -103,11 +107,13 @@ class LongNetLM(Pretrained):
         Raises:
             ValueError, TypeError: tensors that do not fit.
         """
-        _check_tokens("tokens", tokens)
-        hidden = self._hidden(tokens, cu_seqlens, seq_len)
+        check_tokens("tokens", tokens)
+        if cache is not None and targets is not None:
+            raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache)
         if targets is None:
             return F.linear(hidden, self.output_weight)
-        _check_tokens("targets", targets)
+        check_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
@@ -116,82 +122,68 @@ class LongNetLM(Pretrained):
             return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
         return chunked_cross_entropy(hidden, self.output_weight, targets)
 
-    def _hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+        cache: Cache | Requests | Use | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (B, N, E) behind the last norm: logits are their products with ``output_weight``. Arguments as of ``forward``."""
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the output layer's small initial values, for the residual stream to start at variance 1
             embedded = embedded * self.config.embed_dim**0.5
-        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len, cache=cache)
 
     @torch.no_grad()
     def generate(
         self,
-        prompt: torch.Tensor,
+        prompt: Any,
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """The prompt continued. Equal to running the whole sequence for every token, which is what it does, within bounds.
-
-        There is no cache of keys and values: each new token recomputes the sequence from the last multiple of ``config.reach``
-        (the least common multiple of the segment lengths) on, before which no layer lets it see anything. So a token costs a
-        forward of up to ``reach`` positions, whatever the length.
+        prefill_chunk: int = 8192,
+        cuda_graph: bool = True,
+    ) -> Any:
+        """The prompt continued, each token as the forward over the whole sequence before it gives it; see ``models.generation.generate``.
 
         Args:
-            prompt: (B, N) integers, N ≥ 1.
+            prompt: (B, N) integers, N ≥ 1; or a list of B prompts (N_i,) of unequal length.
             max_new_tokens: tokens to add, ≥ 0.
             temperature: of the softmax that is drawn from; 0 takes the likeliest token.
             top_k: draw from the k likeliest only.
+            top_p: draw from the fewest likeliest whose probabilities sum to this, (0, 1].
+            stop_token: a sequence ends with it.
             generator: of the draws, on the model's device; None for torch's default.
+            prefill_chunk: positions of a prompt that are computed at a time.
+            cuda_graph: on a GPU, capture a step once and replay it.
 
         Returns:
-            (B, N + max_new_tokens).
+            (B, N + tokens added), with ``stop_token`` behind a sequence that ended; of a list, a list of (N_i + tokens added,).
 
         Raises:
             ValueError, TypeError: arguments that do not fit, or a model that several processes share: generation is one process's work.
         """
-        if not self.config.is_causal:
-            raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
-        if self.ring is not None and self.ring.group_name:
-            raise ValueError(
-                f"this model's sequence is spread over {self.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
-                "LongNetLM of the same config without group and mesh"
-            )
-        _check_tokens("prompt", prompt)
-        if prompt.shape[1] < 1:
-            raise ValueError(f"prompt has shape {tuple(prompt.shape)}; expected at least one token to continue from")
-        max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature is {temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
-        if top_k is not None:
-            top_k = min(as_int("top_k", top_k, minimum=1), self.config.vocab_size)
-        was_training = self.training
-        self.eval()
-        try:
-            tokens = prompt
-            for _ in range(max_new_tokens):
-                start = (tokens.shape[1] - 1) // self.config.reach * self.config.reach
-                hidden = self._hidden(tokens[:, start:])[:, -1]
-                logits = F.linear(hidden, self.output_weight).float()
-                tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
-        finally:
-            self.train(was_training)
-        return tokens
+        from dilated_attention.models.generation import Sampling, generate
+
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return generate(
+            self,
+            prompt,
+            max_new_tokens,
+            sampling=sampling,
+            stop_token=stop_token,
+            prefill_chunk=prefill_chunk,
+            cuda_graph=cuda_graph,
+        )
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> torch.Tensor:
-    """One token (B, 1) for each row of logits (B, V)."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None:
-        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-
-
-def _check_tokens(name: str, tokens: Any) -> None:
+def check_tokens(name: str, tokens: Any) -> None:
     if not isinstance(tokens, torch.Tensor):
         raise TypeError(f"{name} is a {type(tokens).__name__}; expected an integer tensor of shape (batch, sequence)")
     if tokens.dtype not in (torch.int64, torch.int32):

@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.models.blocks import Block, make_norm
+from dilated_attention.models.cache import Cache, Requests
+from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import RingSettings
+from dilated_attention.pattern.checks import as_int
 
 
 class LongNetStack(nn.Module):
@@ -49,7 +52,13 @@ class LongNetStack(nn.Module):
         self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, all_layers: bool = False
+        self,
+        x: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+        all_layers: bool = False,
+        cache: Cache | Requests | Use | None = None,
     ) -> Any:
         """Hidden states.
 
@@ -57,11 +66,13 @@ class LongNetStack(nn.Module):
             x: (B, N, E); of a spread stack this process's rows (B, n, E).
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N where processes share the sequence; None: they ask each other, once for all blocks.
+            cache: x holds new positions only, of a causal stack, which attend to those in the cache and join them; or a pass begun already.
             all_layers: also return what enters the first block and what leaves each, before the last norm.
 
         Returns:
             (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
+        use = None if cache is None else self._begin(x, cache, cu_seqlens)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -69,15 +80,72 @@ class LongNetStack(nn.Module):
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
         states = [x]
-        for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
+        for depth, block in enumerate(self.blocks):
+            if use is not None:
+                x = block(x, cache=use.layer(depth))
+            elif self.checkpoint_activations and torch.is_grad_enabled():
                 x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
             else:
                 x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
             if all_layers:
                 states.append(x)
+        if use is not None and use is not cache:
+            use.end()
         x = x if self.norm is None else self.norm(x)
         return (x, states) if all_layers else x
+
+    def _begin(self, x: torch.Tensor, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None) -> Use:
+        """The pass of a cache over x."""
+        if self.ring is not None and self.ring.group_name:
+            raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
+        if cu_seqlens is not None:
+            raise ValueError("cache is given and cu_seqlens, too; a cache has requests of their own for documents: leave cu_seqlens out")
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("cache is given and gradients are asked for, which no cache keeps; call the model under torch.no_grad()")
+        if self.training:
+            raise ValueError("cache is given and the model is in training mode; call model.eval() first")
+        return cache if isinstance(cache, Use) else cache.begin(x.shape[0], x.shape[1])
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        x: torch.Tensor,
+        *,
+        query_rows: Any,
+        layer: int = -1,
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = False,
+        chunk: int | None = None,
+    ) -> torch.Tensor:
+        """The attention weights of chosen queries in one block, (B, H, R, N), exact and without the N² of all; eval mode is for you to set.
+
+        Args:
+            x, cu_seqlens: as of ``forward``.
+            query_rows, average_heads, chunk: as of ``dilated_attention.functional.attention_map``, which also says what a row sums to.
+            layer: of the block, from 0; from the end if negative. Those before it run, those behind it do not.
+
+        Raises:
+            ValueError, TypeError: no such layer or rows, or a stack whose sequence processes share.
+        """
+        if self.ring is not None:
+            raise ValueError(
+                "processes share this stack's sequence, and an attention map is one process's work; load the weights without a ring"
+            )
+        layer = as_int("layer", layer)
+        if not -len(self.blocks) <= layer < len(self.blocks):
+            raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")
+        layer %= len(self.blocks)
+        for block in self.blocks[:layer]:
+            x = block(x, cu_seqlens=cu_seqlens)
+        chosen: Any = self.blocks[layer]
+        return chosen.attention.attention_map(
+            chosen.attention_norm(x),
+            query_rows=query_rows,
+            is_causal=self.is_causal,
+            cu_seqlens=cu_seqlens,
+            average_heads=average_heads,
+            chunk=chunk,
+        )
 
 
 class LongNetDecoder(LongNetStack):

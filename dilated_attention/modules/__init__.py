@@ -7,6 +7,7 @@ from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.modules.multihead import MultiheadDilatedAttention
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
 from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
+from dilated_attention.modules.ring_block_sparse_multihead import RingMultiheadBlockSparseAttention
 from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RingAttention",
     "RingBlockSparseAttention",
     "RingDilatedAttention",
+    "RingMultiheadBlockSparseAttention",
     "RingMultiheadDilatedAttention",
     "RingSettings",
 ]

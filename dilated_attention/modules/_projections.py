@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.modules._lean import linear_layers
 from dilated_attention.modules.rotary import (
+    Table,
     document_positions,
     rotary_table,
     rotate,
@@ -103,18 +105,24 @@ class MultiheadProjections(nn.Module):
             if norm is not None:
                 norm.reset_parameters()
 
-    def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q (B, Nq, H, D), k and v (B, Nk, Hk, D), normalised with ``qk_norm``, not yet rotated."""
+    def project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_norm: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (B, Nq, H, D), k and v (B, Nk, Hk, D) of the inputs or of ``input_norm`` of them, normalised with ``qk_norm``, not yet rotated."""
         self._check_inputs(query, key, value)
-        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if key is query and value is query:
+            q, k, v = linear_layers(query, (self.q_proj, self.k_proj, self.v_proj), norm=input_norm)
+        else:
+            inputs = ((query, self.q_proj), (key, self.k_proj), (value, self.v_proj))
+            q, k, v = (linear_layers(x, (linear,), norm=input_norm)[0] for x, linear in inputs)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def project_call(
-        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any
+        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``project`` for a call as nn.MultiheadAttention's: key and value default to query, and what cannot be is refused."""
         if need_weights:
@@ -125,7 +133,7 @@ class MultiheadProjections(nn.Module):
             )
         key = query if key is None else key
         value = key if value is None else value
-        return self.project(query, key, value)
+        return self.project(query, key, value, input_norm)
 
     def rotate(
         self,
@@ -143,26 +151,39 @@ class MultiheadProjections(nn.Module):
         document. What is computed apart and meets in one softmax, as with a cache of keys, must name one ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
-        q_table = k_table = rotary_table(turned, self.head_dim, self.rotary_base, k.dtype)
-        if self.xpos_scale_base is not None:
-            whole = k.shape[1] if seq_len is None else seq_len
-            if cu_seqlens is None:
-                centred = xpos_positions(positions, whole, self.xpos_scale_base, k.dtype)
-            else:
-                centred = xpos_document_positions(positions, cu_seqlens, whole, self.xpos_scale_base, k.dtype)
-            q_table, k_table = xpos_tables(k_table, centred, self.head_dim, self.xpos_scale_base)
+        q_table, k_table = self.rotation(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
         # queries are positions of the key sequence, so their table is a slice of the keys'
         queries = slice(query_offset, query_offset + q.shape[1])
         return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
 
+    def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
+        """The tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(positions.device)
+        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
+        table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
+        if self.xpos_scale_base is None:
+            return table, table
+        if cu_seqlens is None:
+            centred = xpos_positions(positions, seq_len, self.xpos_scale_base, dtype)
+        else:
+            centred = xpos_document_positions(positions, cu_seqlens, seq_len, self.xpos_scale_base, dtype)
+        return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
+
+    def attend_cached(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The layer's causal output (B, n, E) at new positions x (B, n, E), whose keys and values join the cache.
+
+        Args:
+            cache: a pass over the cache as this layer sees it, ``models.cache_use.LayerUse``.
+        """
+        q, k, v = self.project(x, x, x)
+        if self.rotary:
+            of_queries, of_keys = cache.rotation(self, k.dtype)
+            q, k = rotate(q, of_queries), rotate(k, of_keys)
+        return self.combine(cache.attend(q, k, v, self.attention))
+
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
-        out = out.flatten(2)
-        if self.inner_attn_ln is not None:
-            out = self.inner_attn_ln(out)
-        return self.out_proj(out)
+        return linear_layers(out.flatten(2), (self.out_proj,), norm=self.inner_attn_ln)[0]
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):

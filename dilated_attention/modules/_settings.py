@@ -45,7 +45,8 @@ class DilatedSettings(nn.Module):
         """What attends to what: counts its pairs and FLOPs, draws itself."""
         return self._pattern
 
-    def _arguments(self) -> dict[str, Any]:
+    def _branch_arguments(self) -> dict[str, Any]:
+        """Those that say what attends to what, and how strongly."""
         pattern = self._pattern
         return {
             "segment_lengths": pattern.segment_lengths,
@@ -54,6 +55,10 @@ class DilatedSettings(nn.Module):
             "head_offsets": pattern.head_offsets,
             "branch_heads": pattern.branch_heads,
             "tail": pattern.tail,
+        }
+
+    def _arguments(self) -> dict[str, Any]:
+        return self._branch_arguments() | {
             "mixture_grad": self.mixture_grad,
             "dropout_p": self.dropout if self.training else 0.0,
             "deterministic": self.deterministic,

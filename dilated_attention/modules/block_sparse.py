@@ -11,13 +11,14 @@ from dilated_attention import validation as check
 from dilated_attention.backends import registry
 from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.modules._maps import AttentionMaps
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
 from dilated_attention.pattern.block_density import KINDS
 from dilated_attention.pattern.checks import one_of
 
 
-class BlockSparseAttention(nn.Module):
+class BlockSparseAttention(AttentionMaps, nn.Module):
     """Attention over the pairs that a pattern of blocks keeps, as one softmax over each query's kept keys.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
@@ -119,6 +120,9 @@ class BlockSparseAttention(nn.Module):
             backend=self.backend,
         )
 
+    def _map_arguments(self) -> dict[str, Any]:
+        return {"pattern": self._pattern, "scale": self.scale}
+
     def extra_repr(self) -> str:
         """The pattern, and every setting that is not its default."""
         settings = (
@@ -130,7 +134,7 @@ class BlockSparseAttention(nn.Module):
         return ", ".join([repr(self._pattern)] + [f"{name}={value!r}" for name, value, default in settings if value != default])
 
 
-class BlockSparseDilatedAttention(DilatedSettings):
+class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
     """Dilated branches and a block pattern in one softmax: m = m_dilated + m_blocks.
 
     A pair that two branches, or a branch and a block, keep counts twice, as pairs of two branches do in LongNet (arXiv 2307.02486).
@@ -213,6 +217,9 @@ class BlockSparseDilatedAttention(DilatedSettings):
             query_offset=query_offset,
             return_lse=return_lse,
         )
+
+    def _map_arguments(self) -> dict[str, Any]:
+        return {**self._branch_arguments(), "pattern": self._block_pattern}
 
     def extra_repr(self) -> str:
         """The branches, the blocks, and every setting that is not its default."""

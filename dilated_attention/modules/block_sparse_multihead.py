@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._maps import MultiheadMaps
 from dilated_attention.modules.block_sparse import BlockSparseAttention
 
 
-class MultiheadBlockSparseAttention(MultiheadProjections):
+class MultiheadBlockSparseAttention(MultiheadMaps):
     """Block-sparse attention between MAGNETO's projections (arXiv 2210.06423), batch first.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -43,6 +44,8 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
     >>> layer = MultiheadBlockSparseAttention(768, 12, sparsity_ratio=0.1)
     >>> y, _ = layer(x, is_causal=True)
     """
+
+    attention: BlockSparseAttention
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
         cu_seqlens: torch.Tensor | None = None,
         need_weights: bool = False,
         attn_mask: None = None,
+        input_norm: nn.Module | None = None,
         query_offset: int = 0,
     ) -> tuple[torch.Tensor, None]:
         """Attend.
@@ -120,6 +124,7 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
             key_padding_mask: (B, Nk) bool, True = padding.
             cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
             need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
+            input_norm: of the block around this layer, applied to query, key and value first: for training with less memory.
             query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
 
         Returns:
@@ -129,7 +134,7 @@ class MultiheadBlockSparseAttention(MultiheadProjections):
             ValueError, TypeError: inputs that do not fit.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         if self.rotary:
             query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
             q, k = self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)

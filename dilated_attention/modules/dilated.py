@@ -8,12 +8,13 @@ import torch
 
 from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
+from dilated_attention.modules._maps import AttentionMaps
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
 
-class DilatedAttention(DilatedSettings):
+class DilatedAttention(AttentionMaps, DilatedSettings):
     """Dilated attention of LongNet (arXiv 2307.02486, Eq. 3-15) on projected queries, keys and values.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
@@ -113,6 +114,9 @@ class DilatedAttention(DilatedSettings):
             return_lse=return_lse,
             precision=self.precision,
         )
+
+    def _map_arguments(self) -> dict[str, Any]:
+        return self._branch_arguments()
 
     def extra_repr(self) -> str:
         """The branches, and every setting that is not its default."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._maps import MultiheadMaps
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.pattern import HeadOffsets
 
 
-class MultiheadDilatedAttention(MultiheadProjections):
+class MultiheadDilatedAttention(MultiheadMaps):
     """Dilated attention (LongNet, arXiv 2307.02486) between MAGNETO's projections (arXiv 2210.06423), batch first.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -49,6 +50,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     >>> layer = MultiheadDilatedAttention(768, 12, [2048, 4096, 8192], [1, 2, 4])
     >>> y, _ = layer(x, is_causal=True)
     """
+
+    attention: DilatedAttention
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         cu_seqlens: torch.Tensor | None = None,
         need_weights: bool = False,
         attn_mask: None = None,
+        input_norm: nn.Module | None = None,
         query_offset: int = 0,
     ) -> tuple[torch.Tensor, None]:
         """Attend.
@@ -132,6 +136,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
             key_padding_mask: (B, Nk) bool, True = padding.
             cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
             need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
+            input_norm: of the block around this layer, applied to query, key and value first: for training with less memory.
             query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
 
         Returns:
@@ -141,7 +146,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
             ValueError, TypeError: inputs that do not fit.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         if self.rotary:
             query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
             q, k = self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules.ring import RingDilatedAttention
@@ -122,6 +123,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
         cu_seqlens: torch.Tensor | None = None,
         need_weights: bool = False,
         attn_mask: None = None,
+        input_norm: nn.Module | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Attend.
 
@@ -135,6 +137,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             key_padding_mask: (B, n) bool of this process's keys, True = padding.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
             need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
+            input_norm: of the block around this layer, applied to query, key and value first: for training with less memory.
 
         Returns:
             (out (B, n, E) in the projections' dtype, None). The second is nn.MultiheadAttention's weights.
@@ -144,7 +147,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             RingError: a process died, stalled or made another call.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask)
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         if self.rotary:
             ring = self.attention.ring
             seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)

@@ -1,0 +1,81 @@
+"""One row of attention for each request, over keys and values that lie in a cache: where they lie, and the row in plain torch.
+
+Position p of request b lies at slot p mod capacity of its own stretch of the cache, or, of a paged cache, at slot p mod page_size of page
+``table[b, p // page_size]``.
+
+Shape letters as in ``decode_runs.py``; C slots of a stretch or a page, L keys of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.decode_runs import Runs
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """Keys and values of one layer.
+
+    Args:
+        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides with the last one 1.
+        table: (B, pages of a request) int32; None where each request has one stretch, which positions go round.
+        wraps: whether positions reach C, so that slots are taken again. Only without a table.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor | None = None
+    wraps: bool = False
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[1]
+
+    def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first index, second index) into k and v of positions (B, …) int64."""
+        batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
+        slot = positions % self.slots
+        if self.table is None:
+            return batch.expand_as(slot), slot
+        return self.table[batch, positions // self.slots].long(), slot
+
+    def write(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v (B, n, K, D) become those of positions (B, n)."""
+        at = self.places(positions)
+        self.k[at], self.v[at] = k.to(self.k.dtype), v.to(self.v.dtype)
+
+    def read(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies (B, n, K, D) of positions (B, n)."""
+        at = self.places(positions)
+        return self.k[at], self.v[at]
+
+
+def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, H, D) in q's dtype, lse (B, H)) of q (B, H, D): each row's keys gathered, one softmax. Plain torch, any device and dtype.
+
+    A row without keys: out 0, lse −inf.
+    """
+    B, H, D = q.shape
+    K = cached.k.shape[2]
+    positions, inside = runs.keys()
+    wide = accumulation_dtype(q.dtype)
+    first, slot = cached.places(positions)
+    G = runs.num_groups
+    if G == 1:
+        # (B, L, K, D), which all heads share
+        k, v = (x[first[:, 0], slot[:, 0]].to(wide).transpose(1, 2) for x in (cached.k, cached.v))
+    else:
+        of_group = torch.arange(G, device=q.device) // (G // K)
+        k, v = (x[first, slot, of_group[None, :, None]].to(wide) for x in (cached.k, cached.v))
+    # (B, K or H, heads that read these keys, D)
+    heads = q.to(wide).view(B, k.shape[1], -1, D)
+    scores = (heads @ k.transpose(-1, -2) * scale).masked_fill(~inside[:, :, None], -torch.inf)
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    # slots that no row reads may hold anything
+    out = weights @ v.masked_fill(~inside[..., None], 0.0)
+    return out.view(B, H, D).to(q.dtype), lse.view(B, H)

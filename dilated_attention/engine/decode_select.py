@@ -1,0 +1,107 @@
+"""Which kernel decodes a row: FlashAttention-3's where rows read everything, this project's Triton kernel, plain torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, flash3_decode, reasons_of
+from dilated_attention.backends.base import ALL_FLOATS
+from dilated_attention.engine import decode as torch_decode
+from dilated_attention.engine.decode import Cached
+from dilated_attention.engine.decode_runs import Runs
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+TRITON_FACTS = Facts(
+    devices=frozenset({"cuda"}),
+    dtypes=ALL_FLOATS - {torch.float64},
+    package="triton",
+    install="pip install triton",
+    capabilities=((7, 0), (99, 9)),
+    backward=False,
+    source="any runs of keys, read where they lie",
+)
+TORCH_FACTS = Facts(
+    devices=frozenset({"cpu", "cuda", "mps"}), dtypes=ALL_FLOATS, backward=False, rocm=True, source="gathers a copy of the keys"
+)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The choice of a decoder; ``str()`` prints the table."""
+
+    what: str
+    chosen: str | None
+    rows: tuple[tuple[str, tuple[str, ...], str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"decode {self.what}: {self.chosen or 'none can'}"]
+        for name, reasons, source in self.rows:
+            mark = "→" if name == self.chosen else ("✗" if reasons else "·")
+            lines.append(f"  {mark} {name:<6}  {'; '.join(reasons) or source}")
+        return "\n".join(lines)
+
+
+def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+    assert runs.dense is not None
+    return flash3_decode.decode(q, cached.k, cached.v, runs.dense, scale, table=cached.table)
+
+
+def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+    from dilated_attention.engine.decode_triton import decode
+
+    return decode(q, cached, runs, scale)
+
+
+# in order of preference
+_DECODERS: dict[str, tuple[Facts, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
+    "flash3": (flash3_decode.FACTS, _flash3),
+    "triton": (TRITON_FACTS, _triton),
+    "torch": (TORCH_FACTS, torch_decode.decode),
+}
+DECODERS = tuple(_DECODERS)
+
+
+def why_not(name: str, request: Request, *, dense: bool) -> list[str]:
+    """Every reason against decoder ``name``; ``dense``: rows read all of the first positions of the cache."""
+    reasons = reasons_of(_DECODERS[name][0], request)
+    if name == "flash3" and not dense:
+        reasons.append("reads every key up to the row, and this pattern keeps some only")
+    return reasons
+
+
+@functools.lru_cache(maxsize=256)
+def explain(request: Request, dense: bool, name: str = "auto") -> Explained:
+    rows = tuple((x, tuple(why_not(x, request, dense=dense)), _DECODERS[x][0].source) for x in DECODERS)
+    chosen = next((x for x, reasons, _ in rows if not reasons and name in ("auto", x)), None)
+    what = f"{'dense' if dense else 'sparse'} rows, {str(request.dtype).removeprefix('torch.')}, head_dim {request.head_dim} on {request.hardware.label}"
+    return Explained(what, chosen, rows)
+
+
+def check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"backend is {name!r} ({type(name).__name__}); expected 'auto', {', '.join(map(repr, DECODERS))}")
+    if name != "auto" and name not in DECODERS:
+        raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
+
+
+def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
+    return Request(
+        hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
+    )
+
+
+def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
+    """(out (B, H, D), lse (B, H)) by the preferred decoder that can, or the one named.
+
+    Raises:
+        BackendUnavailable: the named one cannot; with all reasons.
+    """
+    explained = explain(request_of(q, cached.k.shape[2]), runs.dense is not None, backend)
+    if explained.chosen is None:
+        raise BackendUnavailable(f"backend={backend!r} cannot decode this\n{explained}")
+    return _DECODERS[explained.chosen][1](q, cached, runs, scale)

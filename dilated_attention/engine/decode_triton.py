@@ -1,0 +1,229 @@
+"""One row of attention for each request over a cache, as Triton kernels: the keys of a row are dealt to programs, whose parts are merged.
+
+The keys of all runs of a row, one run behind the other, are cut into equal chunks, so that programs have equal work whatever the runs. Each
+program reads its keys and values from the cache where they lie, once for all query heads that share them. Scores and sums are float32.
+
+A program for one query head keeps a softmax of its own for each of its KEYS lanes and joins them at the end: nothing waits for a sum over
+lanes within the loop. One for several query heads multiplies tiles.
+"""
+
+# kernels have no types that mypy knows
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from dilated_attention.engine.decode import Cached
+from dilated_attention.engine.decode_runs import Runs
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+# programs for each multiprocessor: enough loads on their way to hide the memory's latency
+_PROGRAMS = 8
+_MOST_SPLITS = 512
+# elements of a tile of keys, for one query head and for several
+_TILE, _DOT_TILE = 4096, 8192
+_MERGED_AT_ONCE = 16
+
+_VARYING = [
+    *("q_batch", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "runs_batch", "runs_group"),
+    *("kept_batch", "kept_group", "table_batch", "num_runs", "slots", "out_batch", "out_head", "num_splits"),
+]
+
+
+@triton.jit
+def _places(positions, block, table, slots, inside, PAGED: tl.constexpr, WRAPS: tl.constexpr):
+    """(block, slot) of positions, int64: their page, or the request's stretch."""
+    if PAGED:
+        page = positions // slots
+        return tl.load(table + page, mask=inside, other=0).to(tl.int64), (positions - page * slots).to(tl.int64)
+    if WRAPS:
+        positions = positions % slots
+    return block.to(tl.int64), positions.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def rows_kernel(
+    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, first_ptr, ends_ptr, stride_ptr, kept_ptr, table_ptr,
+    q_batch, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, runs_batch, runs_group, kept_batch, kept_group, table_batch,
+    num_runs, slots, scale_log2,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    RUNS: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """parts (B, H, splits, D) and their log-sum-exps (B, H, splits) to base 2; a part without keys has −inf, and may hold anything.
+
+    HEADS query heads a program, padded to ROWS; GROUP query heads to a key/value head; KEPT keys of a run have a mask.
+    """
+    split = tl.program_id(0)
+    num_splits = tl.num_programs(0)
+    batch = tl.program_id(2)
+    head = tl.program_id(1) * HEADS
+    num_heads = tl.num_programs(1) * HEADS
+    kv_head = head // GROUP
+    # the group of a program's first head, where all heads are one group its stride is 0
+    runs = batch.to(tl.int64) * runs_batch + tl.program_id(1) * runs_group
+    i = tl.arange(0, RUNS)
+    ends = tl.load(ends_ptr + runs + i, mask=i < num_runs, other=0)
+    begins = tl.load(ends_ptr + runs + i - 1, mask=(i > 0) & (i < num_runs), other=0)
+    total = tl.max(ends, 0)
+    chunk = tl.cdiv(tl.cdiv(total, num_splits), KEYS) * KEYS
+    low = split * chunk
+    high = tl.minimum(low + chunk, total)
+    first_run = tl.sum(((ends <= low) & (i < num_runs)).to(tl.int32), 0)
+    last_run = tl.sum(((begins < high) & (i < num_runs)).to(tl.int32), 0)
+    d = tl.arange(0, BLOCK_D)
+    inside_d = d < D
+    lane = tl.arange(0, KEYS)
+    k_ptr += kv_head.to(tl.int64) * k_head
+    v_ptr += kv_head.to(tl.int64) * v_head
+    table = table_ptr + batch.to(tl.int64) * table_batch
+    q_ptr += batch.to(tl.int64) * q_batch
+    part = (batch.to(tl.int64) * num_heads + head) * num_splits + split
+    if HEADS == 1:
+        q = tl.load(q_ptr + head.to(tl.int64) * q_head + d, mask=inside_d, other=0.0).to(tl.float32) * scale_log2
+        highest = tl.full([KEYS], -float("inf"), tl.float32)
+        sums = tl.zeros([KEYS], tl.float32)
+        acc = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    else:
+        m = tl.arange(0, ROWS)
+        q = tl.load(
+            q_ptr + (head + m).to(tl.int64)[:, None] * q_head + d[None, :], mask=(m < HEADS)[:, None] & inside_d[None, :], other=0.0
+        )
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        sums = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for run in range(first_run, last_run):
+        end = tl.load(ends_ptr + runs + run)
+        begin = tl.load(ends_ptr + runs + run - 1, mask=run > 0, other=0)
+        first = tl.load(first_ptr + runs + run)
+        stride = tl.load(stride_ptr + run)
+        stop = tl.minimum(high, end) - begin
+        for start in tl.range(tl.maximum(low, begin) - begin, stop, KEYS, num_stages=2):
+            index = start + lane
+            inside = index < stop
+            block, slot = _places(first + index * stride, batch, table, slots, inside, PAGED, WRAPS)
+            taken = inside
+            if KEPT:
+                at = kept_ptr + batch.to(tl.int64) * kept_batch + tl.program_id(1) * kept_group + run * KEPT + index
+                taken = taken & (tl.load(at, mask=inside, other=0) != 0)
+            mask = inside[:, None] & inside_d[None, :]
+            k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=mask, other=0.0)
+            v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=mask, other=0.0)
+            if HEADS == 1:
+                s = tl.where(taken, tl.sum(k.to(tl.float32) * q[None, :], 1), -float("inf"))
+                new = tl.maximum(highest, s)
+                base = tl.where(new == -float("inf"), 0.0, new)
+                p = tl.exp2(s - base)
+                again = tl.exp2(highest - base)
+                acc = acc * again[:, None] + p[:, None] * v.to(tl.float32)
+                sums = sums * again + p
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                s = tl.where(taken[None, :], s, -float("inf"))
+                new = tl.maximum(highest, tl.max(s, 1))
+                base = tl.where(new == -float("inf"), 0.0, new)
+                p = tl.exp2(s - base[:, None])
+                again = tl.exp2(highest - base)
+                acc = tl.dot(p.to(v.dtype), v, acc * again[:, None], input_precision="ieee")
+                sums = sums * again + tl.sum(p, 1)
+            highest = new
+    if HEADS == 1:
+        top = tl.max(highest, 0)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        weight = tl.exp2(highest - base)
+        total_sum = tl.sum(sums * weight, 0)
+        out = tl.sum(acc * weight[:, None], 0) / tl.where(total_sum > 0, total_sum, 1.0)
+        lse = tl.where(total_sum > 0, base + tl.log2(tl.where(total_sum > 0, total_sum, 1.0)), -float("inf"))
+        tl.store(part_lse_ptr + part, lse)
+        tl.store(part_ptr + part * D + d, out, mask=inside_d)
+    else:
+        some = sums > 0
+        safe = tl.where(some, sums, 1.0)
+        lse = tl.where(some, highest + tl.log2(safe), -float("inf"))
+        places = part + m * num_splits
+        tl.store(part_lse_ptr + places, lse, mask=m < HEADS)
+        tl.store(part_ptr + places[:, None] * D + d[None, :], acc / safe[:, None], mask=((m < HEADS) & some)[:, None] & inside_d[None, :])
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_batch, out_head, num_splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out (B, H, D) and lse (B, H), natural, from the parts of each (request, head)."""
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    pair = batch * tl.num_programs(0) + head
+    i = tl.arange(0, SPLITS)
+    lses = tl.load(part_lse_ptr + pair * num_splits + i, mask=i < num_splits, other=-float("inf"))
+    top = tl.max(lses, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lses - base), 0)
+    d = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, STEP)
+    acc = tl.zeros([STEP, BLOCK_D], tl.float32)
+    for first in range(0, num_splits, STEP):
+        at = first + step
+        weight = tl.exp2(tl.load(part_lse_ptr + pair * num_splits + at, mask=at < num_splits, other=-float("inf")) - base)
+        rows = part_ptr + (pair * num_splits + at)[:, None] * D + d[None, :]
+        # a part without keys may hold anything
+        acc += tl.load(rows, mask=(weight > 0)[:, None] & (d < D)[None, :], other=0.0) * weight[:, None]
+    safe = tl.where(total > 0, total, 1.0)
+    out = tl.sum(acc, 0) / safe
+    tl.store(out_ptr + batch * out_batch + head.to(tl.int64) * out_head + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(lse_ptr + pair, tl.where(total > 0, (base + tl.log2(safe)) * LN_2, -float("inf")))
+
+
+def decode(
+    q: torch.Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``engine.decode.decode``, without a host synchronisation.
+
+    Args:
+        num_splits: programs that share a row; None: as many as keep the GPU busy.
+    """
+    B, H, D = q.shape
+    K = cached.k.shape[2]
+    k, v, table = cached.k, cached.v, cached.table
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.dtype is k.dtype is v.dtype
+    G = runs.num_groups
+    # query heads that read equal keys of one key/value head; all of them where every head has its own
+    heads = H // max(G, K)
+    block_d = max(16, triton.next_power_of_2(D))
+    keys = min(128, max(16, (_TILE if heads == 1 else _DOT_TILE) // block_d))
+    if q.dtype is torch.float32:
+        keys = max(16, keys // 2)
+    if num_splits is None:
+        wanted = _PROGRAMS * _multiprocessors(q.device) // max(1, B * (H // heads))
+        num_splits = max(1, min(wanted, triton.cdiv(runs.max_keys, keys), _MOST_SPLITS))
+    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H), dtype=torch.float32, device=q.device)
+    parts = torch.empty((B, H, num_splits, D), dtype=torch.float32, device=q.device)
+    part_lses = torch.empty((B, H, num_splits), dtype=torch.float32, device=q.device)
+    kept = runs.kept
+    assert runs.first.is_contiguous() and runs.ends.is_contiguous() and (kept is None or kept.is_contiguous())
+    rows_kernel[(num_splits, H // heads, B)](
+        q, k, v, parts, part_lses, runs.first, runs.ends, runs.stride,
+        q if kept is None else kept.view(torch.uint8), q if table is None else table,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        runs.first.stride(0), 0 if G == 1 else runs.first.stride(1),
+        *((0, 0) if kept is None else (kept.stride(0), 0 if G == 1 else kept.stride(1))),
+        0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, scale * LOG2_E,
+        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), GROUP=H // K, D=D, BLOCK_D=block_d, KEYS=keys,
+        RUNS=triton.next_power_of_2(runs.first.shape[2]), PAGED=table is not None, WRAPS=cached.wraps,
+        KEPT=0 if kept is None else kept.shape[3], num_warps=4,
+    )  # fmt: skip
+    merge_kernel[(H, B)](
+        parts, part_lses, out, lse, *out.stride()[:2], num_splits,
+        D=D, BLOCK_D=block_d, SPLITS=triton.next_power_of_2(num_splits), STEP=min(_MERGED_AT_ONCE, triton.next_power_of_2(num_splits)),
+    )  # fmt: skip
+    return out, lse
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,123 @@
+"""Rows of the attention matrix of one sequence, chunk by chunk of keys: what ``attention_map`` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeySide:
+    """What chosen queries of one sequence, or of one packed document, may attend to: dense if it has neither branches nor blocks.
+
+    Args:
+        k: keys (B, N, Hk, D).
+        branches: adds their multiplicities.
+        blocks: adds 1 on the pairs kept: one pattern for all batch entries, or one each. No content-chosen ones, but what they chose.
+        padding: (B, N) bool, True = no key.
+        dtype: scores and weights are computed in it.
+    """
+
+    k: torch.Tensor
+    branches: DilatedPattern | None
+    blocks: tuple[BlockPattern, ...]
+    is_causal: bool
+    scale: float
+    padding: torch.Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def num_keys(self) -> int:
+        return self.k.shape[1]
+
+    def weights(self, q: torch.Tensor, positions: list[int], lse: torch.Tensor | None, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; others have weight 0.
+
+        ``lse`` (B, H, R): None for the one over all keys, which is a pass of its own.
+        """
+        q, at = q.to(self.dtype) * self.scale, torch.tensor(positions, device=q.device)
+        low, high = self._span(positions)
+        chunks = [(first, min(first + step, high)) for first in range(low, high, step)]
+        if lse is None:
+            lse = self._zero_lse(at, q.shape[2])
+            for first, last in chunks:
+                lse = lse.logaddexp(self._logits(q, at, first, last).logsumexp(-1))
+        # an empty row has no finite logit, whatever is taken off
+        shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+        for first, last in chunks:
+            yield first, self._logits(q, at, first, last).sub_(shift).exp_()
+
+    def _span(self, positions: list[int]) -> tuple[int, int]:
+        """The keys [low, high) beyond which none of these positions reaches."""
+        low, high = 0, self.num_keys
+        if self.branches is not None and not self.blocks:
+            lengths = self.branches.segment_lengths
+            low = min(min(positions) // length * length for length in lengths)
+            high = min(high, max((max(positions) // length + 1) * length for length in lengths))
+        return low, min(high, max(positions) + 1) if self.is_causal else high
+
+    def _logits(self, q: torch.Tensor, at: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """s + log m (B, H, R, K) for keys [first, last), −inf where m is 0."""
+        H, Hk = q.shape[2], self.k.shape[2]
+        # the query heads of one key head side by side
+        grouped = q.transpose(1, 2).unflatten(1, (Hk, H // Hk)).flatten(2, 3)
+        scores = grouped @ self.k[:, first:last].to(self.dtype).permute(0, 2, 3, 1)
+        scores = scores.unflatten(2, (H // Hk, q.shape[1])).flatten(1, 2)
+        keys = torch.arange(first, last, device=q.device)
+        m = self._multiplicity(at, keys, H)
+        if self.is_causal:
+            m = m * (keys <= at[:, None])
+        if self.padding is not None:
+            m = m * ~self.padding[:, None, None, first:last]
+        # a score where m is 0 may be infinite, so nothing is added to it
+        return torch.where(m > 0, scores + m.log(), -torch.inf)
+
+    def _multiplicity(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """m in ``dtype``, (B or 1, H or 1, R, K), causality and padding aside."""
+        if self.branches is None and not self.blocks:
+            return torch.ones((1, 1, rows.shape[0], keys.shape[0]), dtype=self.dtype, device=keys.device)
+        parts = [] if self.branches is None else [branch_pairs(self.branches, rows, keys, num_heads)[None]]
+        if self.blocks:
+            heads = torch.arange(num_heads if self.blocks[0].per_head else 1, device=keys.device)[:, None, None]
+            shape = (heads.shape[0], rows.shape[0], keys.shape[0])
+            kept = [block.allowed(rows[:, None], keys, heads, self.num_keys).broadcast_to(shape) for block in self.blocks]
+            parts.append(torch.stack(kept))
+        return sum(parts[1:], parts[0]).to(self.dtype)
+
+    def _zero_lse(self, at: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """(B, H, R): the log of the zero keys of each row, −inf where there are none."""
+        zero = torch.zeros((num_heads, at.shape[0]), dtype=self.dtype, device=at.device)
+        if self.branches is not None and not self.is_causal:
+            zero = zero_keys(self.branches, at, num_heads, self.num_keys).to(self.dtype)
+        return zero.log().expand(self.k.shape[0], -1, -1)
+
+
+def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(H, R, K) int16: in how many branches head h pairs a row's position with a key's; ``dense_mask`` of any rows and keys."""
+    m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=torch.int16, device=keys.device)
+    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
+        # heads outside the branch have offset −1, which no position has
+        offset = torch.tensor(offsets, device=keys.device)[:, None]
+        row_taken, key_taken = (x % length % rate == offset for x in (rows, keys))
+        same_segment = (rows // length)[:, None] == keys // length
+        m += row_taken[:, :, None] & key_taken[:, None, :] & same_segment
+    return m
+
+
+def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_positions: int) -> torch.Tensor:
+    """(H, R) int64: the zero keys of all branches that each row attends to, none with ``tail="mask"``."""
+    total = torch.zeros((num_heads, rows.shape[0]), dtype=torch.int64, device=rows.device)
+    if pattern.tail == "mask":
+        return total
+    for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
+        offset = torch.tensor(offsets, device=rows.device)[:, None]
+        real = (num_positions - rows // length * length).clamp(max=length)
+        # ceil((real − offset) / rate)
+        taken = -((offset - real) // rate)
+        zero = pattern.zero_keys(branch, num_positions, 0) - taken.clamp(min=0)
+        total += torch.where(rows % length % rate == offset, zero, 0)
+    return total

@@ -1,0 +1,143 @@
+"""``decode_attention``: one new query for each of many requests, over keys and values that lie in a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.backends import Hardware, Request, detect
+from dilated_attention.engine import decode_select as select
+from dilated_attention.engine.decode import Cached
+from dilated_attention.engine.decode_runs import row_keys
+from dilated_attention.engine.decode_select import Explained
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    pattern: DilatedPattern | BlockPattern | None = None,
+    *,
+    window: int | None = None,
+    page_table: torch.Tensor | None = None,
+    max_length: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """The row of causal attention at each request's position; equal to that row of the forward over the whole sequence.
+
+    Reads the keys that the pattern keeps for this row and no others, where they lie in the cache: without a copy and without a wait for the
+    GPU on CUDA (patterns of blocks but for windows look up ``positions`` on the host).
+
+    Args:
+        q: queries (B, 1, H, D), one for each request, rotated if keys are.
+        k, v: the cache. Position p of request b lies in k[b, p % C] of k (B, C, Hk, D); with ``page_table`` in
+            k[page_table[b, p // C], p % C] of k (pages, C, Hk, D). Keys up to and including the query's own must lie there.
+        positions: (B,) integers, the position of each query.
+        pattern: what attends to what, causally; None: every key up to the query.
+        window: without a pattern: the query's own key and so many before it.
+        page_table: (B, pages of a request) int32.
+        max_length: positions are below it; None: as many as C, or all pages of a request, hold. More than C: slots are taken again, which the
+            pattern must allow: it may read no more than the last C positions.
+        scale: factor of q·k; None for 1/sqrt(D).
+        return_lse: also return the log-sum-exp of the scores.
+        backend: ``"auto"`` · ``"flash3"``: FlashAttention-3 (dense rows; Hopper) · ``"triton"`` · ``"torch"``; a name is used or refused.
+
+    Returns:
+        out (B, 1, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, 1)) in float32 (float64 for float64). A row without keys is 0 with
+        lse −inf. There are no gradients.
+
+    Raises:
+        ValueError, TypeError: tensors that do not fit, or a block pattern that is not ``is_prefix_stable``.
+        BackendUnavailable: the named backend cannot do this; with every reason.
+
+    >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
+    """
+    _check_tensors(q, k, v, positions, page_table)
+    slots, B = k.shape[1], q.shape[0]
+    holds = slots if page_table is None else slots * page_table.shape[1]
+    max_length = holds if max_length is None else as_int("max_length", max_length, minimum=1)
+    select.check_name(backend)
+    if window is not None:
+        window = as_int("window", window, minimum=0)
+        if pattern is not None:
+            raise ValueError(f"window is {window} and a pattern is given too; give one of them, e.g. the pattern LocalWindow({window})")
+    scale = check.check_scale(scale, q.shape[3], q.dtype)
+    keys = row_keys(pattern, q.shape[2], k.shape[2], max_length, q.device, window=window)
+    if max_length > holds and (page_table is not None or keys.span > slots):
+        what = "whose table has pages for" if page_table is not None else "of"
+        raise ValueError(
+            f"max_length is {max_length} with a cache {what} {holds} positions, and rows read up to {keys.span} positions back; give the cache "
+            f"at least {min(keys.span, max_length)} slots a request"
+        )
+    if not torch.compiler.is_compiling() and positions.device.type == "cpu" and B:
+        lowest, highest = int(positions.min()), int(positions.max())
+        if lowest < 0 or highest >= max_length:
+            raise ValueError(f"positions reach from {lowest} to {highest}; expected 0 to max_length − 1 = {max_length - 1}")
+    if isinstance(pattern, BlockPattern):
+        keys.prepare(positions.tolist())
+    runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))
+    cached = Cached(k, v, page_table, wraps=max_length > holds)
+    out, lse = select.decode(q[:, 0], cached, runs, scale, backend)
+    return (out[:, None], lse[..., None]) if return_lse else out[:, None]
+
+
+def explain_decode(
+    *,
+    device: torch.device | str | None = None,
+    hardware: Hardware | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 64,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    dense: bool = False,
+    backend: str = "auto",
+) -> Explained:
+    """Which decoder a call of this kind takes, and every reason against the others; print it. ``dense``: rows read every key before them."""
+    select.check_name(backend)
+    machine = hardware or detect(device)
+    request = Request(hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads)
+    return select.explain(request, dense, backend)
+
+
+def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> None:
+    # of another batch size where there are pages
+    check.check_tensors(q[:1] if isinstance(q, torch.Tensor) and q.ndim == 4 else q, *(x[:1] if _is_cache(x) else x for x in (k, v)))
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}; they must be equal")
+    B = q.shape[0]
+    if q.shape[1] != 1:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; expected one query a request, (B, 1, H, D): for more use query_offset of the forward"
+        )
+    if k.shape[1] < 1:
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected at least one slot")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name} has strides {x.stride()}; expected the last one to be 1: a cache is not copied")
+    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int32, torch.int64):
+        found = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise TypeError(f"positions is {found}; expected an int64 tensor of shape (B,) = ({B},)")
+    if tuple(positions.shape) != (B,):
+        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected one position a request, ({B},)")
+    if page_table is None:
+        if k.shape[0] != B:
+            raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal, but for a paged cache: give its page_table")
+        return
+    if not isinstance(page_table, torch.Tensor) or page_table.dtype is not torch.int32:
+        found = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__
+        raise TypeError(f"page_table is {found}; expected an int32 tensor of shape (B, pages of a request)")
+    if page_table.ndim != 2 or page_table.shape[0] != B or page_table.device != q.device:
+        raise ValueError(
+            f"page_table has shape {tuple(page_table.shape)} on {page_table.device}; expected ({B}, pages of a request) on {q.device}"
+        )
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] > 0

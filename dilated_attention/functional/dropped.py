@@ -1,0 +1,137 @@
+"""The end of a residual branch: x + drop_path(dropout(y)), which keeps for the backward one seed and no mask.
+
+An element is kept or not by a hash of its place and the seed, so the backward draws the same mask again, on any device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.engine.merge import has_kernels
+
+# SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit constants; int64 products wrap, as it needs
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+# elements hashed at a time: three int64 tensors of them stay in a CPU's cache
+_CHUNK = 2**16
+
+
+def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:
+    """x + path · dropout(y).
+
+    Args:
+        x, y: (B, …), one shape.
+        dropout: p ∈ [0, 1): probability that an element of y is dropped; what is left is scaled by 1/(1 − p). 0 in evaluation.
+        path: float factors of y, 0 where stochastic depth drops the branch: (B,), one a sample, or (B, N), one a row. None for 1.
+
+    Returns:
+        x's shape, in the dtype of x + y. Without dropout and path plain x + y.
+
+    The seed is drawn from the default generator of x's device: reproducible under ``manual_seed``, repeated by activation checkpointing,
+    new in each replay of a CUDA graph. The mask is not that of nn.Dropout under the same seed.
+    """
+    if x.shape != y.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)} and y has {tuple(y.shape)}; expected one shape for both")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; expected a probability, 0 ≤ p < 1")
+    if path is not None and path.shape not in (x.shape[:1], x.shape[:2]):
+        raise ValueError(f"path has shape {tuple(path.shape)}; expected one factor a sample or a row, that is {tuple(x.shape[:2])} or less")
+    if not dropout and path is None:
+        return x + y
+    seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
+    return add_dropped_op(x, y, seed, path, dropout)
+
+
+@torch.library.custom_op("dilated_attention::add_dropped", mutates_args=())
+def add_dropped_op(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """x + path · dropout(y); the backward is ``dropped_op``."""
+    return _dropped(x, y, seed, path, dropout, torch.result_type(x, y))
+
+
+@torch.library.custom_op("dilated_attention::dropped", mutates_args=())
+def dropped_op(y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype) -> torch.Tensor:
+    """path · dropout(y) in ``dtype``."""
+    return _dropped(None, y, seed, path, dropout, dtype)
+
+
+def _dropped(
+    x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
+) -> torch.Tensor:
+    y = y.contiguous()
+    threshold, scale = threshold_of(dropout), 1 / (1 - dropout)
+    if has_kernels(y) and (x is None or has_kernels(x)):
+        from dilated_attention.functional import lean_triton
+
+        path = None if path is None else path.float().contiguous()
+        return lean_triton.dropped(None if x is None else x.contiguous(), y, seed, path, threshold, scale, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = torch.full((1,), scale, dtype=wide, device=y.device) if path is None else path.to(wide) * scale
+    out = (y.to(wide) * factor.view(*factor.shape, *(1,) * (y.ndim - factor.ndim))).contiguous()
+    if seed is not None:
+        flat = out.view(-1)
+        for start in range(0, flat.numel(), _CHUNK):
+            part = flat[start : start + _CHUNK]
+            part.mul_(keep_mask(seed, start, part.numel(), threshold))
+    return (out if x is None else out.add_(x)).to(dtype)
+
+
+def threshold_of(dropout: float) -> int:
+    """Of 31-bit numbers as many are below it as elements are to be dropped."""
+    return int(dropout * 2**31)
+
+
+def keep_mask(seed: torch.Tensor, start: int, count: int, threshold: int) -> torch.Tensor:
+    """bool (count,): whether the elements from place ``start`` on are kept: number ``place + 1`` of SplitMix64's sequence from ``seed``."""
+    state = torch.arange(start + 1, start + count + 1, device=seed.device).mul_(_GOLDEN).add_(seed)
+    state = state.bitwise_xor_(_shift(state, 30)).mul_(_MIX_1)
+    state = state.bitwise_xor_(_shift(state, 27)).mul_(_MIX_2)
+    state = state.bitwise_xor_(_shift(state, 31))
+    # the 31 highest bits
+    return _shift(state, 33) >= threshold
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+@add_dropped_op.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(y, dtype=torch.result_type(x, y), memory_format=torch.contiguous_format)
+
+
+@dropped_op.register_fake
+def _(y: torch.Tensor, seed: Any, path: Any, dropout: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, y, seed, path, dropout = inputs
+    ctx.save_for_backward(seed, path)
+    ctx.dtypes, ctx.dropout = (x.dtype, y.dtype), dropout
+
+
+def _autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    seed, path = ctx.saved_tensors
+    dx = grad.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+    dy = dropped_op(grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None, None
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    y, seed, path, dropout, _ = inputs
+    ctx.save_for_backward(seed, path)
+    ctx.dtype, ctx.dropout = y.dtype, dropout
+
+
+def _linear_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    # it is linear and diagonal: its own transpose
+    seed, path = ctx.saved_tensors
+    return dropped_op(grad, seed, path, ctx.dropout, ctx.dtype), None, None, None, None
+
+
+add_dropped_op.register_autograd(_autograd, setup_context=_setup_context)
+dropped_op.register_autograd(_linear_autograd, setup_context=_linear_setup)

@@ -1,0 +1,419 @@
+"""Linear layers behind a norm, an activation or both, which keep for the backward only what went in.
+
+    y_i = W_i · z + b_i,    z = norm(a),    a = x or act(x) or SiLU(gate) ∘ x
+
+Plain layers keep x, a, z and, where dtypes differ, copies of them. This op keeps x (and gate), which the attention or the layer
+before holds anyway, and two float32 numbers a row; its backward makes a and z again, in the pass that needs them. Of a float32 residual
+stream under autocast it keeps the normalised rows in 16 bits instead. No matrix
+product is ever computed twice. The same on every device: Triton kernels on GPUs, plain torch in chunks of rows elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.merge import has_kernels
+from dilated_attention.engine.prepare import without_autocast
+
+ACTIVATIONS = ("none", "gelu", "relu", "silu", "swiglu")
+NORMS = ("none", "layer", "rms")
+# rows that plain torch takes at a time: what a chunk needs between its steps stays in a CPU's cache
+_CHUNK_ROWS = 1024
+# a row of the kernels lies in registers
+_MOST_COLUMNS = 16384
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class Recipe(NamedTuple):
+    """What is done to x in front of the linear layers; ``dtype`` is that of z, of the products and of y."""
+
+    activation: str
+    norm: str
+    eps: float
+    dtype: torch.dtype
+
+
+def norm_linear(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    *,
+    gate: torch.Tensor | None = None,
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> list[torch.Tensor]:
+    """[W_i · norm(activation(x)) + b_i for each i].
+
+    Args:
+        x: (…, K).
+        weights: each (F_i, K).
+        biases: each (F_i,), one a weight; [] for none.
+        gate: (…, K), with ``activation="swiglu"`` only.
+        norm: ``"layer"``, ``"rms"`` or ``"none"``.
+        norm_weight, norm_bias: (K,) or None, for 1 and 0.
+        eps: of the norm.
+        activation: ``"gelu"`` (exact), ``"relu"``, ``"silu"``, ``"swiglu"``: SiLU(gate) ∘ x, or ``"none"``.
+
+    Returns:
+        (…, F_i) each, in the weights' dtype, or autocast's. Norm and activation are computed in float32 (float64 for float64) and
+        rounded once.
+
+    Differs from the layers one by one in rounding only: theirs round after the activation, and again after the norm.
+    """
+    if activation not in ACTIVATIONS or norm not in NORMS:
+        raise ValueError(f"activation is {activation!r} and norm is {norm!r}; expected one of {ACTIVATIONS} and one of {NORMS}")
+    if (gate is not None) != (activation == "swiglu"):
+        raise ValueError(
+            f"gate is {'given' if gate is not None else None} with activation {activation!r}; expected a gate for 'swiglu' only"
+        )
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weights have {len(biases)} biases; expected one each, or none at all")
+    dtype = compute_dtype(x, weights[0])
+    narrows = activation == "none" and norm != "none" and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
+    return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, activation, norm, eps, dtype, narrows)[:-2])
+
+
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype a linear layer computes in here: autocast's where it is on, which leaves float64 alone, else the weight's."""
+    if has_autocast(x) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight.dtype
+
+
+def has_autocast(x: torch.Tensor) -> bool:
+    # a device without autocast, such as meta, refuses to be asked whether it is on
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+@torch.library.custom_op("dilated_attention::norm_linear", mutates_args=())
+def norm_linear_op(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    activation: str,
+    norm: str,
+    eps: float,
+    dtype: torch.dtype,
+    narrows: bool,
+) -> list[torch.Tensor]:
+    """[y_i …, statistics, x̂]: mean and 1/std of each row, (2, rows), (0, rows) without a norm; x̂ empty unless ``narrows``.
+
+    With ``narrows``, for an x wider than ``dtype``, the backward gets x̂ = (x − mean) / std in ``dtype`` instead of x.
+    Arguments are checked by the caller.
+    """
+    recipe = Recipe(activation, norm, eps, dtype)
+    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    weights, biases = [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
+    shape, stats, normal = x.shape[:-1], _new_stats(x, norm), _new_normal(x, dtype, narrows)
+    with without_autocast(x):
+        if _fused(x):
+            from dilated_attention.functional import lean_triton
+
+            z = lean_triton.prepare(rows, gates, norm_weight, norm_bias, recipe, stats, normal if narrows else None)
+            ys = [F.linear(z, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+        else:
+            ys = [rows.new_empty((rows.shape[0], w.shape[0]), dtype=dtype) for w in weights]
+            for part in _chunks(rows):
+                a, z = _prepare(rows[part], None if gates is None else gates[part], norm_weight, norm_bias, recipe, stats[:, part])
+                if narrows:
+                    normal.view(rows.shape)[part].copy_((a - stats[0][part, None]).mul_(stats[1][part, None]))
+                z = z.to(dtype)
+                for i, (y, w) in enumerate(zip(ys, weights, strict=True)):
+                    if biases:
+                        torch.addmm(biases[i], z, w.t(), out=y[part])
+                    else:
+                        torch.mm(z, w.t(), out=y[part])
+    return [*(y.view(*shape, y.shape[-1]) for y in ys), stats, normal]
+
+
+@torch.library.custom_op("dilated_attention::norm_linear_backward", mutates_args=())
+def norm_linear_backward_op(
+    dys: list[torch.Tensor],
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    stats: torch.Tensor,
+    needs: list[bool],
+    activation: str,
+    norm: str,
+    eps: float,
+    dtype: torch.dtype,
+    wide: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """Gradients of x, gate, the norm's weight and bias, each weight, each bias: those that there are and that ``needs`` asks for.
+
+    ``needs``: of x or gate, of the norm, of the weights, of the biases. ``wide``: the dtype that x had where the tensor here is x̂.
+    """
+    recipe = Recipe(activation, norm, eps, dtype)
+    needs_input, needs_norm, needs_weights, needs_biases = needs
+    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    widths = [w.shape[0] for w in weights]
+    with without_autocast(x):
+        # one product over all layers sums their shares of dz in its accumulator
+        joined = weights[0].to(dtype) if len(weights) == 1 else torch.cat([w.to(dtype) for w in weights])
+        dy = _rows(dys[0]).to(dtype) if len(dys) == 1 else torch.cat([_rows(dy).to(dtype) for dy in dys], dim=-1)
+        if _fused(x):
+            from dilated_attention.functional import lean_triton
+
+            dz = dy @ joined if needs_input or needs_norm else None
+            z, dx, dgate, sums = lean_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights, wide)
+            dnorm: list[torch.Tensor | None] = [*sums]
+            dweight = None if z is None else dy.t() @ z
+            del z, dz
+        else:
+            dx, dgate, dnorm, dweight = _backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide)
+        dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
+    grads: list[torch.Tensor] = []
+    if needs_input:
+        grads += [d.view(x.shape) for d in (dx, dgate) if d is not None]
+    if needs_norm:
+        # a kernel's two lie side by side
+        pairs = zip(dnorm, (norm_weight, norm_bias), strict=True)
+        grads += [d.to(p.dtype, copy=True) for d, p in pairs if d is not None and p is not None]
+    if dweight is not None:
+        grads += [d.to(w.dtype, copy=len(weights) > 1) for d, w in zip(dweight.split(widths), weights, strict=True)]
+    if dbias is not None:
+        grads += [d.to(b.dtype, copy=len(weights) > 1) for d, b in zip(dbias.split(widths), biases, strict=True)]
+    return grads
+
+
+def _fused(x: torch.Tensor) -> bool:
+    return has_kernels(x) and x.shape[-1] <= _MOST_COLUMNS
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _new_stats(x: torch.Tensor, norm: str) -> torch.Tensor:
+    # Size.numel() would fix a symbolic length
+    return x.new_empty((0 if norm == "none" else 2, math.prod(x.shape[:-1])), dtype=accumulation_dtype(x.dtype))
+
+
+def _new_normal(x: torch.Tensor, dtype: torch.dtype, narrows: bool) -> torch.Tensor:
+    return x.new_empty(x.shape if narrows else (0,), dtype=dtype)
+
+
+def _chunks(rows: torch.Tensor) -> list[slice]:
+    return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
+
+
+def _prepare(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    stats: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, z) of some rows in the accumulation dtype, and their statistics into ``stats``."""
+    a = _activated(x, gate, recipe.activation, accumulation_dtype(x.dtype))
+    if recipe.norm == "none":
+        return a, a
+    weight, bias = (None if p is None else p.to(a.dtype) for p in (weight, bias))
+    if recipe.norm == "layer":
+        z, mean, rstd = torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)
+        stats[0].copy_(mean.view(-1))
+        stats[1].copy_(rstd.view(-1))
+        return a, z
+    stats[0].zero_()
+    stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
+    return a, _affine(a * stats[1][:, None], weight, None)
+
+
+def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
+    x = x.to(dtype)
+    if gate is not None:
+        return F.silu(gate.to(dtype)).mul_(x)
+    return x if activation == "none" else _PLAIN[activation](x)
+
+
+def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
+    """norm(a) once more; ``stats`` as the forward left them."""
+    if recipe.norm == "layer":
+        # torch's one pass, statistics and all, is faster than three that spare them
+        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
+    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
+
+
+def _affine(normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    z = normal if weight is None else normal * weight
+    return z if bias is None else z + bias
+
+
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    joined: torch.Tensor,
+    stats: torch.Tensor,
+    recipe: Recipe,
+    needs: list[bool],
+    wide: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
+    """(dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers), a chunk of rows at a time; sums in the accumulation dtype."""
+    needs_input, needs_norm, needs_weights, _ = needs
+    acc = stats.dtype
+    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
+    dx = torch.empty_like(x, dtype=wide or x.dtype) if needs_input else None
+    dgate = torch.empty_like(gate) if needs_input and gate is not None else None
+    dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
+    dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
+    # with x̂ for x the norm is the identity, and the true 1/std comes in at the end
+    own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
+    for part in _chunks(x):
+        a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
+        if dweight is not None:
+            z = _normed(a, weight, bias, recipe, stats[:, part]) if wide is None else _affine(a, weight, bias)
+            if recipe.dtype is acc:
+                dweight.addmm_(dy[part].t(), z)
+            else:
+                dweight += dy[part].t() @ z.to(recipe.dtype)
+        if not (needs_input or needs_norm):
+            continue
+        da = (dy[part] @ joined).to(acc)
+        if recipe.norm != "none":
+            da = _norm_backward(da, a, weight, bias, own[:, part], recipe.norm, dnorm)
+            if wide is not None:
+                da *= stats[1][part, None]
+        if dx is not None:
+            _activation_backward(da, x[part], gate, part, recipe.activation, dx, dgate)
+    return dx, dgate, dnorm, dweight
+
+
+def _norm_backward(
+    dz: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
+    norm: str,
+    dnorm: list[torch.Tensor | None],
+) -> torch.Tensor:
+    """da; the shares of the norm's parameters are added to ``dnorm``."""
+    mean, rstd = stats[0][:, None], stats[1][:, None]
+    if norm == "layer":
+        wanted = [True, *(share is not None for share in dnorm)]
+        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
+        for total, share in zip(dnorm, shares, strict=True):
+            if total is not None:
+                total += share
+        return da
+    normal = a * rstd
+    along = dz * normal
+    if dnorm[0] is not None:
+        dnorm[0] += along.sum(0)
+    if weight is None:
+        return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
+    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
+    return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
+
+
+def _activation_backward(
+    da: torch.Tensor,
+    x: torch.Tensor,
+    gates: torch.Tensor | None,
+    part: slice,
+    activation: str,
+    dx: torch.Tensor,
+    dgate: torch.Tensor | None,
+) -> None:
+    """Write dx (and dgate) of the chunk ``part``."""
+    x = x.to(da.dtype)
+    if gates is not None and dgate is not None:
+        gate = gates[part].to(da.dtype)
+        dgate[part].copy_(torch.ops.aten.silu_backward(da * x, gate))
+        da.mul_(F.silu(gate))
+    elif activation == "gelu":
+        da = torch.ops.aten.gelu_backward(da, x)
+    elif activation == "silu":
+        da = torch.ops.aten.silu_backward(da, x)
+    elif activation == "relu":
+        da.mul_(x > 0)
+    dx[part].copy_(da)
+
+
+@norm_linear_op.register_fake
+def _(
+    x: torch.Tensor, gate: Any, norm_weight: Any, norm_bias: Any, weights: list[torch.Tensor], biases: Any, activation: str, norm: str,
+    eps: float, dtype: torch.dtype, narrows: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    ys = [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype) for w in weights]
+    return [*ys, _new_stats(x, norm), _new_normal(x, dtype, narrows)]
+
+
+@norm_linear_backward_op.register_fake
+def _(
+    dys: Any, x: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor], biases: list[torch.Tensor], stats: Any, needs: list[bool],
+    activation: str, norm: str, eps: float, dtype: torch.dtype, wide: torch.dtype | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    like: list[torch.Tensor | None] = [x.to(wide or x.dtype), gate] if needs[0] else []
+    like += [norm_weight, norm_bias] if needs[1] else []
+    like += weights if needs[2] else []
+    like += biases if needs[3] else []
+    return [torch.empty_like(p, memory_format=torch.contiguous_format) for p in like if p is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, gate, norm_weight, norm_bias, weights, biases = inputs[:6]
+    ctx.set_materialize_grads(False)
+    narrows = inputs[-1]
+    ctx.save_for_backward(output[-1] if narrows else x, gate, norm_weight, norm_bias, output[-2], *weights, *biases)
+    ctx.num_weights = len(weights)
+    ctx.settings = (*inputs[6:-1], x.dtype if narrows else None)
+
+
+def _autograd(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    x, gate, norm_weight, norm_bias, stats, *parameters = ctx.saved_tensors
+    weights, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
+    asked, dtype = ctx.needs_input_grad, ctx.settings[-2]
+    # an output that nothing used has gradient 0
+    dys = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=dtype) if dy is None else dy for dy, w in zip(grads[:-2], weights, strict=True)]
+    needs = [any(asked[:2]), any(asked[2:4]), any(asked[4]), any(asked[5])]
+    found = iter(norm_linear_backward_op(dys, x, gate, norm_weight, norm_bias, weights, biases, stats, needs, *ctx.settings))
+    inputs = ((x, gate), (norm_weight, norm_bias), weights, biases)
+    groups = [[next(found) if need and p is not None else None for p in group] for need, group in zip(needs, inputs, strict=True)]
+    return *groups[0], *groups[1], groups[2], groups[3], None, None, None, None, None
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "norm_linear has no second derivative: its backward keeps no graph. For gradients of gradients call the norm and the linear "
+        "layers one by one"
+    )
+
+
+norm_linear_op.register_autograd(_autograd, setup_context=_setup_context)
+norm_linear_backward_op.register_autograd(_no_double_backward)
+
+
+@register_flop_formula(torch.ops.dilated_attention.norm_linear)
+def _forward_flops(x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shapes: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x_shape[:-1]) * sum(math.prod(shape) for shape in weight_shapes)
+
+
+@register_flop_formula(torch.ops.dilated_attention.norm_linear_backward)
+def _backward_flops(
+    dys: Any, x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shapes: Any, biases: Any, stats: Any, needs: Any, *_: Any, **__: Any
+) -> int:
+    """One product for the gradients of what is in front of the layers, one for those of their weights."""
+    return (any(needs[:2]) + needs[2]) * _forward_flops(x_shape, gate, weight, bias, weight_shapes)

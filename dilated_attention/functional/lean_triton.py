@@ -1,0 +1,251 @@
+"""Kernels of ``lean.py`` and ``dropped.py``: activation and norm of a row in registers, forward and backward in one pass each; dropout.
+
+z, and in the backward z again with the gradient of what it was made from, are written while x, gate and dz are read once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from dilated_attention.functional.lean import Recipe
+
+# elements of a row, or of some short rows, that a program holds: 8 a thread, 16 bytes of bfloat16
+_PER_THREAD = 8
+_LEAST_TILE = 1024
+_THREADS_PER_SM = 1024
+# of dropout's kernel, a program
+_ELEMENTS = 1024
+
+
+@triton.jit
+def _activated(x, gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ACTIVATION == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0)
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    if ACTIVATION == "swiglu":
+        return x * gate * tl.sigmoid(gate)
+    return x
+
+
+@triton.jit
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, z_ptr, normal_ptr, stats_ptr, num_rows, eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_NORMAL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (columns < K)[None, :]
+    mask = (rows < num_rows)[:, None] & inside
+    places = rows[:, None] * K + columns[None, :]
+    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    gate = x
+    if ACTIVATION == "swiglu":
+        gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    z = _activated(x, gate, ACTIVATION)
+    if NORM != "none":
+        mean = tl.zeros((ROWS,), dtype=tl.float32)
+        if NORM == "layer":
+            mean = tl.sum(z, axis=1) / K
+            # the padding stays 0
+            z = tl.where(inside, z - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(z * z, axis=1) / K + eps)
+        z = z * rstd[:, None]
+        if KEEPS_NORMAL:
+            tl.store(normal_ptr + places, z.to(normal_ptr.dtype.element_ty), mask=mask)
+        if HAS_WEIGHT:
+            z = z * tl.load(weight_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        if HAS_BIAS:
+            z = z + tl.load(bias_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        tl.store(stats_ptr + rows, mean, mask=rows < num_rows)
+        tl.store(stats_ptr + num_rows + rows, rstd, mask=rows < num_rows)
+    tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, stats_ptr, dz_ptr, z_ptr, dx_ptr, dgate_ptr, shares_ptr, num_rows, num_tiles,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_Z: tl.constexpr, HAS_DZ: tl.constexpr, IS_NORMAL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < K
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & inside[None, :]
+        places = rows[:, None] * K + columns[None, :]
+        x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        gate = x
+        if ACTIVATION == "swiglu":
+            gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        normal = _activated(x, gate, ACTIVATION)
+        if NORM != "none":
+            rstd = tl.load(stats_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
+            if not IS_NORMAL:
+                mean = tl.load(stats_ptr + rows, mask=rows < num_rows, other=0.0)
+                normal = tl.where(inside[None, :], (normal - mean[:, None]) * rstd[:, None], 0.0)
+        if NEEDS_Z:
+            z = normal
+            if HAS_WEIGHT:
+                z = z * weight[None, :]
+            if HAS_BIAS:
+                z = z + bias[None, :]
+            tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
+        if HAS_DZ:
+            da = tl.load(dz_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            if NORM != "none":
+                dweight += da * normal
+                dbias += da
+                if HAS_WEIGHT:
+                    da = da * weight[None, :]
+                along = tl.sum(da * normal, axis=1) / K
+                change = da - normal * along[:, None]
+                if NORM == "layer":
+                    change -= (tl.sum(da, axis=1) / K)[:, None]
+                da = change * rstd[:, None]
+            # dx may lie where dz was: a program has read its rows before it writes them
+            if ACTIVATION == "gelu":
+                density = tl.exp(-0.5 * x * x) * 0.3989422804014327
+                da = da * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
+            if ACTIVATION == "relu":
+                da = tl.where(x > 0, da, 0.0)
+            if ACTIVATION == "silu":
+                sigmoid = tl.sigmoid(x)
+                da = da * sigmoid * (1.0 + x * (1.0 - sigmoid))
+            if ACTIVATION == "swiglu":
+                sigmoid = tl.sigmoid(gate)
+                dgate = da * x * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+                tl.store(dgate_ptr + places, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+                da = da * gate * sigmoid
+            tl.store(dx_ptr + places, da.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_DZ and NORM != "none":
+        shares = shares_ptr + tl.program_id(0) * 2 * K + columns
+        tl.store(shares, tl.sum(dweight, axis=0), mask=inside)
+        tl.store(shares + K, tl.sum(dbias, axis=0), mask=inside)
+
+
+def prepare(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    stats: torch.Tensor,
+    normal: torch.Tensor | None,
+) -> torch.Tensor:
+    """z of contiguous rows x (M, K), in the recipe's dtype; mean and 1/std into ``stats`` (2, M), (x − mean) / std into ``normal``."""
+    M, K = x.shape
+    z = torch.empty_like(x, dtype=recipe.dtype)
+    if M and K:
+        block, rows, warps = _tile(K)
+        _prepare_kernel[(triton.cdiv(M, rows),)](
+            x, gate, weight, bias, z, normal, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
+            weight is not None, bias is not None, normal is not None, num_warps=warps,
+        )  # fmt: skip
+    return z
+
+
+def prepare_backward(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    stats: torch.Tensor,
+    dz: torch.Tensor | None,
+    needs_z: bool,
+    wide: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """(z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32), of dz (M, K), which may be overwritten; None: only z.
+
+    ``wide``: x is x̂, and dx is to be of this dtype.
+    """
+    M, K = x.shape
+    z = torch.empty_like(x, dtype=recipe.dtype) if needs_z else None
+    kind = wide or x.dtype
+    dx = None if dz is None else dz if dz.dtype is kind else torch.empty_like(x, dtype=kind)
+    dgate = None if dz is None or gate is None else torch.empty_like(gate)
+    if not (M and K):
+        return z, dx, dgate, stats.new_zeros(2, K)
+    block, rows, warps = _tile(K)
+    tiles = triton.cdiv(M, rows)
+    programs = min(tiles, _programs(x.device, warps))
+    shares = stats.new_empty(programs, 2, K)
+    _prepare_backward_kernel[(programs,)](
+        x, gate, weight, bias, stats, dz, z, dx, dgate, shares, M, tiles, K, block, rows, recipe.activation, recipe.norm,
+        weight is not None, bias is not None, needs_z, dz is not None, wide is not None, num_warps=warps,
+    )  # fmt: skip
+    return z, dx, dgate, shares.sum(0)
+
+
+def _tile(K: int) -> tuple[int, int, int]:
+    """(columns, rows, warps) of a program."""
+    block = triton.next_power_of_2(K)
+    rows = max(1, _LEAST_TILE // block)
+    return block, rows, min(32, max(4, block * rows // (32 * _PER_THREAD)))
+
+
+def _programs(device: torch.device, warps: int) -> int:
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, _THREADS_PER_SM // (32 * warps))
+
+
+@triton.jit
+def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``dropped.keep_mask`` of elements by place, in unsigned 64-bit arithmetic that wraps."""
+    state = (places + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    state = state ^ (state >> 31)
+    return (state >> 33).to(tl.int64) >= THRESHOLD
+
+
+@triton.jit
+def _dropped_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, seed_ptr, path_ptr, out_ptr, num_elements, per_sample, scale,
+    THRESHOLD: tl.constexpr, HAS_X: tl.constexpr, HAS_PATH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < num_elements
+    out = tl.load(y_ptr + places, mask=mask, other=0.0).to(tl.float32) * scale
+    if THRESHOLD > 0:
+        out = tl.where(_keep(tl.load(seed_ptr), places, THRESHOLD), out, 0.0)
+    if HAS_PATH:
+        out = out * tl.load(path_ptr + places // per_sample, mask=mask, other=0.0)
+    if HAS_X:
+        out += tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dropped(
+    x: torch.Tensor | None,
+    y: torch.Tensor,
+    seed: torch.Tensor | None,
+    path: torch.Tensor | None,
+    threshold: int,
+    scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x (or 0) + what dropout and drop path leave of the contiguous y."""
+    out = torch.empty_like(y, dtype=dtype)
+    if y.numel():
+        per_sample = y.numel() if path is None else y.numel() // path.numel()
+        _dropped_kernel[(triton.cdiv(y.numel(), _ELEMENTS),)](
+            x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None, _ELEMENTS, num_warps=4
+        )  # fmt: skip
+    return out

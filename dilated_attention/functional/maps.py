@@ -1,0 +1,199 @@
+"""``attention_map``: the attention weights of chosen queries, exact, without the N² of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.engine.prepare import document_ranges, without_autocast
+from dilated_attention.engine.weights import KeySide
+from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.functional.single import autocast
+from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks
+from dilated_attention.pattern.checks import as_int
+
+# keys scored at a time, and the scores of which a chunk of rows may hold: 64 MiB in float32
+CHUNK = 32768
+SCORES_AT_ONCE = 2**24
+
+
+@torch.no_grad()
+def attention_map(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    *,
+    query_rows: Any,
+    pattern: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    tail: str = "mask",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    query_offset: int = 0,
+    average_heads: bool = False,
+    lse: torch.Tensor | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The weights with which chosen queries attend to every key: the rows of the attention matrix, exact.
+
+        p_h(i, j) = m_h(i,j) e^{s_ij} / Σ_j' m_h(i,j') e^{s_ij'},    s_ij = scale · q_i·k_j
+
+    so that out_h(i) = Σ_j p_h(i,j) v_j is what attention gives with the same arguments. m is that of ``dilated_attention`` with
+    ``segment_lengths`` and ``dilation_rates``, of ``block_sparse_attention`` with ``pattern``, their sum with both
+    (``block_sparse_dilated_attention``), and 1 with neither (``attention``). Time is that of scoring R·N pairs, memory that of the
+    result and ``chunk``. A tool to look with: it has no gradient.
+
+    Args:
+        q: queries (B, Nq, H, D), of which ``query_rows`` are read (all of them by a pattern that content chooses).
+        k: keys (B, Nk, Hk, D); Hk divides H.
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: as of ``dilated_attention``.
+        query_rows: R rows of q, counted from 0, of the packed sequence where documents are packed: integers, a tensor of them, one
+            integer, or ``"cls"``: row 0, with ``cu_seqlens`` the first row of each document.
+        pattern: as of ``block_sparse_attention``.
+        is_causal, scale, cu_seqlens, key_padding_mask, query_offset: as of ``dilated_attention``.
+        average_heads: the mean over heads, which is never held for each of them.
+        lse: the log-sum-exps (B, H, Nq) of ``return_lse=True``, instead of computing those of the chosen rows: half the time.
+        chunk: keys scored at a time; None for 32768.
+
+    Returns:
+        (B, H, R, Nk), with ``average_heads`` (B, R, Nk); computed and returned in float32 (float64 for float64) whatever q's dtype and
+        autocast are, from q and k as attention would take them. A row sums to 1 over the keys, or to 0 where it has no key: a position
+        that no branch of its head takes, or whose keys are all masked. With ``tail="zero_keys"`` the weight of the zero keys, which are at
+        no position, is 1 minus that sum. Keys of other documents have weight 0.
+
+    Raises:
+        ValueError, TypeError: bad input; rows that q does not have.
+
+    >>> weights = attention_map(q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)[0, 0]  # (N,)
+    """
+    q, k, _ = autocast(q, k, k)
+    check.check_tensors(q, k, k)
+    B, Nq, H, D = q.shape
+    Nk = k.shape[1]
+    scale = check.check_scale(scale, D, q.dtype)
+    check.check_bool("is_causal", is_causal)
+    check.check_bool("average_heads", average_heads)
+    query_offset = check.check_query_offset(query_offset, Nq, Nk)
+    check.check_key_padding_mask(key_padding_mask, k)
+    check.check_cu_seqlens(cu_seqlens, q, k)
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
+    documents = ((0, Nk),) if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
+    rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
+    _check_lse(lse, q)
+    step = CHUNK if chunk is None else as_int("chunk", chunk, minimum=1)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    result = torch.zeros((B, len(rows), Nk) if average_heads else (B, H, len(rows), Nk), dtype=wide, device=q.device)
+    rows_at_once = max(1, SCORES_AT_ONCE // max(1, B * H * min(step, Nk)))
+    with without_autocast(q):
+        for start, end in documents:
+            inside = [index for index, row in enumerate(rows) if start <= query_offset + row < end]
+            if not inside:
+                continue
+            # a packed document has its queries at its keys' rows
+            queries = q if cu_seqlens is None else q[:, start:end]
+            padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
+            side = _key_side(queries, k[:, start:end], branches, blocks, is_causal, scale, padding, query_offset)
+            for first in range(0, len(inside), rows_at_once):
+                places = inside[first : first + rows_at_once]
+                positions = [query_offset + rows[place] - start for place in places]
+                where, picked = (torch.tensor(x, device=q.device) for x in (places, [rows[place] for place in places]))
+                known = None if lse is None else lse.to(q.device, wide)[:, :, picked]
+                for low, weights in side.weights(q[:, picked], positions, known, step):
+                    columns = slice(start + low, start + low + weights.shape[-1])
+                    if average_heads:
+                        result[:, where, columns] = weights.mean(1)
+                    else:
+                        result[:, :, where, columns] = weights
+    return result
+
+
+def _key_side(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    branches: DilatedPattern | None,
+    blocks: BlockPattern | None,
+    is_causal: bool,
+    scale: float,
+    padding: torch.Tensor | None,
+    query_offset: int,
+) -> KeySide:
+    """Of one document, whose tensors these are; a content-chosen pattern chooses here."""
+    kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
+    if isinstance(blocks, TopBlocks):
+        chosen = blocks.choose(q, k, is_causal=is_causal, scale=scale, key_padding_mask=padding, query_offset=query_offset)
+        kept = tuple(chosen[entry] for entry in range(q.shape[0]))
+    for pattern in kept:
+        pattern.check(k.shape[1], q.shape[2])
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return KeySide(k=k, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=dtype)
+
+
+def checked_patterns(
+    segment_lengths: Any,
+    dilation_rates: Any,
+    head_offsets: HeadOffsets,
+    branch_heads: str,
+    tail: str,
+    pattern: Any,
+    num_heads: int,
+) -> tuple[DilatedPattern | None, BlockPattern | None]:
+    """The branches and the blocks that a call means, None for those that it does not name."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError(
+            f"segment_lengths is {segment_lengths} and dilation_rates is {dilation_rates}; each branch needs one of both: give both, or neither"
+        )
+    blocks = None if pattern is None else checked_pattern(pattern)
+    if segment_lengths is None:
+        for name, value, default in (
+            ("head_offsets", head_offsets, "cyclic"),
+            ("branch_heads", branch_heads, "all"),
+            ("tail", tail, "mask"),
+        ):
+            if value != default:
+                raise ValueError(f"{name} is {value!r} without branches, whose it is; give segment_lengths and dilation_rates, or leave it")
+        return None, blocks
+    branches = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
+    branches.offsets(num_heads)
+    return branches, blocks
+
+
+def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | None, starts: list[int]) -> list[int]:
+    if isinstance(query_rows, str):
+        if query_rows != "cls":
+            raise ValueError(f"query_rows is {query_rows!r}; expected integers, a tensor of them, or 'cls'")
+        if cu_seqlens is not None and len(starts) != cu_seqlens.shape[0] - 1:
+            raise ValueError(
+                "query_rows is 'cls' and a document of cu_seqlens is empty, so it has no first row; leave it out of cu_seqlens"
+            )
+        rows = [0] if cu_seqlens is None else starts
+    elif isinstance(query_rows, torch.Tensor):
+        if query_rows.dtype is torch.bool or query_rows.is_floating_point() or query_rows.is_complex():
+            raise TypeError(f"query_rows has dtype {query_rows.dtype}; expected integers: of a mask take mask.nonzero()[:, 0]")
+        if query_rows.ndim > 1:
+            raise ValueError(f"query_rows has shape {tuple(query_rows.shape)}; expected (rows,), the same for all batch entries")
+        rows = query_rows.reshape(-1).tolist()
+    else:
+        try:
+            given = list(query_rows)
+        except TypeError:
+            given = [query_rows]
+        rows = [as_int(f"query_rows[{index}]", row) for index, row in enumerate(given)]
+    for row in rows:
+        if not 0 <= row < num_queries:
+            raise ValueError(f"query_rows holds {row}; expected rows of q, 0 to {num_queries - 1}")
+    return rows
+
+
+def _check_lse(lse: Any, q: torch.Tensor) -> None:
+    if lse is None:
+        return
+    expected = (q.shape[0], q.shape[2], q.shape[1])
+    if not isinstance(lse, torch.Tensor) or tuple(lse.shape) != expected:
+        found = f"has shape {tuple(lse.shape)}" if isinstance(lse, torch.Tensor) else f"is a {type(lse).__name__}"
+        raise ValueError(f"lse {found}; expected (batch, heads, queries) = {expected}, what attention returns with return_lse=True")

@@ -1,0 +1,119 @@
+"""``attention_received``: how much attention every key gets from all queries, in the time of attending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention import validation as check
+from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
+from dilated_attention.functional.maps import checked_patterns
+from dilated_attention.functional.single import attention, autocast, dilated_attention
+from dilated_attention.pattern import HeadOffsets
+
+
+def attention_received(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    *,
+    query_weights: torch.Tensor | None = None,
+    pattern: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    tail: str = "mask",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    query_offset: int = 0,
+    average_heads: bool = False,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """The sum of every key's attention weights over all queries: what a heat map of a slide or a document shows.
+
+        a_h(j) = Σ_i g_i p_h(i, j),    p_h(i, j) as of ``attention_map``
+
+    No weight is kept: a is the gradient of Σ_i g_i out_h(i) with respect to the values, so a forward and a backward of attention compute
+    it, on the same backends, in their time and in memory that grows with N. A tool to look with: it has no gradient.
+
+    Args:
+        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail, cu_seqlens, key_padding_mask,
+            query_offset, average_heads: as of ``attention_map``.
+        query_weights: g (B, Nq), real numbers, such as 0 for queries that are padding (``key_padding_mask`` hides keys alone), 1/Nq for a
+            mean, or 1 for the queries of a region; None: 1 for all.
+        dtype: in which q and k go to the kernels; None for float32 (float64 for float64). Half precision is several times faster on a
+            GPU; each weight, and each a, is then rounded to it (float16 holds sums up to 65504).
+        backend: as of ``dilated_attention``; it must have a backward.
+
+    Returns:
+        (B, H, Nk), with ``average_heads`` (B, Nk), in float32 (float64 for float64). Without ``query_weights`` it sums over the keys to the
+        number of queries that have any, less the weight of zero keys with ``tail="zero_keys"``.
+
+    Raises:
+        ValueError, TypeError: bad input.
+        BackendUnavailable: no backend, or not the named one, can do this.
+
+    >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1
+    """
+    q, k, _ = autocast(q, k, k)
+    check.check_tensors(q, k, k)
+    check.check_bool("average_heads", average_heads)
+    H = q.shape[2]
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if dtype is not None and dtype not in check.DTYPES:
+        raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")
+    weights = _checked_weights(query_weights, q)
+    call: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "cu_seqlens": cu_seqlens,
+        "key_padding_mask": key_padding_mask,
+        "query_offset": query_offset,
+        "backend": backend,
+    }
+    # the caller's inference mode would keep tensors from a backward, and its autocast would round them
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        q, k = (_ordinary(x, wide if dtype is None else dtype) for x in (q, k))
+        for name in ("cu_seqlens", "key_padding_mask"):
+            if isinstance(call[name], torch.Tensor):
+                call[name] = _ordinary(call[name], call[name].dtype)
+        # a gradient for each query head; what the values hold does not matter to it
+        k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
+        v = k.detach().requires_grad_()
+        if branches is not None:
+            dilated = (branches.segment_lengths, branches.dilation_rates)
+            call |= {"head_offsets": branches.head_offsets, "branch_heads": branches.branch_heads, "tail": branches.tail}
+            if blocks is not None:
+                out = block_sparse_dilated_attention(q, k, v, *dilated, blocks, **call)
+            else:
+                out = dilated_attention(q, k, v, *dilated, **call)
+        else:
+            out = attention(q, k, v, **call) if blocks is None else block_sparse_attention(q, k, v, blocks, **call)
+        dout = torch.ones_like(out) if weights is None else _ordinary(weights, out.dtype)[:, :, None, None].expand_as(out).contiguous()
+        (received,) = torch.autograd.grad(out, v, dout)
+    # every dimension of a head has the same sum
+    result = received[..., 0].transpose(1, 2).to(wide)
+    return result.mean(1) if average_heads else result.contiguous()
+
+
+def _ordinary(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in ``dtype``, as a tensor that autograd may keep."""
+    x = x.detach().to(dtype)
+    return x.clone() if x.is_inference() else x
+
+
+def _checked_weights(weights: Any, q: torch.Tensor) -> torch.Tensor | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"query_weights is a {type(weights).__name__}; expected a tensor of shape (batch, queries), or None")
+    if tuple(weights.shape) != tuple(q.shape[:2]):
+        raise ValueError(f"query_weights has shape {tuple(weights.shape)}; expected (batch, queries) = {tuple(q.shape[:2])}")
+    if weights.is_complex():
+        raise TypeError(f"query_weights has dtype {weights.dtype}; expected real numbers")
+    return weights.to(q.device)

@@ -1,0 +1,204 @@
+"""Prov-GigaPath's slide encoder and LongViT from their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dilated_attention.integrations._torchscale_stack import (
+    attention_fields,
+    attention_settings,
+    check_names,
+    fill,
+    stack_config,
+    take_stack,
+)
+from dilated_attention.integrations._weights import Weights, place, read_weights, without
+from dilated_attention.models.positions import grid_positions
+from dilated_attention.models.slide_encoder import (
+    GIGAPATH_MAX_WSI_SIZE,
+    GIGAPATH_RATES,
+    SlideEncoder,
+    SlideEncoderConfig,
+    segment_lengths_of,
+)
+from dilated_attention.models.vision import LONGVIT_RATES, LongViT, VisionConfig, longvit_segment_lengths, resized_positions
+
+
+def load_slide_encoder(
+    source: Any,
+    *,
+    num_heads: int = 16,
+    max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
+    tile_size: int = 256,
+    segment_lengths: Any = None,
+    dilation_rates: Any = GIGAPATH_RATES,
+    grid_size: int = 1000,
+    global_pool: bool = False,
+    norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    ignore: Sequence[str] = (),
+    backend: str = "auto",
+    checkpoint_activations: bool = False,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> SlideEncoder:
+    """Prov-GigaPath's slide encoder, ``slide_encoder.pth``: the released one (768 × 12 layers) and others of its family.
+
+    Args:
+        source: as of ``load_torchscale``.
+        num_heads: 16 in all of theirs.
+        max_wsi_size, tile_size: their arguments, from which the segments follow; 262144 and 256 by default.
+        segment_lengths: instead; None for ``segment_lengths_of(max_wsi_size, tile_size)``.
+        dilation_rates: 1, 2, 4, 8, 16 in all of theirs.
+        grid_size: their ``slide_ngrids``.
+        global_pool: the mean of the tiles, in place of the class token.
+        norm_eps, layer_norm_eps: of the last norm, and of the layers.
+        mixture_grad: as of ``load_attention``.
+        dropout, drop_path: for training on; theirs are 0.25 and 0.1.
+        ignore: prefixes of names to leave out.
+        backend, checkpoint_activations, device, dtype: as of ``load_decoder``.
+    """
+    names = without(read_weights(source), ignore)
+    check_names(list(names))
+    weights = Weights(names, "encoder.")
+    lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
+    encoder = stack_config(
+        weights,
+        num_heads=num_heads,
+        is_causal=False,
+        is_pre_norm=True,
+        **attention_settings(lengths, dilation_rates, mixture_grad),
+        layer_norm_eps=layer_norm_eps,
+        dropout=dropout,
+        drop_path=drop_path,
+    )
+    take_stack(weights, encoder, "encoder.")
+    weights.prefix = ""
+    in_dim = weights.peek("patch_embed.proj.weight", 2).shape[1]
+    weights.take_linear("patch_embed.proj", "tile_embedding")
+    weights.taken["class_token"] = weights.take("cls_token", "class_token", 3).flatten()
+    weights.take_norm("norm", "norm")
+    config = SlideEncoderConfig(
+        encoder=encoder, in_dim=in_dim, grid_size=grid_size, tile_size=tile_size, global_pool=global_pool, norm_eps=norm_eps
+    )
+    if "pos_embed" in weights:
+        _check_table(weights.take("pos_embed", "pos_embed", 3), config)
+        del weights.taken["pos_embed"]
+    model = SlideEncoder(config, backend=backend, checkpoint_activations=checkpoint_activations, device="meta")
+    return fill(model, place(weights.finish(), device, dtype))
+
+
+def _check_table(table: torch.Tensor, config: SlideEncoderConfig) -> None:
+    """Refuse a stored position table that is not the one computed here, by its corners, middle and some rows between."""
+    side, width = config.grid_size, config.encoder.embed_dim
+    if tuple(table.shape) != (1, side * side + 1, width):
+        raise ValueError(
+            f"pos_embed has shape {tuple(table.shape)}; expected (1, grid_size² + 1, embed_dim) = {(1, side * side + 1, width)}: set grid_size"
+        )
+    cells = torch.tensor([(x, y) for x in range(0, side, max(1, side // 8)) for y in (0, side // 3, side // 2, side - 1)])
+    rows = grid_positions(cells, width, tile_size=1, grid_size=side)
+    stored = table[0, 1 + cells[:, 0] * side + cells[:, 1]].float().cpu()
+    if table[0, 0].any() or not torch.allclose(stored, rows, atol=1e-2 if table.element_size() < 4 else 1e-5):
+        raise ValueError("pos_embed is not the fixed sine-cosine table of Prov-GigaPath; positions of slides are never learned here")
+
+
+def load_longvit(
+    source: Any,
+    *,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    num_heads: int = 16,
+    segment_lengths: Any = None,
+    dilation_rates: Any = LONGVIT_RATES,
+    attention: str = "dilated",
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    norm_eps: float | None = None,
+    drop_path: float = 0.0,
+    ignore: Sequence[str] = (),
+    backend: str = "auto",
+    checkpoint_activations: bool = False,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> LongViT:
+    """LongViT: its backbone, its classifiers (one process or sequence-parallel: the same names), or what its DINO pretraining writes.
+
+    The file tells the pooling: ``model.…``, ``fc_norm`` and ``head`` are a classifier, norm of the mean; ``backbone.…`` with a norm is the
+    pretraining, mean of the norms, whose projection head (``head.mlp``, ``head.last_layer``) is left out; a bare backbone gives patches.
+
+    Args:
+        source: as of ``load_torchscale``.
+        image_size: pixels of the side to run at; None for that of the stored positions. Another one resizes the positions as their
+            fine-tuning does, without rounding them to float16, and takes its segments.
+        num_classes: start fine-tuning: a fresh norm and a fresh head of so many classes, in place of the file's.
+        num_heads: 16 in LongViT-small.
+        segment_lengths: None for ``longvit_segment_lengths(image_size)``.
+        dilation_rates: 1, 2, 4, 8, 16 in theirs.
+        attention: ``"dilated"`` · ``"dense"``, their ``flash_attention=False``: then without segments and rates.
+        norm_eps: of the norm at the pooling; None for theirs, 1e-5 of a classifier and 1e-6 of the pretraining.
+        layer_norm_eps, mixture_grad, drop_path, ignore, backend, checkpoint_activations, device, dtype: as of ``load_slide_encoder``.
+    """
+    names = without(read_weights(source), ignore)
+    check_names(list(names))
+    outer = next((p for p in ("model.", "backbone.") if f"{p}pos_embed" in names), "")
+    weights = Weights(names, outer)
+    patch = weights.peek("patch_embed.proj.weight", 4)
+    positions = weights.peek("pos_embed", 3)
+    stored_size = int(positions.shape[1] ** 0.5 + 0.5) * patch.shape[2]
+    image_size = stored_size if image_size is None else image_size
+    if image_size % patch.shape[2]:
+        raise ValueError(f"image_size is {image_size}; expected a multiple of the patches' side, {patch.shape[2]}")
+    if attention == "dilated" and segment_lengths is None:
+        segment_lengths = longvit_segment_lengths(image_size)
+    weights.prefix = f"{outer}encoder."
+    encoder = stack_config(
+        weights,
+        num_heads=num_heads,
+        is_causal=False,
+        is_pre_norm=True,
+        **attention_fields(attention, segment_lengths, None if attention == "dense" else dilation_rates, mixture_grad),
+        layer_norm_eps=layer_norm_eps,
+        drop_path=drop_path,
+    )
+    take_stack(weights, encoder, "encoder.")
+    weights.prefix = outer
+    for kind, ndim in (("weight", 4), ("bias", 1)):
+        weights.take(f"patch_embed.proj.{kind}", f"patch_embedding.{kind}", ndim)
+    weights.taken["positions"] = resized_positions(weights.take("pos_embed", "positions", 3), image_size // patch.shape[2])
+    if outer == "backbone.":
+        weights.drop(name for name in names if name.startswith(("head.mlp.", "head.last_layer.")))
+    pooling = _take_pooling(weights, outer, num_classes, encoder.embed_dim)
+    if norm_eps is not None:
+        pooling["norm_eps"] = norm_eps
+    config = VisionConfig(encoder=encoder, image_size=image_size, patch_size=patch.shape[2], in_channels=patch.shape[1], **pooling)
+    model = LongViT(config, backend=backend, checkpoint_activations=checkpoint_activations, device="meta")
+    return fill(model, place(weights.finish(), device, dtype))
+
+
+def _take_pooling(weights: Weights, outer: str, num_classes: int | None, width: int) -> dict[str, Any]:
+    """The norm and the head, from the file or fresh, and the fields of ``VisionConfig`` that say so."""
+    # a classifier's norm and head lie outside of its backbone, that of the pretraining inside
+    weights.prefix = "" if outer == "model." else outer
+    norm = next((name for name in ("fc_norm", "norm") if f"{name}.weight" in weights), None)
+    if num_classes is not None:
+        weights.drop(f"{weights.prefix}{name}.{kind}" for name in ("fc_norm", "norm", "head") for kind in ("weight", "bias"))
+        like = weights.taken["encoder.blocks.0.ffn_norm.weight"]
+        weights.taken["norm.weight"], weights.taken["norm.bias"] = torch.ones_like(like), torch.zeros_like(like)
+        head = torch.nn.init.trunc_normal_(like.new_empty(num_classes, width, dtype=torch.float32), std=0.02)
+        weights.taken["head.weight"], weights.taken["head.bias"] = head.to(like.dtype), like.new_zeros(num_classes)
+        return {"pooling": "mean_norm", "num_classes": num_classes}
+    if norm is None:
+        return {"pooling": "none"}
+    weights.take_norm(norm, "norm")
+    if norm == "norm":
+        return {"pooling": "norm_mean", "norm_eps": 1e-6}
+    if "head.weight" not in weights:
+        return {"pooling": "mean_norm"}
+    weights.take_linear("head", "head")
+    return {"pooling": "mean_norm", "num_classes": weights.taken["head.weight"].shape[0]}

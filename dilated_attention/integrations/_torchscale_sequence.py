@@ -1,0 +1,166 @@
+"""TorchScale's attention, encoder and decoder from their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dilated_attention.integrations._torchscale_stack import (
+    activation_of,
+    attention_fields,
+    attention_settings,
+    check_names,
+    checked_heads,
+    fill,
+    stack_config,
+    take_attention,
+    take_stack,
+)
+from dilated_attention.integrations._weights import Weights, place, read_weights, without
+from dilated_attention.models import LongNetDecoder, LongNetEncoder, LongNetLM
+from dilated_attention.modules import MultiheadDilatedAttention
+
+_Q = "layers.0.self_attn.q_proj.weight"
+
+
+def load_attention(
+    source: Any,
+    *,
+    num_heads: int | None = None,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    xpos_scale_base: float = 512.0,
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    dropout: float = 0.0,
+    backend: str = "auto",
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> MultiheadDilatedAttention:
+    """One ``DilatedAttention`` of TorchScale's, by the weights ``q_proj.weight`` … Its forward needs ``is_causal=True`` in a decoder.
+
+    Args:
+        source: as of ``load_torchscale``.
+        num_heads: H; TorchScale's ``encoder_attention_heads`` or ``decoder_attention_heads``.
+        segment_lengths, dilation_rates: its ``segment_length`` and ``dilated_ratio``, as lists or as text.
+        xpos_scale_base: of XPOS, where the weights have it.
+        layer_norm_eps: its ``layernorm_eps``.
+        mixture_grad: ``"detached"``, its gradient · ``"exact"``.
+        dropout: its ``attention_dropout``.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        device, dtype: of the parameters; None for where and what the weights are.
+    """
+    names = read_weights(source)
+    check_names(list(names))
+    weights = Weights(names)
+    embed_dim = weights.peek("q_proj.weight", 2).shape[1]
+    has_xpos, sub_norm = "xpos.scale" in weights, "inner_attn_ln.weight" in weights
+    layer = MultiheadDilatedAttention(
+        embed_dim,
+        checked_heads(num_heads, embed_dim),
+        **attention_settings(segment_lengths, dilation_rates, mixture_grad),
+        dropout=dropout,
+        layer_norm=sub_norm,
+        layer_norm_eps=layer_norm_eps,
+        rotary=has_xpos,
+        xpos_scale_base=xpos_scale_base if has_xpos else None,
+        backend=backend,
+        device="meta",
+    )
+    take_attention(weights, "", "", layer.head_dim, has_xpos=has_xpos, sub_norm=sub_norm)
+    return fill(layer, place(weights.finish(), device, dtype))
+
+
+def load_encoder(source: Any, **settings: Any) -> LongNetEncoder | LongNetLM:
+    """TorchScale's ``LongNetEncoder``; with token embeddings a LongNetLM of ``is_causal=False``.
+
+    Args:
+        source: as of ``load_torchscale``; names may start with ``encoder.``.
+        settings: as of ``load_decoder``.
+    """
+    return _load_stack(source, is_causal=False, **settings)
+
+
+def load_decoder(source: Any, **settings: Any) -> LongNetDecoder | LongNetLM:
+    """TorchScale's ``LongNetDecoder``; with token embeddings a LongNetLM.
+
+    Args:
+        source: as of ``load_torchscale``; names may start with ``decoder.``.
+        num_heads, segment_lengths, dilation_rates, xpos_scale_base, layer_norm_eps, mixture_grad: as of ``load_attention``.
+        attention: ``"dilated"`` · ``"dense"``, of TorchScale's plain ``Encoder`` and ``Decoder``: then without segments and rates.
+        activation: its ``activation_fn``: ``"gelu"`` · ``"relu"`` · ``"swish"``.
+        scale_embedding: embeddings times sqrt(E): its ``no_scale_embedding=False``. Its own default is not to.
+        is_pre_norm: norms come before each layer, where the weights leave that open.
+        dropout, attention_dropout, drop_path: for training on; TorchScale's ``drop_path_rate``.
+        ignore: prefixes of names to leave out.
+        backend, checkpoint_activations: as of ``LongNetDecoder``.
+        device, dtype: as of ``load_attention``.
+    """
+    return _load_stack(source, is_causal=True, **settings)
+
+
+def _load_stack(
+    source: Any,
+    *,
+    is_causal: bool,
+    num_heads: int | None = None,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    attention: str = "dilated",
+    activation: str = "gelu",
+    xpos_scale_base: float = 512.0,
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    scale_embedding: bool = False,
+    is_pre_norm: bool = False,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    drop_path: float = 0.0,
+    ignore: Sequence[str] = (),
+    backend: str = "auto",
+    checkpoint_activations: bool = False,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    names = without(read_weights(source), ignore)
+    check_names(list(names))
+    prefix = next((p for p in ("encoder.", "decoder.") if p + _Q in names), "")
+    weights = Weights(names, prefix)
+    vocabulary = weights.peek("embed_tokens.weight", 2).shape[0] if "embed_tokens.weight" in weights else None
+    is_tied = False
+    if vocabulary is None and scale_embedding:
+        raise ValueError(
+            "scale_embedding is True and the weights have no embed_tokens; multiply your embeddings by sqrt(embed_dim) instead"
+        )
+    if vocabulary is not None:
+        if "output_projection.weight" not in weights:
+            raise ValueError(
+                "there is embed_tokens.weight and no output_projection.weight, so this model makes no logits; leave the embedding out with "
+                "ignore=['embed_tokens'], and feed the layers embeddings"
+            )
+        embedding = weights.take("embed_tokens.weight", "embedding.weight", 2)
+        output = weights.take("output_projection.weight", "output.weight", 2)
+        if is_tied := embedding.shape == output.shape and torch.equal(embedding, output):
+            del weights.taken["output.weight"]
+    config = stack_config(
+        weights,
+        num_heads=num_heads,
+        is_causal=is_causal,
+        is_pre_norm=is_pre_norm,
+        vocab_size=vocabulary,
+        tie_embeddings=is_tied or vocabulary is None,
+        scale_embedding=scale_embedding,
+        xpos_scale_base=xpos_scale_base,
+        layer_norm_eps=layer_norm_eps,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        drop_path=drop_path,
+        **attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
+        ffn=activation_of(activation),
+    )
+    take_stack(weights, config, "" if vocabulary is None else "decoder.")
+    options: dict[str, Any] = {"backend": backend, "checkpoint_activations": checkpoint_activations, "device": "meta"}
+    model = (LongNetDecoder if is_causal else LongNetEncoder)(config, **options) if vocabulary is None else LongNetLM(config, **options)
+    return fill(model, place(weights.finish(), device, dtype))

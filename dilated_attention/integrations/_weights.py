@@ -1,0 +1,164 @@
+"""Weights from a dict, a module or a file, taken one by one, so that none is forgotten. No pickle that runs code."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# where training programs put the weights in what they save
+WRAPPERS = ("model", "module", "state_dict", "teacher", "student")
+# what torch.compile and activation checkpointing put into names
+_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor]:
+    """Name → tensor of a module, of a dict, or of a file written by ``torch.save`` or safetensors.
+
+    Args:
+        source: nn.Module, mapping, or path.
+        part: key of the weights in a dict of several things; None if there is one of ``WRAPPERS``, or none.
+
+    Raises:
+        ValueError: nothing of that kind in it; several; a file that holds more than tensors.
+    """
+    if isinstance(source, nn.Module):
+        source = source.state_dict()
+    elif isinstance(source, (str, Path)):
+        source = _load_file(Path(source))
+    if not isinstance(source, Mapping):
+        raise TypeError(f"source is a {type(source).__name__}; expected a state dict, a module, or the path of a file")
+    source = _unwrap(source, part)
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in source.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name!r} is a {type(value).__name__}; expected names with tensors, or such a dict under one of {', '.join(WRAPPERS)}"
+            )
+        for wrapper in _INSIDE:
+            name = name.replace(wrapper, "")
+        weights[name] = value.detach()
+    if not weights:
+        raise ValueError("source holds no tensors; expected the weights of a model")
+    while all(name.startswith("module.") for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    return weights
+
+
+def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
+    dicts = [name for name, value in source.items() if isinstance(value, Mapping)]
+    if part is not None:
+        if part not in dicts:
+            raise ValueError(f"part is {part!r}; this file has {', '.join(map(repr, dicts)) or 'weights and no parts'}")
+        return source[part]
+    found = [name for name in WRAPPERS if name in dicts]
+    if len(found) > 1:
+        raise ValueError(f"this file has the weights of {' and '.join(found)}; say which with part={found[0]!r}")
+    return source[found[0]] if found else source
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file; expected one with weights, .safetensors or written by torch.save")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ImportError('reading .safetensors needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
+        return load_file(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{path} holds more than tensors, and unpickling it could run any code in it: {reason}. If you trust where it comes from, write "
+            "its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
+        ) from error
+
+
+def without(names: dict[str, torch.Tensor], ignore: Sequence[str]) -> dict[str, torch.Tensor]:
+    """``names`` but those that start with a prefix of ``ignore``, each of which must be some name's."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore is {ignore!r}; expected a list of prefixes, such as [{ignore!r}]")
+    for prefix in ignore:
+        if not any(name.startswith(prefix) for name in names):
+            raise ValueError(f"ignore has {prefix!r}, and no weight's name starts with it")
+    return {name: value for name, value in names.items() if not name.startswith(tuple(ignore))}
+
+
+class Weights:
+    """Weights that are taken by name, each once, into the names of another model; at the end nothing may be left.
+
+    Args:
+        weights: name → tensor.
+        prefix: of all names below.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        self._all = weights
+        self._left = set(weights)
+        self.prefix = prefix
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self._all
+
+    def peek(self, name: str, ndim: int) -> torch.Tensor:
+        """A weight that must be there, left where it is."""
+        value = self._all.get(self.prefix + name)
+        if value is None:
+            raise ValueError(f"there is no {self.prefix}{name} among the weights; they are {_some(self._all)}")
+        if value.ndim != ndim:
+            raise ValueError(f"{self.prefix}{name} has shape {tuple(value.shape)}; expected {ndim} dimensions")
+        return value
+
+    def take(self, name: str, into: str, ndim: int) -> torch.Tensor:
+        """The weight ``name``, which becomes ``into``."""
+        value = self.peek(name, ndim)
+        self._left.discard(self.prefix + name)
+        self.taken[into] = value
+        return value
+
+    def take_linear(self, name: str, into: str, *, order: torch.Tensor | None = None) -> None:
+        """weight and bias of a linear layer, with its rows in ``order``."""
+        for kind, ndim in (("weight", 2), ("bias", 1)):
+            value = self.take(f"{name}.{kind}", f"{into}.{kind}", ndim)
+            if order is not None:
+                self.taken[f"{into}.{kind}"] = value[order.to(value.device)]
+
+    def take_norm(self, name: str, into: str) -> None:
+        for kind in ("weight", "bias"):
+            self.take(f"{name}.{kind}", f"{into}.{kind}", 1)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Weights, prefix included, that are left out on purpose."""
+        self._left -= set(names)
+
+    def names(self) -> list[str]:
+        return list(self._all)
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """All that was taken; an error that names what was not."""
+        if self._left:
+            raise ValueError(
+                f"{len(self._left)} of {len(self._all)} weights have no place in this model: {_some(self._left)}; "
+                "leave them out with ignore=(…), prefixes of their names, if that is right"
+            )
+        return self.taken
+
+
+def place(weights: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Copies on ``device`` in ``dtype``; None for where they are, and for the one dtype they have."""
+    found = sorted({str(value.dtype) for value in weights.values()})
+    if dtype is None and len(found) > 1:
+        raise ValueError(f"these weights have the dtypes {', '.join(found)}; say which with dtype=")
+    return {name: value.to(device=device, dtype=dtype, copy=True) for name, value in weights.items()}
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")

@@ -1,0 +1,346 @@
+"""Keys and values of past positions, kept so that a new token costs one row of attention: in stretches of equal length, or in pages.
+
+Both kinds hold what later rows can still read: of LongNet's branches the last max(w) positions, of a window its width, of dense attention
+everything. Keys are stored as they enter the product: normalised and rotated by their absolute position.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine import decode_select
+from dilated_attention.engine.decode import Cached
+from dilated_attention.engine.decode_runs import RowKeys, row_keys
+from dilated_attention.models.cache_use import Chunk, Step, Use
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.pattern.checks import as_int
+from dilated_attention.validation import DTYPES
+
+
+class Cache(ABC):
+    """What both kinds share: requests, their lengths, and passes of a model over new positions of them.
+
+    ``lengths`` are known on the host, so that no step waits for the device; ``positions`` (B,) is where a step puts each request's next
+    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        backend: str,
+    ) -> None:
+        if not isinstance(config, LongNetConfig):
+            raise TypeError(f"config is {config!r} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
+        if not config.is_causal:
+            raise ValueError("config.is_causal is False; keys of past positions are of use to causal attention only")
+        self.config = config
+        self.num_requests = as_int("num_requests", num_requests, minimum=1)
+        self.max_length = as_int("max_length", max_length, minimum=1)
+        self.device = torch.empty(0, device=device).device
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64, that of the model")
+        decode_select.check_name(backend)
+        self.backend = backend
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.row_keys: RowKeys = row_keys(config.pattern, config.num_heads, self.num_kv_heads, self.max_length, self.device)
+        self.lengths = [0] * self.num_requests
+        self.active = [True] * self.num_requests
+        self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
+
+    @abstractmethod
+    def cached(self, layer: int, requests: slice) -> Cached:
+        """Where the keys and values of a layer lie."""
+
+    @abstractmethod
+    def reserve(self, request: int, length: int) -> None:
+        """Have room for positions below ``length``."""
+
+    @abstractmethod
+    def release(self, request: int) -> None:
+        """Give back what no row to come of this request can read."""
+
+    @property
+    @abstractmethod
+    def wraps(self) -> bool:
+        """Whether slots of old positions are taken again by new ones."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, as allocated."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position: keys and values of all layers."""
+        return 2 * self.config.num_layers * self.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+
+    def begin(self, batch: int, num_tokens: int, requests: slice | None = None) -> Use:
+        """Begin a pass over so many new positions of ``requests``, all by default, ``batch`` of them."""
+        chosen = range(self.num_requests)[slice(None) if requests is None else requests]
+        if batch != len(chosen):
+            raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
+        if num_tokens == 1 and requests is None and any(self.active):
+            self.prepare_step()
+            return self.step()
+        lengths = [self.lengths[i] for i in chosen]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"requests have {lengths} positions; several new positions at a time need equal lengths: pass requests one by one, cache.of(i)"
+            )
+        for request in chosen:
+            self._check_room(request, num_tokens)
+            self.reserve(request, lengths[0] + num_tokens)
+        return Chunk(self, slice(chosen.start, chosen.stop), lengths[0], num_tokens)
+
+    def prepare_step(self) -> bool:
+        """Room and tables for one more position of every active request; True if tables have new shapes: a captured graph has to go."""
+        for request in range(self.num_requests):
+            if self.active[request]:
+                self._check_room(request, 1)
+                self.reserve(request, self.lengths[request] + 1)
+        return self.row_keys.prepare([self._position(request) for request in range(self.num_requests)])
+
+    def step(self) -> Use:
+        """A pass of one position for every request, after ``prepare_step``: on the device alone, so that a CUDA graph may capture it."""
+        return Step(self)
+
+    def advance(self, requests: slice | None = None, by: int = 1) -> None:
+        """Lengths grow: of some requests, which become active, or of all that are."""
+        chosen = range(self.num_requests)[slice(None) if requests is None else requests]
+        for i in chosen:
+            if requests is not None or self.active[i]:
+                self.lengths[i] += by
+                self.active[i] = True
+        if requests is None and all(self.active):
+            self.positions += by
+        else:
+            self._place()
+
+    def finish(self, request: int) -> None:
+        """Let a request grow no more; it keeps its positions until it is freed."""
+        self.active[self._checked(request)] = False
+        self._place()
+
+    def free(self, request: int) -> None:
+        """Forget a request: its place can be prefilled anew, ``cache.of(request)``."""
+        self.lengths[self._checked(request)] = 0
+        self.finish(request)
+
+    def of(self, request: int) -> Requests:
+        """The cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
+        self._checked(request)
+        return Requests(self, slice(request, request + 1))
+
+    def __str__(self) -> str:
+        dense = self.position_bytes * self.max_length * self.num_requests
+        return (
+            f"KV cache: {self.config.num_layers} layers × 2 × {self._shape()} × {self.num_kv_heads} heads × {self.config.head_dim}, "
+            f"{str(self.dtype).removeprefix('torch.')}: {format_bytes(self.nbytes)}; all of {self.num_requests} × {self.max_length:,} positions, "
+            f"as dense attention keeps them, would be {format_bytes(dense)}"
+        )
+
+    @abstractmethod
+    def _shape(self) -> str:
+        """Requests and slots, or pages, for display."""
+
+    def _position(self, request: int) -> int:
+        length = self.lengths[request]
+        # a request that grows no more writes its last position again and again, which nobody reads
+        return length if self.active[request] else max(0, length - 1)
+
+    def _place(self) -> None:
+        self.positions.copy_(torch.tensor([self._position(i) for i in range(self.num_requests)]))
+
+    def _checked(self, request: int) -> int:
+        if not 0 <= as_int("request", request) < self.num_requests:
+            raise ValueError(f"request is {request}; expected 0 to {self.num_requests - 1}")
+        return request
+
+    def _check_room(self, request: int, num_tokens: int) -> None:
+        if self.lengths[request] + num_tokens > self.max_length:
+            raise ValueError(
+                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are asked for, and max_length is {self.max_length}; "
+                "make a cache with a larger max_length"
+            )
+
+    def _allocate(self, *shape: int) -> None:
+        shape = (*shape, self.num_kv_heads, self.config.head_dim)
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.config.num_layers)] for _ in range(2)
+        )
+
+
+class KVCache(Cache):
+    """Every request has a stretch of equal length, which positions go round once they have filled it.
+
+    A stretch holds what rows can still read: min(max_length, max(w)) positions of dilated branches, left + 1 of a window, else max_length.
+
+    Args:
+        config: of the model.
+        num_requests: B.
+        max_length: positions of a request, prompt and new ones.
+        device, dtype: of keys and values; those of the model.
+        backend: of decoding, as of ``decode_attention``.
+
+    Raises:
+        ValueError: a block pattern that is not ``is_prefix_stable``, sizes that cannot be.
+
+    >>> cache = KVCache(model.config, 1, 2**20, device="cuda", dtype=torch.bfloat16)
+    >>> logits = model(prompt, cache=cache)
+    >>> logits = model(next_token, cache=cache)
+    >>> print(cache)
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
+        self.capacity = min(self.max_length, self.row_keys.span)
+        self._allocate(self.num_requests, self.capacity)
+
+    @property
+    def wraps(self) -> bool:
+        return self.capacity < self.max_length
+
+    def cached(self, layer: int, requests: slice) -> Cached:
+        return Cached(self.keys[layer][requests], self.values[layer][requests], wraps=self.wraps)
+
+    def reserve(self, request: int, length: int) -> None:
+        """Nothing to do: a stretch has room for all that can be read."""
+
+    def release(self, request: int) -> None:
+        """Nothing to do: slots are taken again."""
+
+    def _shape(self) -> str:
+        return f"{self.num_requests} × {self.capacity:,} positions"
+
+
+class PagedKVCache(Cache):
+    """Pages of a common store, given to requests as they grow and taken back once no row can reach them: for requests of unequal length.
+
+    Args:
+        config, max_length, device, dtype, backend: as of ``KVCache``.
+        num_requests: requests at a time; each has a row of the page table.
+        num_pages: of the store; None for as many as all requests can need at ``max_length``, prefilled one by one by ``chunk`` positions.
+        page_size: positions of a page.
+        chunk: positions that a prefill adds at a time, for ``num_pages=None``.
+
+    Raises:
+        ValueError: as of ``KVCache``.
+        RuntimeError: when a request grows and no page is free.
+
+    >>> cache = PagedKVCache(model.config, 8, 65536, num_pages=1024)
+    >>> for i, prompt in enumerate(prompts):
+    ...     logits = model(prompt[None], cache=cache.of(i))
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 128,
+        chunk: int = 8192,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
+        self.page_size = as_int("page_size", page_size, minimum=1)
+        of_request = -(-self.max_length // self.page_size)
+        if num_pages is None:
+            # stretches, of which there are two at most, begin and end within a page
+            steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
+            num_pages = self.num_requests * steady + min(of_request - steady, -(-as_int("chunk", chunk, minimum=1) // self.page_size) + 1)
+        self.num_pages = as_int("num_pages", num_pages, minimum=1)
+        # page 0 is nobody's: what freed requests write in steps goes there
+        self._allocate(self.num_pages + 1, self.page_size)
+        self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
+        self._free = list(range(self.num_pages, 0, -1))
+        self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
+
+    @property
+    def wraps(self) -> bool:
+        return False
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def cached(self, layer: int, requests: slice) -> Cached:
+        return Cached(self.keys[layer], self.values[layer], self.table[requests])
+
+    def reserve(self, request: int, length: int) -> None:
+        pages, position = self._pages[request], self.lengths[request]
+        wanted = [page for page in range(position // self.page_size, -(-length // self.page_size)) if page not in pages]
+        if not wanted:
+            return
+        self.release(request)
+        if len(wanted) > len(self._free):
+            raise RuntimeError(
+                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions and {len(self._free)} of {self.num_pages} are "
+                "free; free a request, or make a cache with more pages"
+            )
+        for page in wanted:
+            pages[page] = self._free.pop()
+        given = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
+        self.table[request, wanted[0] : wanted[-1] + 1] = given.to(self.device)
+
+    def release(self, request: int) -> None:
+        """Take back the pages that no row to come of this request can read: after each chunk, and whenever ``reserve`` gives some."""
+        size, pages = self.page_size, self._pages[request]
+        kept = {page for low, high in self.row_keys.needed(self.lengths[request]) for page in range(low // size, -(-high // size))}
+        # that of the next position is in use, whatever lies in it
+        kept.add(self.lengths[request] // size)
+        for page in [page for page in pages if page not in kept]:
+            self._free.append(pages.pop(page))
+
+    def free(self, request: int) -> None:
+        super().free(request)
+        self._free.extend(self._pages[request].values())
+        self._pages[request] = {}
+        self.table[request] = 0
+
+    def _shape(self) -> str:
+        return f"{self.num_pages + 1:,} pages ({self.pages_in_use:,} in use) of {self.page_size} positions"
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Some requests of a cache, in the place of the whole one."""
+
+    cache: Cache
+    requests: slice
+
+    def begin(self, batch: int, num_tokens: int) -> Use:
+        return self.cache.begin(batch, num_tokens, self.requests)
+
+
+def format_bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,139 @@
+"""One pass of a model over new positions, with a cache: of one position for every request, or of a chunk for some."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilated_attention.engine import decode_select
+from dilated_attention.engine.decode_runs import Runs
+
+if TYPE_CHECKING:
+    from dilated_attention.models.cache import Cache
+    from dilated_attention.modules._projections import MultiheadProjections
+    from dilated_attention.modules.rotary import Table
+
+
+class Use(ABC):
+    """A pass: what all layers share is worked out once, at its beginning."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self._rotations: dict[Any, tuple[Table, Table]] = {}
+
+    def layer(self, index: int) -> LayerUse:
+        return LayerUse(self, index)
+
+    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+        """(queries' table, keys' table) of the new positions, made once for all layers that rotate alike."""
+        key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
+        if key not in self._rotations:
+            self._rotations[key] = self._rotation(module, dtype)
+        return self._rotations[key]
+
+    @abstractmethod
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]: ...
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
+        """out (B, n, H, D) of queries (B, n, H, D); k and v (B, n, K, D) join the cache. ``attention`` is the layer's, for chunks."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The pass is over: lengths grow."""
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """A pass as one layer sees it."""
+
+    use: Use
+    index: int
+
+    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+        return self.use.rotation(module, dtype)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
+        return self.use.attend(self.index, q, k, v, attention)
+
+
+class Step(Use):
+    """One new position of every request, each at its own. Nothing here depends on the host's lengths: a CUDA graph may replay it."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache)
+        self.positions = cache.positions
+        runs = cache.row_keys.runs(self.positions)
+        if runs.dense is None and cache.wraps and runs.first.shape[2] == 1 and cache.row_keys.max_keys == cache.row_keys.span:
+            # a window that fills its stretch reads every slot, whose order is all the same to a softmax
+            runs = replace(runs, dense=(self.positions + 1).clamp(max=cache.row_keys.span).to(torch.int32))
+        self.runs: Runs = runs
+
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+        (q_cos, q_sin), (k_cos, k_sin) = module.rotation(self.positions, None, self.cache.max_length, dtype)
+        # positions lie in the batch
+        return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
+        cached = self.cache.cached(layer, slice(None))
+        cached.write(self.positions[:, None], k, v)
+        scale = getattr(attention, "scale", None) or q.shape[3] ** -0.5
+        out, _ = decode_select.decode(q[:, 0], cached, self.runs, scale, self.cache.backend)
+        return out[:, None]
+
+    def end(self) -> None:
+        self.cache.advance()
+
+
+class Chunk(Use):
+    """``count`` new positions from ``start`` on of some requests: the forward of the layer over the keys that are held, and its own."""
+
+    def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
+        super().__init__(cache)
+        self.requests, self.start, self.count = requests, start, count
+        self.needed = cache.row_keys.needed(start)
+        # counted anew from here on, the sequence is the same to these queries; what is not needed behind it is zeros
+        self.origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
+
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+        return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
+        cache, end = self.cache, self.start + self.count
+        cached = cache.cached(layer, self.requests)
+        held = self._held(layer, k, v)
+        out: torch.Tensor = attention(q, *held, is_causal=True, query_offset=self.start - self.origin)
+        # a stretch shorter than the chunk keeps its end
+        first = max(self.start, end - cached.slots) if cache.wraps else self.start
+        at = self._range(first, end).expand(k.shape[0], -1)
+        cached.write(at, k[:, first - self.start :], v[:, first - self.start :])
+        return out
+
+    def _held(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions [origin, start + count): those of the cache, copied, and the chunk's own."""
+        before = self.start - self.origin
+        if before == 0:
+            return k, v
+        cached = self.cache.cached(layer, self.requests)
+        both = []
+        for new in (k, v):
+            whole = new.new_zeros(new.shape[0], before + self.count, *new.shape[2:])
+            whole[:, before:] = new
+            both.append(whole)
+        for low, high in self.needed:
+            found = cached.read(self._range(low, high).expand(k.shape[0], -1))
+            for whole, part in zip(both, found, strict=True):
+                whole[:, low - self.origin : high - self.origin] = part
+        return both[0], both[1]
+
+    def _range(self, first: int, last: int) -> torch.Tensor:
+        return torch.arange(first, last, device=self.cache.device)
+
+    def end(self) -> None:
+        self.cache.advance(self.requests, self.count)
+        for request in range(self.requests.start, self.requests.stop):
+            self.cache.release(request)

@@ -1,0 +1,224 @@
+"""Generation with a cache: prompts in chunks, then one token at a time, a step captured in a CUDA graph where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.models.cache import Cache, KVCache, PagedKVCache
+from dilated_attention.pattern.checks import as_int
+
+if TYPE_CHECKING:
+    from dilated_attention.models.language_model import LongNetLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from logits. Arguments as of ``LongNetLM.generate``."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+            raise TypeError(f"temperature is {self.temperature!r} ({type(self.temperature).__name__}); expected a number ≥ 0")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
+        if self.top_k is not None:
+            as_int("top_k", self.top_k, minimum=1)
+        if self.top_p is not None:
+            if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)):
+                raise TypeError(f"top_p is {self.top_p!r} ({type(self.top_p).__name__}); expected a number in (0, 1]")
+            if not 0 < self.top_p <= 1:
+                raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1]: the share of probability that is drawn from")
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """One token (B, 1) for each row of logits (B, V)."""
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits.float()
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            lowest = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        probabilities = (logits / self.temperature).softmax(-1)
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(-1, descending=True)
+            # a token stays if those before it leave room: the likeliest always does
+            dropped = ordered.cumsum(-1) - ordered >= self.top_p
+            probabilities = probabilities.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
+        return torch.multinomial(probabilities, 1, generator=self.generator)
+
+
+class Stepper:
+    """Logits of the next token of every request, from its last one: a step of the model over its cache.
+
+    On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither on lengths nor on tokens. It is
+    captured anew when tables of a block pattern grow.
+
+    Args:
+        model: in eval mode.
+        cache: with every request prefilled.
+        cuda_graph: capture; no effect off CUDA.
+
+    >>> step = Stepper(model, cache)
+    >>> logits = step(tokens)                  # (B, 1) → (B, V); overwritten by the next call
+    """
+
+    def __init__(self, model: LongNetLM, cache: Cache, *, cuda_graph: bool = True) -> None:
+        self.model, self.cache = model, cache
+        self.uses_graph = cuda_graph and cache.device.type == "cuda"
+        self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.cache.prepare_step():
+            self._graph = None
+        self.tokens.copy_(tokens)
+        if not self.uses_graph:
+            logits = self._forward()
+        else:
+            if self._graph is None:
+                self._capture()
+            assert self._graph is not None and self._logits is not None
+            self._graph.replay()
+            logits = self._logits
+        self.cache.advance()
+        return logits
+
+    def _forward(self) -> torch.Tensor:
+        hidden = self.model.hidden(self.tokens, cache=self.cache.step())
+        return F.linear(hidden[:, -1], self.model.output_weight)
+
+    def _capture(self) -> None:
+        # a step writes its own position only and lengths grow outside it, so that it may run any number of times
+        side = torch.cuda.Stream(self.cache.device)
+        side.wait_stream(torch.cuda.current_stream(self.cache.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._forward()
+        torch.cuda.current_stream(self.cache.device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._forward()
+
+
+@torch.no_grad()
+def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
+    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time.
+
+    Args:
+        model: in eval mode.
+        cache: a cache, or one request of it, ``cache.of(i)``.
+    """
+    hidden = None
+    for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
+        hidden = model.hidden(part, cache=cache)[:, -1]
+    assert hidden is not None
+    return F.linear(hidden, model.output_weight)
+
+
+@torch.no_grad()
+def generate(
+    model: LongNetLM,
+    prompts: Any,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+    prefill_chunk: int = 8192,
+    cuda_graph: bool = True,
+) -> Any:
+    """Prompts continued: each token is drawn from the logits that the forward over the whole sequence before it would give.
+
+    Keys and values are cached, so that a token reads only those that its row keeps: with LongNet's branches a number that does not grow
+    with the context. Prompts of equal length fill stretches of a ``KVCache``, those of unequal length a ``PagedKVCache``, one by one. The
+    choice between them is by shape alone and changes no result beyond rounding.
+
+    Arguments, results and errors are those of ``LongNetLM.generate``.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    rows = _checked(model, prompts)
+    max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
+    if stop_token is not None:
+        stop_token = as_int("stop_token", stop_token, minimum=0)
+    if max_new_tokens == 0 or not rows:
+        return prompts
+    was_training = model.training
+    model.eval()
+    try:
+        weight = model.output_weight
+        lengths = [len(row) for row in rows]
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        longest = max(lengths) + max_new_tokens
+        cache: Cache
+        if len(set(lengths)) == 1:
+            cache = KVCache(model.config, len(rows), longest, **place)
+            logits = prefill(model, torch.stack(rows), cache, chunk=prefill_chunk)
+        else:
+            cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
+            logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
+        new = _decode(Stepper(model, cache, cuda_graph=cuda_graph), logits, max_new_tokens, sampling, stop_token)
+    finally:
+        model.train(was_training)
+    if isinstance(prompts, torch.Tensor):
+        return torch.cat([prompts, new.to(prompts.dtype)], 1)
+    return [torch.cat([row, _until(added, stop_token).to(row.dtype)]) for row, added in zip(rows, new, strict=True)]
+
+
+def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: Sampling, stop_token: int | None) -> torch.Tensor:
+    """The tokens drawn, (B, at most max_new_tokens); ``stop_token`` behind the end of a request."""
+    drawn = [sampling.draw(logits)]
+    ended = torch.zeros_like(drawn[0], dtype=torch.bool)
+    while True:
+        if stop_token is not None:
+            drawn[-1] = drawn[-1].masked_fill(ended, stop_token)
+            ended = drawn[-1] == stop_token
+            # whether to go on is known on the host only: without a stop token no step waits for the device
+            for request in ended[:, 0].nonzero()[:, 0].tolist():
+                if step.cache.active[request]:
+                    step.cache.finish(request)
+        if len(drawn) == max_new_tokens or not any(step.cache.active):
+            return torch.cat(drawn, 1)
+        drawn.append(sampling.draw(step(drawn[-1])))
+
+
+def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
+    """Tokens (n,) up to the first ``stop_token``, with it."""
+    if stop_token is None:
+        return tokens
+    found = (tokens == stop_token).nonzero()
+    return tokens[: int(found[0]) + 1] if len(found) else tokens
+
+
+def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
+    """The prompts as rows."""
+    from dilated_attention.models.language_model import check_tokens
+
+    if not model.config.is_causal:
+        raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
+    if model.ring is not None and model.ring.group_name:
+        raise ValueError(
+            f"this model's sequence is spread over {model.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
+            "LongNetLM of the same config without group and mesh"
+        )
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
+        for i, row in enumerate(prompts):
+            check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
+            if row.ndim != 1:
+                raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
+        rows = list(prompts)
+    else:
+        check_tokens("prompt", prompts)
+        rows = list(prompts.unbind(0))
+    for row in rows:
+        if len(row) < 1:
+            raise ValueError(f"prompt has shape {tuple(row.shape)}; expected at least one token to continue from")
+    return rows

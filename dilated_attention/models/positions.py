@@ -1,0 +1,77 @@
+"""Fixed 2-D sine-cosine positions of tiles on a slide's grid: those of Prov-GigaPath, without its table of a million rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dilated_attention.pattern.checks import as_int
+
+WAVELENGTH_BASE = 10000.0
+
+
+def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """(num_positions, dim) in float64: row p is sin(p·ω_i) for all i, then cos(p·ω_i), ω_i = 10000^(−2i/dim), i = 0 … dim/2 − 1."""
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim is {dim}; sines and cosines come in pairs: use an even number")
+    # Apple's GPUs have no float64
+    home = torch.device("cpu") if device is None or torch.device(device).type == "mps" else torch.device(device)
+    exponents = torch.arange(dim // 2, dtype=torch.float64, device=home) * (-2 / dim * math.log(WAVELENGTH_BASE))
+    angles = torch.arange(num_positions, dtype=torch.float64, device=home)[:, None] * exponents.exp()
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.Tensor:
+    """(…, 2) int64 cells floor(coordinate / tile_size) of pixel coordinates (…, 2), each checked to lie in [0, grid_size).
+
+    Raises:
+        ValueError, TypeError: coordinates of another shape or of a dtype that rounds them; a cell outside the grid. The last check
+            reads the values, so on a GPU it waits for them.
+    """
+    if not isinstance(coords, torch.Tensor) or coords.ndim < 1 or coords.shape[-1] != 2:
+        given = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
+        raise ValueError(f"coords is {given}; expected a tensor (…, 2) of pixel coordinates")
+    if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
+        raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
+    tile_size = as_int("tile_size", tile_size, minimum=1)
+    cells = coords.div(tile_size, rounding_mode="floor").long()
+    if cells.device.type != "meta" and not torch.compiler.is_compiling() and cells.numel():
+        low, high = (int(x) for x in torch.aminmax(cells))
+        if low < 0 or high >= grid_size:
+            raise ValueError(
+                f"coords reach from cell {low} to cell {high} at tile_size {tile_size}; expected cells from 0 to grid_size − 1 = "
+                f"{grid_size - 1}: subtract the slide's origin, or raise grid_size, which changes no other cell's position"
+            )
+    return cells
+
+
+def grid_positions(
+    coords: torch.Tensor, embed_dim: int, *, tile_size: int = 256, grid_size: int = 1000, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Positions (…, embed_dim) of tiles at pixel coordinates (…, 2), computed for these tiles alone.
+
+        position(x, y) = [table(y); table(x)],    table(p) = [sin(p·ω); cos(p·ω)],    ω_i = 10000^(−4i/E)
+
+    x and y are the first and second coordinate in tiles. The second comes first, as in Prov-GigaPath, whose table row
+    1 + x·grid_size + y this is; its row 0, of the class token, is zeros and needs no function.
+
+    Args:
+        coords: pixels, float32, float64 or integers.
+        embed_dim: E, a multiple of 4.
+        tile_size: pixels of a tile's side.
+        grid_size: cells of the grid's side. It bounds the coordinates and changes no position.
+        dtype: of the result; None for torch's default. Computed in float64 in any case.
+
+    Raises:
+        ValueError, TypeError: as of ``grid_indices``; an embed_dim that is no multiple of 4.
+
+    Differs from Prov-GigaPath: memory (grid_size, E/2) in place of (grid_size² + 1, E), which is 3 GB for E = 768; a coordinate
+    outside the grid is refused where theirs wraps into another row.
+    """
+    if as_int("embed_dim", embed_dim, minimum=1) % 4:
+        raise ValueError(f"embed_dim is {embed_dim}; two coordinates, each with sines and cosines, need a multiple of 4")
+    cells = grid_indices(coords, tile_size, as_int("grid_size", grid_size, minimum=1))
+    table = sincos_table(grid_size, embed_dim // 2, device=cells.device)
+    table = table.to(device=cells.device, dtype=torch.get_default_dtype() if dtype is None else dtype)
+    return table[cells.flip(-1)].flatten(-2)

@@ -1,0 +1,326 @@
+"""Encoder of a whole slide from its tiles' embeddings and places: Prov-GigaPath's, on LongNet's encoder."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.positions import grid_positions
+from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+from dilated_attention.validation import check_bool, check_positive
+
+GIGAPATH_RATES = (1, 2, 4, 8, 16)
+# pixels of the largest slide's side that Prov-GigaPath sizes its segments for
+GIGAPATH_MAX_WSI_SIZE = 262144
+
+
+def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
+    """Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels in tiles of ``tile_size``.
+
+    From 1024 to the greatest power of 2 that is at most the number of tiles, in equal ratios, rounded down:
+    1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
+    """
+    side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
+    if side < 4:
+        raise ValueError(
+            f"max_wsi_size is {max_wsi_size} and tile_size is {tile_size}, which leaves {side} × {side} tiles; expected at least 4 × 4"
+        )
+    last = (side * side).bit_length() - 1
+    return tuple(int(2.0 ** (10 + i * (last - 10) / 4)) for i in range(5))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlideEncoderConfig(ModelConfig):
+    """The shape of a ``SlideEncoder``.
+
+    Args:
+        encoder: of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` is also that of the embedded tiles.
+        in_dim: width of the tiles' embeddings.
+        grid_size: cells of the grid's side; coordinates beyond it are refused. It shapes no weight and changes no position.
+        tile_size: pixels of a tile's side: coordinates are divided by it.
+        global_pool: the slide is the mean of its tiles. False: the class token.
+        norm_eps: of the last norm.
+
+    Raises:
+        ValueError, TypeError: a model that cannot be built.
+    """
+
+    encoder: LongNetConfig
+    in_dim: int = 1536
+    grid_size: int = 1000
+    tile_size: int = 256
+    global_pool: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        # a configuration read from a file has a dict here
+        if isinstance(self.encoder, dict):
+            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
+        check_encoder(self.encoder, "a slide encoder")
+        if self.encoder.embed_dim % 4:
+            raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
+        for name in ("in_dim", "grid_size", "tile_size"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
+        check_bool("global_pool", self.global_pool)
+        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+
+    @classmethod
+    def gigapath(
+        cls,
+        embed_dim: int = 768,
+        num_layers: int = 12,
+        *,
+        num_heads: int = 16,
+        max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
+        tile_size: int = 256,
+        mixture_grad: str = "detached",
+        dropout: float = 0.25,
+        drop_path: float = 0.1,
+        **others: Any,
+    ) -> SlideEncoderConfig:
+        """Prov-GigaPath's: 768 × 12 layers (the released weights), 1024 × 24 or 1536 × 12, with TorchScale's semantics of attention.
+
+        ``mixture_grad="exact"`` trains with the true gradient, which the released weights were not. ``others``: the remaining fields.
+        """
+        encoder = LongNetConfig(
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            segment_lengths=segment_lengths_of(max_wsi_size, tile_size),
+            dilation_rates=GIGAPATH_RATES,
+            is_causal=False,
+            positions="none",
+            head_offsets="blocked",
+            tail="zero_keys",
+            mixture_grad=mixture_grad,
+            dropout=dropout,
+            drop_path=drop_path,
+        )
+        return cls(encoder=encoder, tile_size=tile_size, **others)
+
+
+def check_encoder(encoder: Any, what: str) -> None:
+    """Refuse a configuration that is no plain encoder's."""
+    if not isinstance(encoder, LongNetConfig):
+        raise TypeError(f"encoder is {encoder!r} ({type(encoder).__name__}); expected a LongNetConfig")
+    for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
+        if getattr(encoder, name) is not wanted:
+            raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")
+
+
+class SlideEncoder(Pretrained):
+    """One vector for each slide: tiles embedded, placed on the slide's grid, a class token before them, LongNet's encoder, a norm.
+
+        x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
+
+    Args:
+        config: the shape; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's. ``load_torchscale`` loads its weights.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        checkpoint_activations: keep only each block's input for the backward and compute the block again.
+        device, dtype: of the parameters.
+
+    Differs from Prov-GigaPath: positions are computed for the tiles at hand, without the table of grid_size² rows; slides of unequal
+    length run in one batch.
+
+    >>> model = SlideEncoder(SlideEncoderConfig.gigapath()).eval()
+    >>> tiles, coords, cu_seqlens = collate_slides([(tiles_a, coords_a), (tiles_b, coords_b)])
+    >>> slides = model(tiles, coords, cu_seqlens=cu_seqlens)     # (2, 768)
+    """
+
+    config_class = SlideEncoderConfig
+    config: SlideEncoderConfig
+
+    def __init__(
+        self,
+        config: SlideEncoderConfig,
+        *,
+        backend: str = "auto",
+        checkpoint_activations: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width = config.encoder.embed_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.tile_embedding = nn.Linear(config.in_dim, width, **factory)
+        self.class_token = nn.Parameter(torch.empty(width, **factory))
+        self.dropout = nn.Dropout(config.encoder.dropout)
+        self.encoder = LongNetEncoder(config.encoder, backend=backend, checkpoint_activations=checkpoint_activations, **factory)
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
+        nn.init.xavier_uniform_(self.tile_embedding.weight)
+        nn.init.zeros_(self.tile_embedding.bias)
+        nn.init.normal_(self.class_token, std=0.02)
+
+    def forward(
+        self, tiles: torch.Tensor, coords: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, all_layers: bool = False
+    ) -> Any:
+        """Embed slides.
+
+        Args:
+            tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim).
+            coords: (B, L, 2), each tile's place in pixels; float32, float64 or integers.
+            cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as ``collate_slides`` makes them. Slides do not see
+                each other.
+            all_layers: the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
+
+        Returns:
+            (slides, E); with ``all_layers`` [M + 1 tensors (slides, E)].
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit; a tile outside the grid.
+        """
+        x, bounds = self._embed(tiles, coords, cu_seqlens)
+        if all_layers:
+            return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=_device_bounds(bounds, x), all_layers=True)[1]]
+        return self._pool(self.encoder(x, cu_seqlens=_device_bounds(bounds, x)), bounds)
+
+    def attention_map(
+        self,
+        tiles: torch.Tensor,
+        coords: torch.Tensor,
+        *,
+        layer: int = -1,
+        query_rows: Any = "cls",
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = False,
+        chunk: int | None = None,
+    ) -> Any:
+        """What the class token, or chosen tiles, attend to in one block: exact weights, without the N² of all. Set eval mode first.
+
+        A row sums to 1 less the weight of the zero keys of ``tail="zero_keys"``, which are at no place.
+
+        Args:
+            tiles, coords, cu_seqlens: as of ``forward``.
+            layer: of the block, from 0; from the end if negative.
+            query_rows: ``"cls"``, or places in each slide, the class token at 0 and tiles from 1 on.
+            average_heads, chunk: as of ``dilated_attention.functional.attention_map``.
+
+        Returns:
+            (B, H, R, 1 + L): the first column is the class token; with ``average_heads`` (B, R, 1 + L). With ``cu_seqlens`` a list of
+            such tensors without the batch, one for each slide.
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit, or no such layer or rows.
+
+        >>> heat = model.attention_map(tiles, coords, average_heads=True)[:, 0, 1:]     # (B, L), one weight for each tile
+        """
+        with torch.no_grad():
+            x, bounds = self._embed(tiles, coords, cu_seqlens)
+        options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
+        if bounds is None:
+            return self.encoder.attention_map(x, query_rows=query_rows, **options)
+        rows = _rows_of_slides(query_rows, bounds)
+        count = len(rows) // (len(bounds) - 1)
+        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=_device_bounds(bounds, x), **options)[0]
+        parts = enumerate(itertools.pairwise(bounds))
+        return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
+
+    def _embed(self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, list[int] | None]:
+        """What enters the blocks, class tokens included, and the bounds of packed slides in it."""
+        bounds = self._check(tiles, coords, cu_seqlens)
+        places = grid_positions(
+            coords,
+            self.config.encoder.embed_dim,
+            tile_size=self.config.tile_size,
+            grid_size=self.config.grid_size,
+            dtype=self.class_token.dtype,
+        )
+        x = self.tile_embedding(tiles) + places.to(tiles.device)
+        token = self.class_token.to(x.dtype)
+        if bounds is None:
+            return self.dropout(torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)), None
+        parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
+        return self.dropout(torch.cat(parts)[None]), [bound + slide for slide, bound in enumerate(bounds)]
+
+    def _pool(self, x: torch.Tensor, bounds: list[int] | None) -> torch.Tensor:
+        if bounds is None:
+            return self.norm(x[:, 1:].mean(dim=1) if self.config.global_pool else x[:, 0])
+        if not self.config.global_pool:
+            return self.norm(x[0, bounds[:-1]])
+        return self.norm(torch.stack([x[0, start + 1 : end].mean(dim=0) for start, end in itertools.pairwise(bounds)]))
+
+    def _check(self, tiles: Any, coords: Any, cu_seqlens: Any) -> list[int] | None:
+        if not isinstance(tiles, torch.Tensor) or not isinstance(coords, torch.Tensor):
+            raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
+        if tiles.ndim != 3 or tiles.shape[2] != self.config.in_dim:
+            raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {self.config.in_dim}")
+        if tuple(coords.shape) != (*tiles.shape[:2], 2):
+            raise ValueError(
+                f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
+                f"{(*tiles.shape[:2], 2)}"
+            )
+        bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, tiles)
+        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and _has_empty(bounds))):
+            raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
+        return bounds
+
+
+def _checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+        raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as collate_slides makes it")
+    if tiles.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)"
+        )
+    bounds: list[int] = cu_seqlens.tolist()
+    is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tiles.shape[1] or not is_rising:
+        raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {tiles.shape[1]}")
+    return bounds
+
+
+def _rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
+    """Places in each slide as rows of the packed sequence."""
+    if isinstance(query_rows, str):
+        one_of("query_rows", query_rows, ("cls",), also="or integers")
+        return bounds[:-1]
+    places = as_int_tuple("query_rows", query_rows if not isinstance(query_rows, int) else (query_rows,))
+    for place in places:
+        for slide, (start, end) in enumerate(itertools.pairwise(bounds)):
+            if not 0 <= place < end - start:
+                raise ValueError(
+                    f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
+                )
+    return [start + place for start in bounds[:-1] for place in places]
+
+
+def _has_empty(bounds: list[int]) -> bool:
+    return any(start == end for start, end in itertools.pairwise(bounds))
+
+
+def _device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=x.device)
+
+
+def collate_slides(slides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slides of unequal length as one packed batch, for a DataLoader's ``collate_fn`` or by hand.
+
+    Args:
+        slides: (tiles (L, in_dim), coords (L, 2)) of each slide, all of one dtype and device.
+
+    Returns:
+        tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``.
+    """
+    if not slides:
+        raise ValueError("slides is empty; expected at least one (tiles, coords)")
+    for index, (tiles, coords) in enumerate(slides):
+        if tiles.ndim != 2 or tuple(coords.shape) != (tiles.shape[0], 2):
+            raise ValueError(
+                f"slide {index} has tiles {tuple(tiles.shape)} and coords {tuple(coords.shape)}; expected (tiles, in_dim) and (tiles, 2)"
+            )
+    for name, tensors in zip(("tiles", "coords"), zip(*slides, strict=True), strict=True):
+        kinds = {(x.dtype, x.device) for x in tensors}
+        if len(kinds) > 1:
+            raise ValueError(f"{name} of these slides have different dtypes or devices: {sorted(map(str, kinds))}; convert them with .to()")
+    lengths = [tiles.shape[0] for tiles, _ in slides]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=slides[0][0].device)
+    return torch.cat([tiles for tiles, _ in slides])[None], torch.cat([coords for _, coords in slides])[None], bounds

@@ -1,0 +1,217 @@
+"""Transformers of whole images cut into patches, on LongNet's encoder: LongViT (arXiv 2312.03558), up to a million patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.slide_encoder import check_encoder
+from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.validation import check_positive
+
+LONGVIT_RATES = (1, 2, 4, 8, 16)
+POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
+# LongViT's segments by the side of the image, in pixels, with patches of 32; other sides take the first
+_SEGMENTS = {
+    1024: (64, 128, 256, 512, 1024),
+    4096: (1024, 2048, 4096, 8192, 16384),
+    8192: (1024, 4096, 8192, 16384, 65536),
+    16384: (1024, 4096, 16384, 65536, 262144),
+    32768: (1024, 4096, 32768, 262144, 1048576),
+}
+
+
+def longvit_segment_lengths(image_size: int) -> tuple[int, ...]:
+    """LongViT's five segment lengths for images of ``image_size`` × ``image_size`` pixels, in patches."""
+    return _SEGMENTS.get(as_int("image_size", image_size, minimum=1), _SEGMENTS[1024])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig(ModelConfig):
+    """The shape of a ``LongViT``.
+
+    Args:
+        encoder: of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` is also that of the embedded patches.
+        image_size: pixels of the image's side that the learned positions belong to; a multiple of patch_size.
+        patch_size: pixels of a patch's side.
+        in_channels: of the image.
+        pooling: ``"mean_norm"``: norm of the patches' mean (LongViT's classifier) · ``"norm_mean"``: mean of the normed patches (its
+            pretraining) · ``"class_token"``: norm of a class token before the patches · ``"none"``: the patches themselves, no norm.
+        num_classes: outputs of a linear layer on the pooled vector; None for the vector itself.
+        norm_eps: of the norm at the pooling.
+
+    Raises:
+        ValueError, TypeError: a model that cannot be built.
+    """
+
+    encoder: LongNetConfig
+    image_size: int = 1024
+    patch_size: int = 32
+    in_channels: int = 3
+    pooling: str = "mean_norm"
+    num_classes: int | None = None
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        # a configuration read from a file has a dict here
+        if isinstance(self.encoder, dict):
+            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
+        check_encoder(self.encoder, "LongViT")
+        for name in ("image_size", "patch_size", "in_channels", "num_classes"):
+            if name != "num_classes" or self.num_classes is not None:
+                object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
+        one_of("pooling", self.pooling, POOLINGS)
+        if self.pooling == "none" and self.num_classes is not None:
+            raise ValueError(
+                f"num_classes is {self.num_classes} and pooling is 'none'; a class is of a whole image: pool, or leave num_classes out"
+            )
+        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+
+    @property
+    def grid(self) -> int:
+        """Patches of the side of an image of ``image_size``."""
+        return self.image_size // self.patch_size
+
+    @classmethod
+    def longvit(
+        cls,
+        image_size: int = 1024,
+        *,
+        embed_dim: int = 384,
+        num_layers: int = 12,
+        num_heads: int = 16,
+        mixture_grad: str = "detached",
+        drop_path: float = 0.0,
+        **others: Any,
+    ) -> VisionConfig:
+        """LongViT-small's, with TorchScale's semantics of attention and the segments of this image size. ``others``: the remaining fields."""
+        encoder = LongNetConfig(
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            segment_lengths=longvit_segment_lengths(image_size),
+            dilation_rates=LONGVIT_RATES,
+            is_causal=False,
+            positions="none",
+            head_offsets="blocked",
+            tail="zero_keys",
+            mixture_grad=mixture_grad,
+            drop_path=drop_path,
+            final_norm=False,
+        )
+        return cls(encoder=encoder, image_size=image_size, **others)
+
+
+class LongViT(Pretrained):
+    """Patches of an image embedded, learned positions added, LongNet's encoder, pooling, and for classes a linear layer.
+
+    Args:
+        config: the shape; ``VisionConfig.longvit(image_size)`` for LongViT's. ``load_torchscale`` loads its weights.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        checkpoint_activations: keep only each block's input for the backward and compute the block again.
+        device, dtype: of the parameters.
+
+    >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
+    >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
+    """
+
+    config_class = VisionConfig
+    config: VisionConfig
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        backend: str = "auto",
+        checkpoint_activations: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width, side = config.encoder.embed_dim, config.patch_size
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.patch_embedding = nn.Conv2d(config.in_channels, width, side, stride=side, **factory)
+        self.positions = nn.Parameter(torch.empty(1, config.grid**2, width, **factory))
+        self.class_token = nn.Parameter(torch.empty(width, **factory)) if config.pooling == "class_token" else None
+        self.dropout = nn.Dropout(config.encoder.dropout)
+        self.encoder = LongNetEncoder(config.encoder, backend=backend, checkpoint_activations=checkpoint_activations, **factory)
+        self.norm = None if config.pooling == "none" else nn.LayerNorm(width, eps=config.norm_eps, **factory)
+        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
+        learned = (self.positions, self.class_token, None if self.head is None else self.head.weight)
+        for parameter in learned:
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
+        if self.head is not None:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width); with ``pooling="none"`` as ``features``.
+
+        Raises:
+            ValueError, TypeError: no such images, or a side that is no multiple of patch_size.
+        """
+        x = self.features(images)
+        if self.norm is None:
+            return x
+        if self.config.pooling == "norm_mean":
+            x = self.norm(x).mean(dim=1)
+        else:
+            x = self.norm(x.mean(dim=1) if self.class_token is None else x[:, 0])
+        return x if self.head is None else self.head(x)
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """What leaves the encoder, (B, patches, E), rows of patches one after the other; behind the class token if there is one."""
+        self._check(images)
+        x = self.patch_embedding(images)
+        x = x.flatten(2).transpose(1, 2) + self.positions_of(*x.shape[2:])
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
+        return self.encoder(self.dropout(x))
+
+    def positions_of(self, rows: int, columns: int) -> torch.Tensor:
+        """Positions (1, rows·columns, E) of a grid of patches: the learned ones, or between them by bicubic interpolation.
+
+        The scale is that of LongViT, (rows + 0.1) / grid, which samples slightly off what the sizes alone would.
+        """
+        grid = self.config.grid
+        if (rows, columns) == (grid, grid):
+            return self.positions
+        scale = ((rows + 0.1) / grid, (columns + 0.1) / grid)
+        learned = self.positions.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)
+        found = F.interpolate(learned, scale_factor=scale, mode="bicubic")
+        assert found.shape[2:] == (rows, columns)
+        return found.flatten(2).transpose(1, 2)
+
+    def _check(self, images: Any) -> None:
+        if not isinstance(images, torch.Tensor):
+            raise TypeError(f"images is a {type(images).__name__}; expected a tensor (batch, channels, height, width)")
+        if images.ndim != 4 or images.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"images has shape {tuple(images.shape)}; expected (batch, channels, height, width) with {self.config.in_channels} channels"
+            )
+        patch = self.config.patch_size
+        if images.shape[2] % patch or images.shape[3] % patch or 0 in images.shape[2:]:
+            raise ValueError(
+                f"images are {images.shape[2]} × {images.shape[3]} pixels; expected positive multiples of patch_size = {patch}: crop or pad"
+            )
+
+
+def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
+    """Learned positions (1, n², E) for grid² patches instead, by bicubic interpolation to that size, as LongViT's fine-tuning starts."""
+    side = int(positions.shape[1] ** 0.5 + 0.5)
+    if side * side != positions.shape[1]:
+        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")
+    if side == grid:
+        return positions
+    learned = positions.float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    return F.interpolate(learned, size=(grid, grid), mode="bicubic").flatten(2).transpose(1, 2).to(positions.dtype)

@@ -1,0 +1,104 @@
+"""Layers of torch run by the ops of ``functional/lean.py``, where they are nothing but what their class says.
+
+A layer that was replaced, subclassed, parametrised, quantised, sharded on its own, hooked or moved elsewhere is called as the module that it
+is: the result is the same, only the memory is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from dilated_attention.functional.lean import has_autocast, norm_linear
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
+# without gradients there is nothing to keep, and short sequences have no use for kernels with fewer passes over memory
+_WORTH_ROWS = 1024
+_enabled = True
+
+
+@contextlib.contextmanager
+def plain_layers() -> Iterator[None]:
+    """Calls every layer as the module that it is, for comparisons; results are equal within rounding, bar the elements that dropout draws."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def linear_layers(
+    x: torch.Tensor,
+    linears: Sequence[nn.Module],
+    *,
+    norm: nn.Module | None = None,
+    activation: str | None = None,
+    gate: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """[linear(norm(activation(x))) for each of ``linears``]; ``gate`` with ``activation="swiglu"``: SiLU(gate) ∘ x."""
+    if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
+        if activation is not None:
+            x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
+        x = x if norm is None else norm(x)
+        return [linear(x) for linear in linears]
+    biases = [_parameter(linear, "bias") for linear in linears]
+    return norm_linear(
+        x,
+        [cast(torch.Tensor, linear.weight) for linear in linears],
+        [bias for bias in biases if bias is not None],
+        gate=gate,
+        norm="none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms",
+        norm_weight=_parameter(norm, "weight"),
+        norm_bias=_parameter(norm, "bias"),
+        eps=0.0 if norm is None else cast(float, norm.eps),
+        activation=activation or "none",
+    )
+
+
+def _parameter(module: nn.Module | None, name: str) -> torch.Tensor | None:
+    return cast("torch.Tensor | None", getattr(module, name, None))
+
+
+def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether a module is of one of these very classes and calling it does no more than its ``forward``."""
+    return (
+        _enabled
+        and type(module) in classes
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        and not (torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks)
+    )
+
+
+def _worth(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() or (x.device.type == "cuda" and math.prod(x.shape[:-1]) >= _WORTH_ROWS)
+
+
+def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) -> bool:
+    if type(x) is not torch.Tensor or not all(is_lean(linear, nn.Linear) for linear in linears):
+        return False
+    if len({linear.bias is None for linear in linears}) > 1:
+        return False
+    if norm is not None and not is_lean(norm, nn.LayerNorm, nn.RMSNorm):
+        return False
+    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and (norm.eps is None or norm.normalized_shape != x.shape[-1:]):
+        return False
+    parameters = (_parameter(module, name) for module in (*linears, norm) for name in ("weight", "bias"))
+    return all(p is None or _fits(p, x) for p in parameters)
+
+
+def _fits(parameter: torch.Tensor, x: torch.Tensor) -> bool:
+    if type(parameter) not in (nn.Parameter, torch.Tensor) or parameter.device != x.device:
+        return False
+    if has_autocast(x):
+        return x.is_floating_point() and parameter.is_floating_point() and torch.float64 not in (x.dtype, parameter.dtype)
+    return parameter.dtype is x.dtype and x.is_floating_point()

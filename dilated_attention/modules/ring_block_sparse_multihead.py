@@ -1,0 +1,131 @@
+"""Multi-head block-sparse attention whose sequence is spread over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention.distributed.dealt import Layout
+from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
+from dilated_attention.pattern.checks import as_int
+
+
+class RingMultiheadBlockSparseAttention(MultiheadProjections):
+    """``MultiheadBlockSparseAttention`` of a sequence that the processes of a group hold in shards. All of them call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Projections and norms are per position, so only the attention between them communicates, and of it only the key blocks that other
+    processes' queries keep. Parameters have the names and shapes of ``MultiheadBlockSparseAttention``'s: weights go from one to the
+    other by ``load_state_dict``.
+
+    Every process holds the parameters whole, and its backward gives the part of their gradients that comes from its own rows: see
+    ``RingMultiheadDilatedAttention`` for what DDP, FSDP2 and a loss of one's own need.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm,
+            device, dtype: as of ``MultiheadBlockSparseAttention``.
+        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept, as of ``RingBlockSparseAttention``.
+        rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
+        group, mesh, layout, scale, deterministic, backend, head_steps, timeout: as of ``RingBlockSparseAttention``.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, at construction.
+        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+
+    Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, no pattern that content chooses.
+
+    >>> layer = RingMultiheadBlockSparseAttention(768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str | Layout = "contiguous",
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        head_steps: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps,
+            gamma_init=gamma_init,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            xpos_scale_base=xpos_scale_base,
+            qk_norm=qk_norm,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention = RingBlockSparseAttention(
+            pattern,
+            sparsity_ratio=sparsity_ratio,
+            sparsity=sparsity,
+            block_size=block_size,
+            seed=seed,
+            group=group,
+            mesh=mesh,
+            layout=layout,
+            scale=scale,
+            dropout=dropout,
+            deterministic=deterministic,
+            backend=backend,
+            head_steps=head_steps,
+            timeout=timeout,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend: see ``RingMultiheadDilatedAttention.forward``, whose arguments, results and errors these are."""
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
+        if self.rotary:
+            ring = self.attention.ring
+            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+            # rows of unequal number are refused by the attention, on all processes alike
+            if q.shape[1] == k.shape[1]:
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
+        out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return self.combine(out), None
