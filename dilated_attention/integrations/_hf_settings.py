@@ -63,6 +63,9 @@ class Settings:
     def is_complete(self) -> bool:
         return self.pattern is not None if self.kind == "block_sparse" else bool(self.segment_lengths)
 
+    def branches(self) -> DilatedPattern:
+        return _pattern_of(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)
+
     def with_options(self, options: dict[str, Any]) -> Settings:
         """These settings, and over them ``options``, whose values may be plain JSON.
 
@@ -86,7 +89,7 @@ class Settings:
 
     def _check(self) -> None:
         if self.segment_lengths or self.dilation_rates:
-            DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)  # type: ignore[arg-type]
+            self.branches()
         one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
         if self.pattern is not None and not isinstance(self.pattern, BlockPattern):
             raise TypeError(
@@ -125,6 +128,11 @@ class Settings:
     def group_name(self) -> str:
         """The group that shares the sequence, by its name; "" for one process."""
         return _group_name(self.group, self.mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern_of(*branches: Any) -> DilatedPattern:
+    return DilatedPattern(*branches)
 
 
 def _group_name(group: Any, mesh: Any) -> str:
