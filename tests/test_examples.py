@@ -125,3 +125,13 @@ def test_a_document_through_sparse_layers(text: Path, tmp_path: Path) -> None:
     assert errors["dense"] == 0.0 and 0.0 < errors["chosen 25%"] <= errors["chosen 5%"] < 1.5
     assert lines[-1].startswith("done: 10 % chosen is ")
     assert (tmp_path / "block_sparse.png").stat().st_size > 5000
+
+
+def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
+    result = run(str(EXAMPLES / "slide_encoder.py"), "--tiles", "90", "200", "--layers", "2", "--steps", "2", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    # a CPU trains on half as many
+    sizes = [110, 60, 30] if torch.cuda.is_available() else [55, 30, 15]
+    assert f"step 2 on slides of {sizes} tiles" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("done: slides of 90, 200 tiles, step of ")
+    assert {file.name for file in tmp_path.iterdir()} == {"slide_attention_90.png", "slide_attention_200.png"}
