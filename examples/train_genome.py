@@ -178,26 +178,26 @@ class Run:
             bits = loss.item() / math.log(2)
             self.steps.append((length, time.perf_counter() - start, bits))
             if progress >= (len(self.evaluations) + 1) / (args.evaluations + 1):
-                self.evaluate(args.evaluate_share)
+                self.evaluate(length, args.evaluate_share)
             if self.seconds > printed + 10:
                 printed = self.seconds
                 recent = [bits for _, _, bits in self.steps[-20:]]
                 print(f"{printed:5.0f} s, step {len(self.steps)}, {sum(recent) / len(recent):.4f} bits/base", flush=True)
 
     @torch.no_grad()
-    def evaluate(self, share: int = 1) -> float:
-        """Bits per base over every ``share``-th window of the held-out part."""
+    def evaluate(self, length: int, share: int = 1) -> float:
+        """Bits per base over every ``share``-th window of the held-out part; while sequences are short, so are these windows."""
         self.model.eval()
         total, count = 0.0, 0
         # compiled code is for training
         with torch.compiler.set_stance("force_eager"):
-            for inputs, targets in self.chromosome.held_out(self.args.length, share):
+            for inputs, targets in self.chromosome.held_out(length, share):
                 scored = int((targets != -100).sum())
                 total, count = total + self.loss(inputs, targets).item() * scored, count + scored
         self.model.train()
         bits = total / count / math.log(2)
         self.evaluations.append((len(self.steps), self.seconds, bits))
-        print(f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,}", flush=True)
+        print(f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,} in windows of {length:,}", flush=True)
         return bits
 
     def speed(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def main() -> int:
         run.train()
         # taken before the evaluation of all windows, which does not belong to the training
         speed = run.speed()
-        bits = run.evaluate()
+        bits = run.evaluate(args.length)
         weights = processes.weights(model) if processes.is_spread else model.state_dict()
         code = report(run, name, bits, speed, weights) if processes.rank == 0 else 0
     if processes.distributed:

@@ -172,7 +172,7 @@ def kept_elements(
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
-    return elements if elements * q.element_size() <= schedule.transient_budget(0) else 0
+    return elements if elements * q.element_size() <= schedule.kept_budget() else 0
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:

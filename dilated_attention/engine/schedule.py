@@ -242,6 +242,11 @@ def _cut(
     )
 
 
+def kept_budget() -> int:
+    """Bytes of the branches' own outputs up to which a call keeps them for its backward: a chunk's, of inputs of any size."""
+    return transient_budget(0)
+
+
 def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
     return (q.numel() + 2 * k.numel()) * q.element_size()
 
