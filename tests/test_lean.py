@@ -518,3 +518,16 @@ def test_gelu_is_the_exact_one(kernels: None) -> None:
     x = torch.linspace(-9, 9, 4096, device=DEVICE).view(-1, 1).repeat(1, 3)
     (found,) = lean.norm_linear(x, [torch.eye(3, device=DEVICE)], [], activation="gelu")
     torch.testing.assert_close(found, F.gelu(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gelu_of_16_bit_inputs_is_the_exact_one_within_their_rounding(kernels: None) -> None:
+    """Values and gradients; far out on the left, too, where what is left of x is small."""
+    x = torch.linspace(-6, 9, 4096, device=DEVICE).bfloat16().view(-1, 1).repeat(1, 3).requires_grad_()
+    eye = torch.eye(3, device=DEVICE, dtype=torch.bfloat16)
+    (found,) = lean.norm_linear(x, [eye], [], activation="gelu")
+    wide = x.detach().double().requires_grad_()
+    expected = F.gelu(wide)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-6)
+    (dx,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    (true,) = torch.autograd.grad(expected, wide, torch.ones_like(expected))
+    torch.testing.assert_close(dx.double(), true, rtol=2**-7, atol=1e-6)
