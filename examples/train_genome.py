@@ -197,7 +197,10 @@ class Run:
         self.model.train()
         bits = total / count / math.log(2)
         self.evaluations.append((len(self.steps), self.seconds, bits))
-        print(f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,} in windows of {length:,}", flush=True)
+        print(
+            f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,} in windows of {length:,}",
+            flush=True,
+        )
         return bits
 
     def speed(self) -> dict[str, Any]:

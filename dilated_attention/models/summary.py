@@ -49,6 +49,9 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
     block = 2 * (4 * embed + keys + wide) + 4 * heads
+    if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
+        # on a GPU the branches' own outputs, up to some 10^5 positions; beyond that they are made again
+        block += int(2 * embed * sum(1 / rate for rate in config.dilation_rates))
     # backward of the feed-forward layer: its activation, norm and their gradients beside the gradient of the residual stream
     passing = 2 * (3 * inner + 2 * embed)
     if checkpoint_activations:
