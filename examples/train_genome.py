@@ -44,7 +44,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
     | {"dropout": 0.0, "short_share": 0.8},
     "gpu": {"length": 1_048_576, "short_length": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
-    # 28 times through 2 million bases in 3 minutes: without dropout it learns them by heart
+    # at a 50th of its parameters and of the bases, 29 times through them: 1.98 held-out bits and rising without dropout, 1.96 with it
     | {"dropout": 0.2, "short_share": 0.5, "compile": True, "checkpoint": True},
 }
 
