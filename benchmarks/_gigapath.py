@@ -28,15 +28,14 @@ def _drop_path(x: torch.Tensor, probability: float, training: bool) -> torch.Ten
 
 
 class Original:
-    """``gigapath_slide_enc12l768d`` with random weights.
+    """``gigapath_slide_enc12l768d`` with random weights and its own rates of dropout, 0.25, and drop path, 0.1.
 
     Args:
         folder: that holds ``gigapath/``.
         grid: side of its table of positions: theirs is 1000, which takes 3 GB.
-        dropout, drop_path: rates.
     """
 
-    def __init__(self, folder: Path, *, grid: int, dropout: float, drop_path: float, device: str) -> None:
+    def __init__(self, folder: Path, *, grid: int, device: str) -> None:
         with imported(folder) as load, contextlib.redirect_stdout(sys.stderr):
             module = load("gigapath.slide_encoder")
             self._attention = importlib.import_module("torchscale.component.multihead_attention")
@@ -45,12 +44,20 @@ class Original:
             lengths = module.LongNetViT.get_optimal_segment_length
             # numpy ≥ 2 writes np.int64(1024), which their eval does not know
             module.LongNetViT.get_optimal_segment_length = lambda *sizes: re.sub(r"np\.int64\((\d+)\)", r"\1", lengths(*sizes))
-            self.module: nn.Module = module.gigapath_slide_enc12l768d(slide_ngrids=grid, dropout=dropout, drop_path_rate=drop_path)
+            self.module: nn.Module = module.gigapath_slide_enc12l768d(slide_ngrids=grid)
         self.module.to(device)
 
     def use(self, kernel: str) -> None:
         """Have their attention call this kernel."""
         self._attention.flash_attn_func = functools.partial(flash_attn_func, kernel)
+
+    def drop_nothing(self) -> None:
+        """From here on without dropout and drop path."""
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif hasattr(module, "drop_prob"):
+                module.drop_prob = 0.0
 
     def __call__(self, tiles: torch.Tensor, coords: torch.Tensor) -> Any:
         return self.module(tiles, coords)[0]

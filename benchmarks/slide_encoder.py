@@ -2,7 +2,7 @@
 
     python benchmarks/slide_encoder.py --save slides.jsonl                        # this library on a GPU
     python benchmarks/slide_encoder.py --gigapath ~/prov-gigapath                 # beside the original, from your own copy of its source
-    python benchmarks/slide_encoder.py --device cpu --tiles 5308 --rounds 1       # in float32
+    python benchmarks/slide_encoder.py --device cpu --tiles 5308 --warmup 0 --rounds 1    # in float32
 
 Weights are random; tiles are random vectors on a square of the slide's grid. A step is the forward in training mode, the sum of the
 slide's vector and its backward; no optimiser. Columns: median time, peak of allocated memory (weights and gradients included; on a
@@ -48,7 +48,7 @@ def slide(tiles: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def ours(dropout: bool, device: str, dtype: torch.dtype, **options: Any) -> nn.Module:
     rates = {} if dropout else {"dropout": 0.0, "drop_path": 0.0}
     torch.manual_seed(0)
-    return create_model("gigapath-12l768d", **rates, **options).to(device, dtype).train()
+    return create_model("gigapath-12l768d", **rates, **options, device=device, dtype=dtype).train()
 
 
 def step_of(model: Callable[..., torch.Tensor], module: nn.Module, x: tuple[torch.Tensor, ...], autocast: torch.dtype | None) -> Step:
@@ -67,10 +67,14 @@ class Memory:
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
 
-    def start(self) -> None:
-        gc.collect()
+    def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def start(self) -> None:
+        gc.collect()
+        self.wait()
+        if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -80,8 +84,8 @@ class Memory:
 
     def peak(self) -> tuple[int, int]:
         """(allocated, reserved); on a CPU the resident memory twice, 0 where the system does not tell."""
+        self.wait()
         if self.on_gpu:
-            torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         status = Path("/proc/self/status")
         lines = status.read_text().splitlines() if status.exists() else []
@@ -89,24 +93,26 @@ class Memory:
         return resident, resident
 
 
+def timed(step: Step, memory: Memory) -> float:
+    memory.wait()
+    start = time.perf_counter()
+    step()
+    memory.wait()
+    return time.perf_counter() - start
+
+
 def measure(label: str, tiles: int, step: Step, args: argparse.Namespace, **facts: Any) -> dict[str, Any]:
     """Run, print and save one row."""
     memory = Memory(args.device)
     record = {"what": label, "tiles": tiles, **facts}
     try:
-        # kernels are chosen and compiled, optimiser-like allocations are made
+        # kernels are chosen and compiled
         for _ in range(args.warmup):
             step()
         memory.start()
-        step()
+        times = [timed(step, memory)]
         record["peak_bytes"], record["reserved_bytes"] = memory.peak()
-        times = []
-        for _ in range(args.rounds):
-            memory.on_gpu and torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            memory.on_gpu and torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+        times += [timed(step, memory) for _ in range(args.rounds - 1)]
         record["seconds"] = statistics.median(times)
         figures = f"{1e3 * record['seconds']:10.1f} ms {record['peak_bytes'] / 1e9:8.2f} GB {record['reserved_bytes'] / 1e9:8.2f} GB"
     except torch.OutOfMemoryError:
@@ -118,10 +124,11 @@ def measure(label: str, tiles: int, step: Step, args: argparse.Namespace, **fact
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings of ``run_ours``): the first is the one that ratios are of."""
+    """(label, settings of ``run_ours``): the first is set beside the original."""
     if args.device == "cpu":
-        yield "float32", {"dtype": torch.float32}
-        yield "float32, plain layers", {"dtype": torch.float32, "plain": True}
+        yield "float32", {}
+        yield "float32, activation checkpointing", {"checkpoint_activations": True}
+        yield "float32, plain layers", {"plain": True}
         return
     low = {"autocast": torch.bfloat16}
     yield "bf16 autocast", low
@@ -149,8 +156,7 @@ def run_ours(
 ) -> dict[str, Any]:
     model = ours(dropout, args.device, dtype, **options)
     if compiled:
-        for block in model.encoder.blocks:
-            block.compile()
+        model.encoder.compile()
     tiles_in, coords = slide(tiles, args.device)
     step = step_of(model, model, (tiles_in.to(dtype), coords), autocast)
     with plain_layers() if plain else contextlib.nullcontext():
@@ -171,7 +177,9 @@ def check(original: Original, args: argparse.Namespace) -> None:
         with torch.autocast(args.device, torch.float16, enabled=args.device == "cuda"):
             theirs, half = original(*x).float(), mine(*x).float()
     errors = [float((y - exact).norm() / exact.norm()) for y in (theirs, half)]
-    print(f"slide's vector of {min(args.tiles)} tiles, off ours in float32: the original {errors[0]:.1e}, ours as the original ran {errors[1]:.1e}")
+    print(
+        f"slide's vector of {min(args.tiles)} tiles, off ours in float32: the original {errors[0]:.1e}, ours as the original ran {errors[1]:.1e}"
+    )
     save(args.save, {"what": "parity", "tiles": min(args.tiles), "original": errors[0], "ours": errors[1], **machine()})
 
 
@@ -179,12 +187,12 @@ def run_original(folder: Path, args: argparse.Namespace) -> dict[tuple[int, bool
     """{(tiles, with dropout): the row of its faster kernel}."""
     best: dict[tuple[int, bool], dict[str, Any]] = {}
     autocast = torch.float16 if args.device == "cuda" else None
+    original = Original(folder, grid=args.grid, device=args.device)
+    check(original, args)
+    original.module.train()
     for dropout in (True, False):
-        rates = {"dropout": 0.25, "drop_path": 0.1} if dropout else {"dropout": 0.0, "drop_path": 0.0}
-        original = Original(folder, grid=args.grid, device=args.device, **rates)
-        if dropout:
-            check(original, args)
-        original.module.train()
+        if not dropout:
+            original.drop_nothing()
         for tiles in args.tiles:
             step = step_of(original, original.module, slide(tiles, args.device), autocast)
             for kernel in KERNELS[args.device]:
@@ -193,7 +201,6 @@ def run_original(folder: Path, args: argparse.Namespace) -> dict[tuple[int, bool
                 row = measure(label, tiles, step, args, dropout=dropout, kernel=kernel)
                 if row["seconds"] <= best.get((tiles, dropout), row)["seconds"]:
                     best[tiles, dropout] = row
-        del original, step
     return best
 
 
@@ -206,23 +213,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="+", help="labels of this library's rows to run, such as 'bf16 autocast'; None for all")
     parser.add_argument("--save", help="append results to this file, a JSON object a line")
     args = parser.parse_args()
     folder = find(args.gigapath, GIGAPATH) if args.gigapath else None
     print(f"{'tiles':>8} {'':<62} {'time':>13} {'peak':>11} {'reserved':>11}")
-    first: dict[int, dict[str, Any]] = {}
-    for label, settings in variants(args):
-        for tiles in args.tiles:
-            row = run_ours(label, tiles, args, **settings)
-            first.setdefault(tiles, row)
-    if folder is None:
-        return
-    for (tiles, dropout), row in run_original(folder, args).items():
-        if dropout:
-            mine = first[tiles]
-            times, bytes_ = (row[key] / mine[key] for key in ("seconds", "peak_bytes"))
-            print(f"{tiles:>8} tiles: {times:.2f} times as fast as the original, at 1/{bytes_:.2f} of its memory ({mine['what']})")
-            save(args.save, {"what": "ratio", "tiles": tiles, "speed": times, "memory": bytes_, **machine()})
+    chosen = [variant for variant in variants(args) if variant[0] in (args.only or [variant[0]])]
+    if not chosen:
+        raise SystemExit(f"--only {args.only}: expected one of {[label for label, _ in variants(args)]}")
+    (label, settings), *others = chosen
+    first = {tiles: run_ours(label, tiles, args, **settings) for tiles in args.tiles}
+    if folder is not None:
+        for (tiles, dropout), row in run_original(folder, args).items():
+            if dropout:
+                compare(first[tiles], row, args)
+    for label, settings in others:
+        # one length is enough of the compiler's time
+        for tiles in [max(args.tiles)] if settings.get("compiled") else args.tiles:
+            run_ours(label, tiles, args, **settings)
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any], args: argparse.Namespace) -> None:
+    speed, memory = (theirs[key] / mine[key] for key in ("seconds", "peak_bytes"))
+    print(f"{mine['tiles']:>8} {mine['what']}: {speed:.2f} times as fast as the original, at 1/{memory:.2f} of its memory", flush=True)
+    save(args.save, {"what": "ratio", "tiles": mine["tiles"], "speed": speed, "memory": memory, **machine()})
 
 
 if __name__ == "__main__":

@@ -53,6 +53,27 @@ def test_the_backward_goes_through_layers_where_it_can(on_cpu: list[str]) -> Non
     assert on_cpu == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("budget", [2**40, 2**12], ids=["whole", "tiers"])
+@pytest.mark.parametrize("tail", ["mask", "zero_keys"])
+@pytest.mark.parametrize("seed", range(12))
+def test_detached_mixing_goes_through_layers_too(
+    on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, tail: str, budget: int
+) -> None:
+    monkeypatch.setattr(schedule, "transient_budget", lambda _: budget)
+    monkeypatch.setitem(schedule.PART_BYTES, "cuda", 0)
+    case = random_case(seed, SPACE)
+    pattern = (
+        DilatedPattern((8, 24, 64), (1, 3, 4), "blocked", "all", tail) if seed % 4 else DilatedPattern((64,), (2,), "zero", "all", tail)
+    )
+    case = replace(case, pattern=pattern, num_queries=case.num_keys, kv_heads=case.heads, query_offset=0, bounds=None)
+    case = replace(case, is_causal=tail == "mask" and seed % 2 == 0, mixture_grad="detached", lse_grad=False)
+    x = inputs(case, torch.float64)
+    truth, found = results(reference, case, x), results(call, case, x)
+    for name in RESULTS:
+        assert max_error(found[name], truth[name]) <= 1e-10, name
+    assert not truth["out"].numel() or "backward" in on_cpu
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_backend_that_writes_where_it_is_told(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Launches are then as long as the kernel takes them, and nothing is cut for memory."""

@@ -97,7 +97,7 @@ def test_equal_to_the_layers_one_by_one(activation: str, norm: str, bias: bool) 
     layers = Layers(norm, bias=bias, device=DEVICE)
     x = torch.randn(2, 700, 24, device=DEVICE)
     found = results(layers, x, activation, plain=False)
-    assert error(found, results(layers, x, activation, plain=True)) < 2e-6
+    assert error(found, results(layers, x, activation, plain=True)) < 5e-6
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -131,7 +131,7 @@ def test_kernels_equal_plain_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch
         for fused in (False, True):
             monkeypatch.setattr(lean, "_fused", lambda x, fused=fused: fused)
             both.append(results(layers, x, activation, plain=False, autocast=None if dtype is torch.float32 else dtype))
-        assert error(both[1], both[0]) < (3e-6 if dtype is torch.float32 else 2e-2), activation
+        assert error(both[1], both[0]) < (5e-6 if dtype is torch.float32 else 2e-2), activation
 
 
 def test_kernels_of_frozen_parts(kernels: None) -> None:
@@ -172,7 +172,10 @@ def test_opcheck(norm: str) -> None:
     scale = None if layers.norm is None else layers.norm.weight
     shift = layers.norm.bias if norm == "layer" else None
     weights, biases = [linear.weight for linear in layers.linears], [linear.bias for linear in layers.linears]
-    torch.library.opcheck(lean.norm_linear_op, (x, gate, scale, shift, weights, biases, "swiglu", norm, 1e-5, torch.float32))
+    torch.library.opcheck(lean.norm_linear_op, (x, gate, scale, shift, weights, biases, "swiglu", norm, 1e-5, torch.float32, False))
+    if norm != "none":
+        arguments = (x, None, scale, shift, weights, biases, "none", norm, 1e-5, torch.bfloat16, True)
+        torch.library.opcheck(lean.norm_linear_op, arguments, rtol=1e-2, atol=1e-2)
     path = torch.rand(3, device=DEVICE)
     seed = torch.tensor(5, device=DEVICE)
     torch.library.opcheck(add_dropped_op, (x, gate, seed, path, 0.3))
@@ -204,7 +207,8 @@ def test_a_stack_equals_its_plain_layers(changes: dict[str, Any]) -> None:
     if changes.get("positions") != "rotary":
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert error(gradients(compiled, x), found) == 0
+        # on a GPU the attention's sums may come in another order
+        assert error(gradients(compiled, x), found) <= (0 if DEVICE == "cpu" else 5e-6)
     model.checkpoint_activations = True
     assert error(gradients(model, x), found) < 1e-6
 
@@ -225,20 +229,22 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_what_a_block_keeps(dropout: float) -> None:
-    """x, q, k, v, out, x between the halves, and four times as much inside the feed-forward layer: 10 of (N, E); plain layers keep 21 and masks."""
+@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, False), (0.25, False), (0.25, True)])
+def test_what_a_block_keeps(dropout: float, autocast: bool) -> None:
+    """x, q, k, v, out, x between the halves, and four times as much inside the feed-forward layer: 10 of (N, E), in 16 bits under autocast.
+    Plain layers keep more than 20, and masks."""
     torch.manual_seed(0)
     N, E, M = 640, 64, 3
     shape = {"embed_dim": E, "num_layers": M, "segment_lengths": (64, 256), "dropout": dropout, "drop_path": dropout, "final_norm": False}
     model = LongNetEncoder(config(**shape)).to(DEVICE)
     x = torch.randn(1, N, E, device=DEVICE, requires_grad=True)
-    unit = N * E * 4
+    unit = N * E * (2 if autocast else 4)
     # lse of 4 heads, statistics of four norms, seeds
     small = N * 4 * (4 + 4 * 2) + 1024
-    assert saved_bytes(model, x) <= M * (10 * unit + small)
-    with plain_layers():
-        assert saved_bytes(model, x) > M * 20 * unit
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        assert saved_bytes(model, x) <= M * (10 * unit + small)
+        with plain_layers():
+            assert saved_bytes(model, x) > M * 20 * unit
 
 
 def test_what_is_no_plain_layer_is_called() -> None:

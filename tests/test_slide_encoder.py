@@ -237,3 +237,51 @@ def test_encoders_that_are_none_of_a_slide(fields: dict[str, Any], text: str) ->
 def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         collate_slides(slides)
+
+
+# attention maps
+
+
+def weights_of(model: SlideEncoder, tiles: torch.Tensor, coords: torch.Tensor, layer: int) -> torch.Tensor:
+    """(H, N, N) of one slide: which values reach which rows, by attending to the identity matrix a few columns at a time."""
+    attention = model.encoder.blocks[layer].attention
+    caught: list[torch.Tensor] = []
+    handle = attention.attention.register_forward_pre_hook(lambda _, args, kwargs: caught.extend(args[:2]), with_kwargs=True)
+    model(tiles[None], coords[None])
+    handle.remove()
+    q, k = caught
+    N, D = q.shape[1], q.shape[3]
+    columns = []
+    for first in range(0, N, D):
+        v = torch.zeros_like(k)
+        for d in range(min(D, N - first)):
+            v[0, first + d, :, d] = 1.0
+        columns.append(attention.attention(q, k, v)[0, :, :, : min(D, N - first)])
+    return torch.cat(columns, dim=-1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+def test_the_map_of_class_token_and_tiles(layer: int) -> None:
+    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
+    tiles, coords = slide(90, 0)
+    true = weights_of(model, tiles, coords, layer)
+    rows = model.attention_map(tiles[None], coords[None], layer=layer, query_rows=[0, 5, 90])[0]
+    torch.testing.assert_close(rows, true[:, [0, 5, 90]], atol=1e-6, rtol=1e-4)
+    heat = model.attention_map(tiles[None], coords[None], layer=layer, average_heads=True)
+    torch.testing.assert_close(heat[0, 0], true[:, 0].mean(0), atol=1e-6, rtol=1e-4)
+
+
+def test_maps_of_a_batch_are_those_of_its_slides() -> None:
+    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
+    slides = [slide(n, seed) for seed, n in enumerate((37, 5, 64))]
+    tiles, coords, bounds = collate_slides(slides)
+    for rows in ("cls", [0, 3]):
+        together = model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=rows)
+        for mine, (one, places) in zip(together, slides, strict=True):
+            torch.testing.assert_close(mine, model.attention_map(one[None], places[None], query_rows=rows)[0], atol=1e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="slide 1 has places 0 to 5"):
+        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=6)
+    with pytest.raises(ValueError, match="query_rows is 'class'"):
+        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows="class")
+    with pytest.raises(ValueError, match="layer is 2"):
+        model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)

@@ -14,6 +14,7 @@ import torch
 from dilated_attention.backends.base import Mask, Options, accumulation_dtype
 from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
+from dilated_attention.engine.merge import add_zero_keys
 from dilated_attention.engine.parts import Layers, of_problem
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.rows import Geometry, Limits, make_geometry
@@ -122,6 +123,9 @@ def backward(
             tensors.append((_QUERIES, dlse))
         for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, tensors, call, k.shape[:2], False):
             dlse_ = rest[0].transpose(1, 2) if rest else None
+            if call.detached:
+                # the mixing weights are constants, so a branch's δ is that of its own output; its weights stay exp(s − merged lse)
+                out_ = _own_output(problem, q_, k_, v_, options, call)
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
     _in_lanes(plan, run, q.device, 1 if beside or not call.backend.facts.concurrent else LAUNCH_LANES)
@@ -132,6 +136,12 @@ def backward(
     elif summed:
         for grad, layer in zip(grads, layer_views, strict=True):
             torch_merge.sum_layers(layers, grad, layer)
+
+
+def _own_output(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, call: Call) -> torch.Tensor:
+    """(P, L, G, D): a launch's output by itself."""
+    out, lse = call.backend.forward(q, k, v, options)
+    return add_zero_keys(out, lse.transpose(1, 2), problem.zero_keys)[0] if problem.zero_keys else out
 
 
 def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, count: int) -> None:

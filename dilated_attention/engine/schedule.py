@@ -124,7 +124,9 @@ def backward(
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
         return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    in_layers = has_own_keys(pattern, shape) and not call.detached and (dlse is None or call.backend.facts.lse_grad)
+    in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
+    # one branch is not mixed with anything, also where it is all that a tier has of several
+    call = replace(call, detached=call.detached and pattern.num_branches > 1)
 
     def run_tier(branches: DilatedPattern, onto: bool) -> None:
         def run(chunk: Chunk, beside: bool) -> None:

@@ -2,8 +2,9 @@
 
     y_i = W_i · z + b_i,    z = norm(a),    a = x or act(x) or SiLU(gate) ∘ x
 
-Plain layers keep x, a, z and, where dtypes differ, copies of them. This op keeps x (and gate), which the residual stream, the attention or
-the layer before holds anyway, and two float32 numbers a row; its backward makes a and z again, in the pass that needs them. No matrix
+Plain layers keep x, a, z and, where dtypes differ, copies of them. This op keeps x (and gate), which the attention or the layer
+before holds anyway, and two float32 numbers a row; its backward makes a and z again, in the pass that needs them. Of a float32 residual
+stream under autocast it keeps the normalised rows in 16 bits instead. No matrix
 product is ever computed twice. The same on every device: Triton kernels on GPUs, plain torch in chunks of rows elsewhere.
 """
 
@@ -78,7 +79,8 @@ def norm_linear(
     if biases and len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights have {len(biases)} biases; expected one each, or none at all")
     dtype = compute_dtype(x, weights[0])
-    return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, activation, norm, eps, dtype)[:-1])
+    narrows = activation == "none" and norm != "none" and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
+    return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, activation, norm, eps, dtype, narrows)[:-2])
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -105,29 +107,36 @@ def norm_linear_op(
     norm: str,
     eps: float,
     dtype: torch.dtype,
+    narrows: bool,
 ) -> list[torch.Tensor]:
-    """[y_i …, statistics]: mean and 1/std of each row, (2, rows); (0, rows) without a norm. Arguments are checked by the caller."""
+    """[y_i …, statistics, x̂]: mean and 1/std of each row, (2, rows), (0, rows) without a norm; x̂ empty unless ``narrows``.
+
+    With ``narrows``, for an x wider than ``dtype``, the backward gets x̂ = (x − mean) / std in ``dtype`` instead of x.
+    Arguments are checked by the caller.
+    """
     recipe = Recipe(activation, norm, eps, dtype)
     rows, gates = _rows(x), None if gate is None else _rows(gate)
     weights, biases = [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
-    shape, stats = x.shape[:-1], _new_stats(x, norm)
+    shape, stats, normal = x.shape[:-1], _new_stats(x, norm), _new_normal(x, dtype, narrows)
     with without_autocast(x):
         if _fused(x):
             from dilated_attention.functional import lean_triton
 
-            z = lean_triton.prepare(rows, gates, norm_weight, norm_bias, recipe, stats)
+            z = lean_triton.prepare(rows, gates, norm_weight, norm_bias, recipe, stats, normal if narrows else None)
             ys = [F.linear(z, w, biases[i] if biases else None) for i, w in enumerate(weights)]
         else:
             ys = [rows.new_empty((rows.shape[0], w.shape[0]), dtype=dtype) for w in weights]
             for part in _chunks(rows):
-                z = _prepare(rows[part], None if gates is None else gates[part], norm_weight, norm_bias, recipe, stats[:, part])[1]
+                a, z = _prepare(rows[part], None if gates is None else gates[part], norm_weight, norm_bias, recipe, stats[:, part])
+                if narrows:
+                    normal.view(rows.shape)[part].copy_((a - stats[0][part, None]).mul_(stats[1][part, None]))
                 z = z.to(dtype)
                 for i, (y, w) in enumerate(zip(ys, weights, strict=True)):
                     if biases:
                         torch.addmm(biases[i], z, w.t(), out=y[part])
                     else:
                         torch.mm(z, w.t(), out=y[part])
-    return [*(y.view(*shape, y.shape[-1]) for y in ys), stats]
+    return [*(y.view(*shape, y.shape[-1]) for y in ys), stats, normal]
 
 
 @torch.library.custom_op("dilated_attention::norm_linear_backward", mutates_args=())
@@ -145,10 +154,11 @@ def norm_linear_backward_op(
     norm: str,
     eps: float,
     dtype: torch.dtype,
+    wide: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Gradients of x, gate, the norm's weight and bias, each weight, each bias: those that there are and that ``needs`` asks for.
 
-    ``needs``: of x or gate, of the norm, of the weights, of the biases.
+    ``needs``: of x or gate, of the norm, of the weights, of the biases. ``wide``: the dtype that x had where the tensor here is x̂.
     """
     recipe = Recipe(activation, norm, eps, dtype)
     needs_input, needs_norm, needs_weights, needs_biases = needs
@@ -162,12 +172,12 @@ def norm_linear_backward_op(
             from dilated_attention.functional import lean_triton
 
             dz = dy @ joined if needs_input or needs_norm else None
-            z, dx, dgate, sums = lean_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights)
+            z, dx, dgate, sums = lean_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights, wide)
             dnorm: list[torch.Tensor | None] = [*sums]
             dweight = None if z is None else dy.t() @ z
             del z, dz
         else:
-            dx, dgate, dnorm, dweight = _backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs)
+            dx, dgate, dnorm, dweight = _backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide)
         dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
     grads: list[torch.Tensor] = []
     if needs_input:
@@ -196,6 +206,10 @@ def _new_stats(x: torch.Tensor, norm: str) -> torch.Tensor:
     return x.new_empty((0 if norm == "none" else 2, math.prod(x.shape[:-1])), dtype=accumulation_dtype(x.dtype))
 
 
+def _new_normal(x: torch.Tensor, dtype: torch.dtype, narrows: bool) -> torch.Tensor:
+    return x.new_empty(x.shape if narrows else (0,), dtype=dtype)
+
+
 def _chunks(rows: torch.Tensor) -> list[slice]:
     return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
 
@@ -220,7 +234,7 @@ def _prepare(
         return a, z
     stats[0].zero_()
     stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
-    return a, _scaled(a, weight, bias, stats)
+    return a, _affine(a * stats[1][:, None], weight, None)
 
 
 def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
@@ -230,12 +244,17 @@ def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtyp
     return x if activation == "none" else _PLAIN[activation](x)
 
 
-def _scaled(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, stats: torch.Tensor) -> torch.Tensor:
-    """z = (a − mean) / std · weight + bias, with the statistics as they were; RMSNorm's mean is 0."""
-    z = (a - stats[0][:, None]).mul_(stats[1][:, None])
-    if weight is not None:
-        z = z.mul_(weight)
-    return z if bias is None else z.add_(bias)
+def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
+    """norm(a) once more; ``stats`` as the forward left them."""
+    if recipe.norm == "layer":
+        # torch's one pass, statistics and all, is faster than three that spare them
+        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
+    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
+
+
+def _affine(normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    z = normal if weight is None else normal * weight
+    return z if bias is None else z + bias
 
 
 def _backward(
@@ -248,19 +267,22 @@ def _backward(
     stats: torch.Tensor,
     recipe: Recipe,
     needs: list[bool],
+    wide: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
     """(dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers), a chunk of rows at a time; sums in the accumulation dtype."""
     needs_input, needs_norm, needs_weights, _ = needs
     acc = stats.dtype
     weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
-    dx = torch.empty_like(x) if needs_input else None
+    dx = torch.empty_like(x, dtype=wide or x.dtype) if needs_input else None
     dgate = torch.empty_like(gate) if needs_input and gate is not None else None
     dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
     dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
+    # with x̂ for x the norm is the identity, and the true 1/std comes in at the end
+    own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
     for part in _chunks(x):
         a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
         if dweight is not None:
-            z = a if recipe.norm == "none" else _scaled(a, weight, bias, stats[:, part])
+            z = _normed(a, weight, bias, recipe, stats[:, part]) if wide is None else _affine(a, weight, bias)
             if recipe.dtype is acc:
                 dweight.addmm_(dy[part].t(), z)
             else:
@@ -269,29 +291,40 @@ def _backward(
             continue
         da = (dy[part] @ joined).to(acc)
         if recipe.norm != "none":
-            da = _norm_backward(da, a, weight, stats[:, part], recipe.norm, dnorm)
+            da = _norm_backward(da, a, weight, bias, own[:, part], recipe.norm, dnorm)
+            if wide is not None:
+                da *= stats[1][part, None]
         if dx is not None:
             _activation_backward(da, x[part], gate, part, recipe.activation, dx, dgate)
     return dx, dgate, dnorm, dweight
 
 
 def _norm_backward(
-    dz: torch.Tensor, a: torch.Tensor, weight: torch.Tensor | None, stats: torch.Tensor, norm: str, dnorm: list[torch.Tensor | None]
+    dz: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
+    norm: str,
+    dnorm: list[torch.Tensor | None],
 ) -> torch.Tensor:
     """da; the shares of the norm's parameters are added to ``dnorm``."""
     mean, rstd = stats[0][:, None], stats[1][:, None]
-    normal = (a - mean).mul_(rstd)
-    if dnorm[0] is not None:
-        dnorm[0] += (dz * normal).sum(0)
-    if dnorm[1] is not None:
-        dnorm[1] += dz.sum(0)
-    if weight is not None:
-        dz = dz * weight
-    # d/da of (a − mean(a)) / std(a): what changes neither the mean nor the length
-    da = dz - normal * (dz * normal).mean(-1, keepdim=True)
     if norm == "layer":
-        da -= dz.mean(-1, keepdim=True)
-    return da.mul_(rstd)
+        wanted = [True, *(share is not None for share in dnorm)]
+        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
+        for total, share in zip(dnorm, shares, strict=True):
+            if total is not None:
+                total += share
+        return da
+    normal = a * rstd
+    along = dz * normal
+    if dnorm[0] is not None:
+        dnorm[0] += along.sum(0)
+    if weight is None:
+        return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
+    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
+    return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
 
 
 def _activation_backward(
@@ -321,17 +354,19 @@ def _activation_backward(
 @norm_linear_op.register_fake
 def _(
     x: torch.Tensor, gate: Any, norm_weight: Any, norm_bias: Any, weights: list[torch.Tensor], biases: Any, activation: str, norm: str,
-    eps: float, dtype: torch.dtype,
+    eps: float, dtype: torch.dtype, narrows: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return [*(x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype) for w in weights), _new_stats(x, norm)]
+    ys = [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype) for w in weights]
+    return [*ys, _new_stats(x, norm), _new_normal(x, dtype, narrows)]
 
 
 @norm_linear_backward_op.register_fake
 def _(
     dys: Any, x: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, norm_bias: torch.Tensor | None,
-    weights: list[torch.Tensor], biases: list[torch.Tensor], stats: Any, needs: list[bool], *_: Any,
+    weights: list[torch.Tensor], biases: list[torch.Tensor], stats: Any, needs: list[bool],
+    activation: str, norm: str, eps: float, dtype: torch.dtype, wide: torch.dtype | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    like: list[torch.Tensor | None] = [x, gate] if needs[0] else []
+    like: list[torch.Tensor | None] = [x.to(wide or x.dtype), gate] if needs[0] else []
     like += [norm_weight, norm_bias] if needs[1] else []
     like += weights if needs[2] else []
     like += biases if needs[3] else []
@@ -341,22 +376,23 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, gate, norm_weight, norm_bias, weights, biases = inputs[:6]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, gate, norm_weight, norm_bias, output[-1], *weights, *biases)
+    narrows = inputs[-1]
+    ctx.save_for_backward(output[-1] if narrows else x, gate, norm_weight, norm_bias, output[-2], *weights, *biases)
     ctx.num_weights = len(weights)
-    ctx.recipe = inputs[6:]
+    ctx.settings = (*inputs[6:-1], x.dtype if narrows else None)
 
 
 def _autograd(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     x, gate, norm_weight, norm_bias, stats, *parameters = ctx.saved_tensors
     weights, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
-    asked, dtype = ctx.needs_input_grad, ctx.recipe[-1]
+    asked, dtype = ctx.needs_input_grad, ctx.settings[-2]
     # an output that nothing used has gradient 0
-    dys = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=dtype) if dy is None else dy for dy, w in zip(grads[:-1], weights, strict=True)]
+    dys = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=dtype) if dy is None else dy for dy, w in zip(grads[:-2], weights, strict=True)]
     needs = [any(asked[:2]), any(asked[2:4]), any(asked[4]), any(asked[5])]
-    found = iter(norm_linear_backward_op(dys, x, gate, norm_weight, norm_bias, weights, biases, stats, needs, *ctx.recipe))
+    found = iter(norm_linear_backward_op(dys, x, gate, norm_weight, norm_bias, weights, biases, stats, needs, *ctx.settings))
     inputs = ((x, gate), (norm_weight, norm_bias), weights, biases)
     groups = [[next(found) if need and p is not None else None for p in group] for need, group in zip(needs, inputs, strict=True)]
-    return *groups[0], *groups[1], groups[2], groups[3], None, None, None, None
+    return *groups[0], *groups[1], groups[2], groups[3], None, None, None, None, None
 
 
 def _no_double_backward(ctx: Any, *_: Any) -> None:

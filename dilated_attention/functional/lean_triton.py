@@ -37,9 +37,9 @@ def _activated(x, gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, z_ptr, stats_ptr, num_rows, eps,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, z_ptr, normal_ptr, stats_ptr, num_rows, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_NORMAL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -59,6 +59,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             z = tl.where(inside, z - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(z * z, axis=1) / K + eps)
         z = z * rstd[:, None]
+        if KEEPS_NORMAL:
+            tl.store(normal_ptr + places, z.to(normal_ptr.dtype.element_ty), mask=mask)
         if HAS_WEIGHT:
             z = z * tl.load(weight_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         if HAS_BIAS:
@@ -72,7 +74,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, bias_ptr, stats_ptr, dz_ptr, z_ptr, dx_ptr, dgate_ptr, shares_ptr, num_rows, num_tiles,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_Z: tl.constexpr, HAS_DZ: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_Z: tl.constexpr, HAS_DZ: tl.constexpr, IS_NORMAL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < K
@@ -92,9 +94,10 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
             gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
         normal = _activated(x, gate, ACTIVATION)
         if NORM != "none":
-            mean = tl.load(stats_ptr + rows, mask=rows < num_rows, other=0.0)
             rstd = tl.load(stats_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
-            normal = tl.where(inside[None, :], (normal - mean[:, None]) * rstd[:, None], 0.0)
+            if not IS_NORMAL:
+                mean = tl.load(stats_ptr + rows, mask=rows < num_rows, other=0.0)
+                normal = tl.where(inside[None, :], (normal - mean[:, None]) * rstd[:, None], 0.0)
         if NEEDS_Z:
             z = normal
             if HAS_WEIGHT:
@@ -142,15 +145,16 @@ def prepare(
     bias: torch.Tensor | None,
     recipe: Recipe,
     stats: torch.Tensor,
+    normal: torch.Tensor | None,
 ) -> torch.Tensor:
-    """z of contiguous rows x (M, K), in the recipe's dtype; mean and 1/std into ``stats`` (2, M)."""
+    """z of contiguous rows x (M, K), in the recipe's dtype; mean and 1/std into ``stats`` (2, M), (x − mean) / std into ``normal``."""
     M, K = x.shape
     z = torch.empty_like(x, dtype=recipe.dtype)
     if M and K:
         block, rows, warps = _tile(K)
         _prepare_kernel[(triton.cdiv(M, rows),)](
-            x, gate, weight, bias, z, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
-            weight is not None, bias is not None, num_warps=warps,
+            x, gate, weight, bias, z, normal, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
+            weight is not None, bias is not None, normal is not None, num_warps=warps,
         )  # fmt: skip
     return z
 
@@ -164,11 +168,16 @@ def prepare_backward(
     stats: torch.Tensor,
     dz: torch.Tensor | None,
     needs_z: bool,
+    wide: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """(z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32), of dz (M, K), which may be overwritten; None: only z."""
+    """(z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32), of dz (M, K), which may be overwritten; None: only z.
+
+    ``wide``: x is x̂, and dx is to be of this dtype.
+    """
     M, K = x.shape
     z = torch.empty_like(x, dtype=recipe.dtype) if needs_z else None
-    dx = None if dz is None else dz if dz.dtype is x.dtype else torch.empty_like(x)
+    kind = wide or x.dtype
+    dx = None if dz is None else dz if dz.dtype is kind else torch.empty_like(x, dtype=kind)
     dgate = None if dz is None or gate is None else torch.empty_like(gate)
     if not (M and K):
         return z, dx, dgate, stats.new_zeros(2, K)
@@ -178,7 +187,7 @@ def prepare_backward(
     shares = stats.new_empty(programs, 2, K)
     _prepare_backward_kernel[(programs,)](
         x, gate, weight, bias, stats, dz, z, dx, dgate, shares, M, tiles, K, block, rows, recipe.activation, recipe.norm,
-        weight is not None, bias is not None, needs_z, dz is not None, num_warps=warps,
+        weight is not None, bias is not None, needs_z, dz is not None, wide is not None, num_warps=warps,
     )  # fmt: skip
     return z, dx, dgate, shares.sum(0)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dilated_attention.integrations._weights import Weights
 from dilated_attention.models import LongNetConfig
-from dilated_attention.modules import MultiheadDilatedAttention
+from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int_tuple
 
@@ -167,12 +167,17 @@ def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
     """``model``, built on meta, with these weights, in eval mode."""
     model.load_state_dict(weights, assign=True)
     model.requires_grad_()
-    for module in model.modules():
-        if isinstance(module, MultiheadDilatedAttention):
-            pattern = module.attention.pattern
-            if any(w % r for w, r in pattern.branches):
-                module.register_forward_pre_hook(_warn_if_shifted, with_kwargs=True)
+    # of a stack, not of each of its layers: layers without hooks compute in less memory
+    watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
+    for module in watched:
+        pattern = _pattern_of(module)
+        if isinstance(pattern, DilatedPattern) and any(w % r for w, r in pattern.branches):
+            module.register_forward_pre_hook(_warn_if_shifted, with_kwargs=True)
     return model.eval()
+
+
+def _pattern_of(module: Any) -> Any:
+    return module.config.pattern if isinstance(module, LongNetStack) else module.attention.pattern
 
 
 def shifted_branch(pattern: DilatedPattern, num_positions: int) -> tuple[int, int] | None:
@@ -180,18 +185,18 @@ def shifted_branch(pattern: DilatedPattern, num_positions: int) -> tuple[int, in
     return next(((w, r) for w, r in pattern.branches if w % r and num_positions > w), None)
 
 
-def _warn_if_shifted(module: MultiheadDilatedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    query = args[0] if args else kwargs.get("query")
+    x = args[0] if args else kwargs.get("x", kwargs.get("query"))
     bounds = kwargs.get("cu_seqlens")
-    if not isinstance(query, torch.Tensor) or query.ndim != 3:
+    if not isinstance(x, torch.Tensor) or x.ndim != 3:
         return
-    length = query.shape[1]
+    pattern, length = _pattern_of(module), x.shape[1]
     # bounds are only read where the whole batch is long enough
-    if bounds is not None and shifted_branch(module.attention.pattern, length):
+    if bounds is not None and shifted_branch(pattern, length):
         length = int(bounds.diff().max())
-    if branch := shifted_branch(module.attention.pattern, length):
+    if branch := shifted_branch(pattern, length):
         w, r = branch
         warnings.warn(
             f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is shifted from "

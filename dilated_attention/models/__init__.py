@@ -1,7 +1,9 @@
 """Whole models built from the modules."""
 
 from dilated_attention.models.blocks import Block, FeedForward
+from dilated_attention.models.cache import KVCache, PagedKVCache
 from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.generation import Sampling, Stepper, generate, prefill
 from dilated_attention.models.language_model import LongNetLM
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
@@ -12,18 +14,24 @@ from dilated_attention.models.vision import LongViT, VisionConfig
 __all__ = [
     "Block",
     "FeedForward",
+    "KVCache",
     "LongNetConfig",
     "LongNetDecoder",
     "LongNetEncoder",
     "LongNetLM",
     "LongViT",
     "ModelConfig",
+    "PagedKVCache",
     "Pretrained",
+    "Sampling",
     "SlideEncoder",
     "SlideEncoderConfig",
+    "Stepper",
     "VisionConfig",
     "average_gradients",
     "collate_slides",
+    "generate",
+    "prefill",
     "sharded_cross_entropy",
     "sharded_mean",
 ]

@@ -14,7 +14,7 @@ from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.positions import grid_positions
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 from dilated_attention.validation import check_bool, check_positive
 
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
@@ -183,6 +183,47 @@ class SlideEncoder(Pretrained):
             return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=_device_bounds(bounds, x), all_layers=True)[1]]
         return self._pool(self.encoder(x, cu_seqlens=_device_bounds(bounds, x)), bounds)
 
+    def attention_map(
+        self,
+        tiles: torch.Tensor,
+        coords: torch.Tensor,
+        *,
+        layer: int = -1,
+        query_rows: Any = "cls",
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = False,
+        chunk: int | None = None,
+    ) -> Any:
+        """What the class token, or chosen tiles, attend to in one block: exact weights, without the N² of all. Set eval mode first.
+
+        A row sums to 1 less the weight of the zero keys of ``tail="zero_keys"``, which are at no place.
+
+        Args:
+            tiles, coords, cu_seqlens: as of ``forward``.
+            layer: of the block, from 0; from the end if negative.
+            query_rows: ``"cls"``, or places in each slide, the class token at 0 and tiles from 1 on.
+            average_heads, chunk: as of ``dilated_attention.functional.attention_map``.
+
+        Returns:
+            (B, H, R, 1 + L): the first column is the class token; with ``average_heads`` (B, R, 1 + L). With ``cu_seqlens`` a list of
+            such tensors without the batch, one for each slide.
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit, or no such layer or rows.
+
+        >>> heat = model.attention_map(tiles, coords, average_heads=True)[:, 0, 1:]     # (B, L), one weight for each tile
+        """
+        with torch.no_grad():
+            x, bounds = self._embed(tiles, coords, cu_seqlens)
+        options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
+        if bounds is None:
+            return self.encoder.attention_map(x, query_rows=query_rows, **options)
+        rows = _rows_of_slides(query_rows, bounds)
+        count = len(rows) // (len(bounds) - 1)
+        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=_device_bounds(bounds, x), **options)[0]
+        parts = enumerate(itertools.pairwise(bounds))
+        return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
+
     def _embed(self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, list[int] | None]:
         """What enters the blocks, class tokens included, and the bounds of packed slides in it."""
         bounds = self._check(tiles, coords, cu_seqlens)
@@ -235,6 +276,21 @@ def _checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tiles.shape[1] or not is_rising:
         raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {tiles.shape[1]}")
     return bounds
+
+
+def _rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
+    """Places in each slide as rows of the packed sequence."""
+    if isinstance(query_rows, str):
+        one_of("query_rows", query_rows, ("cls",), also="or integers")
+        return bounds[:-1]
+    places = as_int_tuple("query_rows", query_rows if not isinstance(query_rows, int) else (query_rows,))
+    for place in places:
+        for slide, (start, end) in enumerate(itertools.pairwise(bounds)):
+            if not 0 <= place < end - start:
+                raise ValueError(
+                    f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
+                )
+    return [start + place for start in bounds[:-1] for place in places]
 
 
 def _has_empty(bounds: list[int]) -> bool:

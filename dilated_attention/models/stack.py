@@ -13,6 +13,7 @@ from dilated_attention.models.cache import Cache, Requests
 from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.modules import RingSettings
+from dilated_attention.pattern.checks import as_int
 
 
 class LongNetStack(nn.Module):
@@ -104,6 +105,47 @@ class LongNetStack(nn.Module):
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
         return cache if isinstance(cache, Use) else cache.begin(x.shape[0], x.shape[1])
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        x: torch.Tensor,
+        *,
+        query_rows: Any,
+        layer: int = -1,
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = False,
+        chunk: int | None = None,
+    ) -> torch.Tensor:
+        """The attention weights of chosen queries in one block, (B, H, R, N), exact and without the N² of all; eval mode is for you to set.
+
+        Args:
+            x, cu_seqlens: as of ``forward``.
+            query_rows, average_heads, chunk: as of ``dilated_attention.functional.attention_map``, which also says what a row sums to.
+            layer: of the block, from 0; from the end if negative. Those before it run, those behind it do not.
+
+        Raises:
+            ValueError, TypeError: no such layer or rows, or a stack whose sequence processes share.
+        """
+        if self.ring is not None:
+            raise ValueError(
+                "processes share this stack's sequence, and an attention map is one process's work; load the weights without a ring"
+            )
+        layer = as_int("layer", layer)
+        if not -len(self.blocks) <= layer < len(self.blocks):
+            raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")
+        layer %= len(self.blocks)
+        for block in self.blocks[:layer]:
+            x = block(x, cu_seqlens=cu_seqlens)
+        chosen: Any = self.blocks[layer]
+        return chosen.attention.attention_map(
+            chosen.attention_norm(x),
+            query_rows=query_rows,
+            is_causal=self.is_causal,
+            cu_seqlens=cu_seqlens,
+            average_heads=average_heads,
+            chunk=chunk,
+        )
 
 
 class LongNetDecoder(LongNetStack):

@@ -1,0 +1,186 @@
+"""Generation with a cache: at every step the logits of the full forward, for every kind of attention, in stretches and in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Sampling, Stepper, prefill
+from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, Strided
+
+SHAPE: dict[str, Any] = {"vocab_size": 50, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
+DILATED: dict[str, Any] = {"segment_lengths": (8, 24), "dilation_rates": (1, 3)}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "longnet": {**DILATED, "num_kv_heads": 2},
+    # 8 and 12 have no common multiple among themselves
+    "uneven": {"segment_lengths": (8, 12), "dilation_rates": (2, 3)},
+    "blocked": {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "head_offsets": "blocked"},
+    "xpos": {**DILATED, "positions": "xpos"},
+    "no positions": {**DILATED, "positions": "none"},
+    "llama": {"attention": "dense", "num_kv_heads": 1, "ffn": "swiglu", "norm": "rms_norm", "sub_norm": False, "qk_norm": True, "bias": False,
+              "tie_embeddings": False},
+    "window": {"attention": "block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
+    "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64), "num_kv_heads": 2},
+    "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
+}  # fmt: skip
+
+
+def model(name: str = "longnet", **changes: Any) -> LongNetLM:
+    torch.manual_seed(1)
+    return LongNetLM(LongNetConfig(**{**SHAPE, **CONFIGS[name], **changes})).eval()
+
+
+@pytest.mark.parametrize("kind", ["stretches", "pages"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_at_every_step_are_those_of_the_full_forward(name: str, kind: str) -> None:
+    lm, n = model(name), 110
+    tokens = torch.randint(50, (2, n))
+    with torch.no_grad():
+        full = lm(tokens)
+    for length, chunk in ((1, 1), (61, 17)):
+        lengths = [length, length] if kind == "stretches" else [length, length + 3]
+        rows = torch.arange(2)
+        if kind == "stretches":
+            cache: KVCache | PagedKVCache = KVCache(lm.config, 2, n)
+            logits = prefill(lm, tokens[:, :length], cache, chunk=chunk)
+        else:
+            cache = PagedKVCache(lm.config, 2, n, page_size=4, chunk=chunk)
+            logits = torch.cat([prefill(lm, tokens[i : i + 1, : lengths[i]], cache.of(i), chunk=chunk) for i in rows.tolist()])
+        torch.testing.assert_close(logits, full[rows, torch.tensor(lengths) - 1], atol=1e-5, rtol=0)
+        step = Stepper(lm, cache)
+        while max(cache.lengths) < n:
+            at = torch.tensor(cache.lengths)
+            torch.testing.assert_close(step(tokens[rows, at][:, None]), full[rows, at], atol=1e-5, rtol=0)
+        with pytest.raises(ValueError, match="larger max_length"):
+            step(tokens[:, :1])
+
+
+def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
+    lm = model()
+    cache = KVCache(lm.config, 3, 1000)
+    # 2 layers, k and v, 3 requests, the longest segment, 2 heads of 8, float32
+    assert cache.capacity == 24 and cache.nbytes == 2 * 2 * 3 * 24 * 2 * 8 * 4
+    assert "3 × 24 positions" in str(cache) and "float32: 18.00 KiB" in str(cache)
+    assert "would be 750.00 KiB" in str(cache)
+    assert KVCache(lm.config, 1, 10).capacity == 10
+    assert KVCache(model("window").config, 1, 1000).capacity == 14
+    assert KVCache(model("llama").config, 1, 1000).capacity == 1000
+    assert KVCache(model("global").config, 1, 1000).capacity == 1000
+    halves = KVCache(lm.config, 3, 1000, dtype=torch.bfloat16)
+    assert 2 * halves.nbytes == cache.nbytes
+
+
+def test_pages_go_to_requests_and_come_back() -> None:
+    lm = model()
+    cache = PagedKVCache(lm.config, 3, 400, page_size=4, num_pages=20)
+    for i, length in enumerate((30, 1, 50)):
+        prefill(lm, torch.randint(50, (1, length)), cache.of(i), chunk=16)
+    # of 30 positions, those from 24 on can be read; of 50 those from 48 on
+    assert cache.lengths == [30, 1, 50] and cache.pages_in_use == 2 + 1 + 1
+    step = Stepper(lm, cache)
+    for _ in range(60):
+        step(torch.randint(50, (3, 1)))
+        assert cache.pages_in_use <= 3 * (24 // 4 + 1)
+        owned = [page for pages in cache._pages for page in pages.values()]
+        assert len(set(owned)) == len(owned) == cache.pages_in_use and 0 not in owned
+    cache.free(1)
+    assert cache.lengths == [90, 0, 110]
+    with pytest.raises(RuntimeError, match="needs 25 more pages of 4 positions"):
+        lm.requires_grad_(False)(torch.randint(50, (1, 100)), cache=cache.of(1))
+
+
+def test_a_freed_place_is_taken_by_another_request_while_the_rest_go_on() -> None:
+    lm, n = model("uneven").requires_grad_(False), 80
+    tokens = torch.randint(50, (3, n))
+    full = lm(tokens)
+    cache = PagedKVCache(lm.config, 2, n, page_size=4)
+    for i in range(2):
+        prefill(lm, tokens[i : i + 1, :9], cache.of(i))
+    step = Stepper(lm, cache)
+
+    def advance(rows: list[int], times: int) -> None:
+        for _ in range(times):
+            at = torch.tensor(cache.lengths)
+            logits = step(tokens[torch.tensor(rows), at.clamp(max=n - 1)][:, None])
+            for i in range(2):
+                if cache.active[i]:
+                    torch.testing.assert_close(logits[i], full[rows[i], at[i]], atol=1e-5, rtol=0)
+
+    advance([0, 1], 20)
+    cache.finish(1)
+    advance([0, 1], 15)
+    assert cache.lengths == [44, 29]
+    cache.free(1)
+    advance([0, 1], 3)
+    prefill(lm, tokens[2:, :31], cache.of(1))
+    advance([0, 2], 20)
+    assert cache.lengths == [67, 51] and cache.active == [True, True]
+
+
+def test_unequal_prompts_are_continued_as_if_alone() -> None:
+    lm = model()
+    prompts = [torch.randint(50, (n,)) for n in (5, 40, 23)]
+    together = lm.generate(prompts, 30, temperature=0.0, prefill_chunk=16)
+    for prompt, written in zip(prompts, together, strict=True):
+        assert torch.equal(written, lm.generate(prompt[None], 30, temperature=0.0)[0])
+
+
+def test_generation_ends_with_its_stop_token() -> None:
+    lm = model()
+    prompts = [torch.randint(50, (n,)) for n in (5, 40)]
+    free = lm.generate(prompts, 40, temperature=0.0)
+    stop = int(free[0][5 + 3])
+    ended = lm.generate(prompts, 40, temperature=0.0, stop_token=stop)
+    for prompt, whole, found in zip(prompts, free, ended, strict=True):
+        new = whole[len(prompt) :]
+        where = (new == stop).nonzero()
+        assert torch.equal(found, whole[: len(prompt) + int(where[0]) + 1] if len(where) else whole)
+    same = torch.stack([prompts[0], prompts[0]])
+    written = lm.generate(same, 40, temperature=0.0, stop_token=stop)
+    assert torch.equal(written[0], ended[0]) and torch.equal(written[1], ended[0])
+
+
+def test_a_nucleus_is_the_fewest_likeliest_that_reach_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for top_p, kept in ((0.5, {0}), (0.51, {0, 1}), (0.8, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        draw = Sampling(top_p=top_p, generator=torch.Generator().manual_seed(0))
+        assert {int(draw.draw(logits)) for _ in range(300)} == kept
+    assert Sampling(top_p=1e-6).draw(logits) == 0
+    for bad in (0.0, 1.5, -1):
+        with pytest.raises(ValueError, match="top_p"):
+            Sampling(top_p=bad)
+    with pytest.raises(TypeError, match="temperature"):
+        Sampling(temperature="hot")  # type: ignore[arg-type]
+
+
+def test_what_a_cache_cannot_do_is_refused() -> None:
+    lm = model()
+    cache, tokens = KVCache(lm.config, 2, 100), torch.randint(50, (2, 4))
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        lm(tokens, cache=cache)
+    lm.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"model\.eval"):
+        lm.train()(tokens, cache=cache)
+    lm.eval()
+    with pytest.raises(ValueError, match="targets, too"):
+        lm(tokens, cache=cache, targets=tokens)
+    with pytest.raises(ValueError, match="cu_seqlens, too"):
+        lm(tokens, cache=cache, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cache has 2 requests"):
+        lm(tokens[:1], cache=cache)
+    lm(tokens[:1], cache=cache.of(1))
+    with pytest.raises(ValueError, match="need equal lengths"):
+        lm(tokens, cache=cache)
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        cache.of(2)
+    with pytest.raises(ValueError, match="is_prefix_stable"):
+        KVCache(LongNetConfig(**SHAPE, attention="block_sparse", block_pattern=BigBird(64, 64, 2)), 1, 1000)
+    with pytest.raises(ValueError, match="is_causal is False"):
+        KVCache(LongNetConfig(**SHAPE, **DILATED, is_causal=False), 1, 1000)
+    with pytest.raises(TypeError, match="LongNetConfig"):
+        KVCache(lm, 1, 1000)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="XPOS overflows"):
+        short = model("xpos", xpos_scale_base=1.0).requires_grad_(False)
+        short(tokens, cache=KVCache(short.config, 2, 1000))
