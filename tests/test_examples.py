@@ -135,3 +135,18 @@ def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
     assert f"step 2 on slides of {sizes} tiles" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("done: slides of 90, 200 tiles, step of ")
     assert {file.name for file in tmp_path.iterdir()} == {"slide_attention_90.png", "slide_attention_200.png"}
+
+
+def test_a_transformers_model_reads_a_document(text: Path) -> None:
+    pytest.importorskip("transformers")
+    small = ["--length", "3000", "--steps", "3", "--write", "10"]
+    result = run(str(EXAMPLES / "hf_long_document.py"), "--document", str(text), *small)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("sdpa ", "dilated "))}
+    assert list(rows) == ["sdpa", "dilated"]
+    for steps, seconds, _, bits in rows.values():
+        # three steps leave about the 8 bits of random weights
+        assert int(steps) == 3 and float(seconds) > 0 and 3 < float(bits) < 8.2
+    assert any(line.startswith("it writes on, 10 bytes") for line in lines)
+    assert lines[-1].startswith("done: dilated reads 3000 bytes ")

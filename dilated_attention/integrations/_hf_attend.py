@@ -9,35 +9,35 @@ from typing import Any
 import torch
 
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
+from dilated_attention.functional.decode import decode_attention
 from dilated_attention.functional.ring import place_in
+from dilated_attention.functional.single import autocast
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, settings_of
 
 # what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
-_WITHOUT_EFFECT = set(
-    [
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "use_cache",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-        "max_length_q",
-        "max_length_k",
-        "seq_idx",
-        "layer_idx",
-        "labels",
-        "shift_labels",
-        "logits_to_keep",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "input_ids",
-        "inputs_embeds",
-        "is_first_iteration",
-    ]
-)
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "input_ids",
+    "inputs_embeds",
+    "is_first_iteration",
+    "labels",
+    "layer_idx",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "shift_labels",
+    "token_type_ids",
+    "use_cache",
+}
 # what changes scores or keys in a way that no kernel here has
 _CANNOT = {
     "softcap": "scores capped by tanh",
@@ -111,6 +111,13 @@ def attend(
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds, is_guess = _bounds_of(cu_seq_lens_q, cu_seq_lens_k), False
+    if window is not None:
+        _warn_of_windows_only(name, config)
+    if settings.kind == "block_sparse" and window is None:
+        _check_stable(name, settings, mask)
+    dropout_p = float(dropout) if module.training else 0.0
+    if _is_step(settings, mask, bounds, dropout_p, query, key, value):
+        return _step(settings, mask, window, query, key, value, scaling), None
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -122,12 +129,10 @@ def attend(
         "scale": scaling,
         "cu_seqlens": bounds,
         "key_padding_mask": mask.padding,
-        "dropout_p": float(dropout) if module.training else 0.0,
+        "dropout_p": dropout_p,
         "deterministic": settings.deterministic or bool(deterministic),
         "backend": settings.backend,
     }
-    if window is not None:
-        _warn_of_windows_only(name, config)
     if settings.kind == "ring_dilated":
         _check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
         return _ring(settings, window, q, k, v, options), None
@@ -135,11 +140,46 @@ def attend(
     if window is not None:
         out = attention(q, k, v, window=window, **options)
     elif settings.kind == "block_sparse":
-        _check_stable(name, settings, mask)
         out = block_sparse_attention(q, k, v, settings.pattern, **options)
     else:
         out = dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **options)
     return out.reshape(*rows, *out.shape[2:]), None
+
+
+def _is_step(
+    settings: Settings,
+    mask: KeyMask,
+    bounds: torch.Tensor | None,
+    dropout_p: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> bool:
+    """Whether one new token is decoded from a cache, for which there are kernels that read its keys alone."""
+    # they know no padding and no gradients, and compiled code takes each position for another graph
+    if query.shape[2] != 1 or not mask.is_causal or settings.kind == "ring_dilated" or settings.backend != "auto":
+        return False
+    if mask.padding is not None or bounds is not None or dropout_p > 0 or torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+
+
+def _step(
+    settings: Settings,
+    mask: KeyMask,
+    window: tuple[int | None, int | None] | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+    positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
+    pattern = None
+    if window is None:
+        pattern = settings.pattern if settings.kind == "block_sparse" else settings.branches()
+    out: torch.Tensor = decode_attention(q, k, v, positions, pattern, window=None if window is None else window[0], scale=scaling)
+    return out
 
 
 def _branches(settings: Settings) -> dict[str, Any]:
@@ -159,7 +199,7 @@ def _ring(
     v: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    place = {
+    place: dict[str, Any] = {
         "group": settings.group_name(),
         "layout": settings.layout,
         "exchange": settings.exchange,
@@ -167,10 +207,11 @@ def _ring(
         "ranks_per_node": settings.ranks_per_node,
         "timeout": settings.timeout,
     }
+    out: torch.Tensor
     if window is not None:
-        out: torch.Tensor = ring_attention(q, k, v, window=window, **place, **options)
-        return out
-    out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
+        out = ring_attention(q, k, v, window=window, **place, **options)
+    else:
+        out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
     return out
 
 

@@ -66,6 +66,7 @@ def key_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Any = None,
     *,
+    is_shared: bool = False,
     cache_position: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -78,6 +79,7 @@ def key_mask(
 
     Args:
         attention_mask: (B, keys seen) bool, True = real; shorter than the cache where this is static; or a KeyMask made before.
+        is_shared: processes share the sequence: they are to make the same call, whatever their own part of the mask holds.
         mask_function: which pairs are kept. Those of transformers itself are known; any other is refused.
 
     Raises:
@@ -88,12 +90,16 @@ def key_mask(
     if isinstance(q_length, torch.Tensor):
         # 4.54 to 4.57 call it so by position
         q_length, cache_position = None, q_length
-    assert kv_length is not None and (q_length is not None or cache_position is not None)
-    num_queries, num_keys = cache_position.shape[0] if q_length is None else q_length, kv_length
-    if num_queries == num_keys:
-        # not read from a tensor, which a compiled model cannot do
-        query_offset = 0
+    assert kv_length is not None
+    num_keys = kv_length
+    if cache_position is None:
+        assert q_length is not None
+        num_queries = q_length
     else:
+        num_queries = cache_position.shape[0]
+    query_offset = 0
+    # not read from a tensor where that can be told without: a compiled model cannot do it
+    if num_queries != num_keys:
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
     bounds, is_guess = None, False
     # compiled code knows no __qualname__ of a module's functions
@@ -123,7 +129,7 @@ def key_mask(
         key_offset=kv_offset,
         is_causal=is_causal,
         window=window,
-        padding=_padding(attention_mask, num_filled, kv_offset),
+        padding=_padding(attention_mask, num_filled, kv_offset, is_shared),
         cu_seqlens=bounds,
         is_guess=is_guess,
     )
@@ -189,7 +195,7 @@ def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, d
     return torch.cat([where, where.new_full((1,), total)]).to(torch.int32)
 
 
-def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int) -> torch.Tensor | None:
+def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int, is_kept: bool) -> torch.Tensor | None:
     """(B, num_filled) bool, True = padding, None for none, from a mask of the positions seen so far."""
     if attention_mask is None:
         return None
@@ -199,7 +205,7 @@ def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: i
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     real = attention_mask[:, key_offset : key_offset + num_filled].bool()
     # read once a forward, so that layers without padding stay on the kernels that know none
-    if not torch.compiler.is_compiling() and bool(real.all()):
+    if not is_kept and not torch.compiler.is_compiling() and bool(real.all()):
         return None
     return ~real
 
@@ -229,13 +235,14 @@ def mask_of_tensor(
             raise ValueError(f"{shape} inside a compiled model, where its values cannot be read; expected a bool mask of keys, or none")
     elif mask.dtype is not torch.bool and bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
         raise ValueError(f'{shape} holds values that are added to scores; {expected}. Or attn_implementation="sdpa"')
-    # the last row sees every key that is no padding, but for a window
     keys = seen[:, -1]
     if seen.shape[1] > 1:
         pairs = _pairs(num_queries, num_keys, offset, is_causal, window, mask.device)
-        keys = seen.any(1)
-        # rows without a key may hold anything: transformers lets them see all, and nothing reads them
-        wrong = (seen != (pairs & keys[:, None])) & (pairs & keys[:, None]).any(-1, keepdim=True)
+        # a row without a key may see all of them, as transformers writes it where softmax knows no empty rows
+        full = seen.all(-1, keepdim=True) & ~pairs.all(-1, keepdim=True)
+        keys = (seen & ~full).any(1)
+        expected_pairs = pairs & keys[:, None]
+        wrong = (seen != expected_pairs) & ~(full & ~expected_pairs.any(-1, keepdim=True))
         if bool(wrong.any()):
             kind = "causal" if is_causal else "both ways"
             raise ValueError(

@@ -63,6 +63,9 @@ class Settings:
     def is_complete(self) -> bool:
         return self.pattern is not None if self.kind == "block_sparse" else bool(self.segment_lengths)
 
+    def branches(self) -> DilatedPattern:
+        return _pattern_of(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)
+
     def with_options(self, options: dict[str, Any]) -> Settings:
         """These settings, and over them ``options``, whose values may be plain JSON.
 
@@ -86,7 +89,7 @@ class Settings:
 
     def _check(self) -> None:
         if self.segment_lengths or self.dilation_rates:
-            DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)  # type: ignore[arg-type]
+            self.branches()
         one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
         if self.pattern is not None and not isinstance(self.pattern, BlockPattern):
             raise TypeError(
@@ -115,7 +118,9 @@ class Settings:
                 raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
             if isinstance(value, BlockPattern):
                 if value.lives_here:
-                    raise ValueError(f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)")
+                    raise ValueError(
+                        f"pattern {value!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)"
+                    )
                 value = value.spec()
             plain[name] = json.loads(json.dumps(value))
         return plain
@@ -125,14 +130,27 @@ class Settings:
         return _group_name(self.group, self.mesh)
 
 
+@functools.lru_cache(maxsize=64)
+def _pattern_of(*branches: Any) -> DilatedPattern:
+    return DilatedPattern(*branches)
+
+
 def _group_name(group: Any, mesh: Any) -> str:
     if group is None and mesh is None and not (dist.is_available() and dist.is_initialized()):
         return ""
     return group_name_of(group, mesh)
 
 
-# by their names, because compiled code asks for settings by constants alone
 REGISTERED: dict[str, Settings] = {}
+# what was resolved, by a key: compiled code takes the key for a constant, which it cannot do with a pattern within settings
+_KNOWN: dict[str, Settings] = {}
+
+
+def remember(name: str, settings: Settings) -> None:
+    REGISTERED[name] = settings
+    # compiled models look here whether what they were compiled for still holds
+    for key in [key for key in _KNOWN if key.startswith(f"{name} ")]:
+        del _KNOWN[key]
 
 
 def settings_of(name: str, config: Any) -> Settings:
@@ -143,20 +161,23 @@ def settings_of(name: str, config: Any) -> Settings:
     """
     told = None if config is None else getattr(config, CONFIG_KEY, None)
     if told is None:
-        return _resolved(name, None)
+        return _KNOWN[_resolved(name, None)]
     if not isinstance(told, dict):
-        raise TypeError(f"config.{CONFIG_KEY} is {told!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}")
-    return _resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))
+        raise TypeError(
+            f"config.{CONFIG_KEY} is {told!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}"
+        )
+    return _KNOWN[_resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))]
 
 
 def _hashable(value: Any) -> Any:
     return tuple([_hashable(x) for x in value]) if isinstance(value, (list, tuple)) else value
 
 
-# compiled code takes what this returns for a constant of its arguments, which are constants there
 @torch.compiler.assume_constant_result
-def _resolved(name: str, told: tuple[tuple[str, Any], ...] | None) -> Settings:
-    return _joined(REGISTERED[name], told)
+def _resolved(name: str, told: tuple[tuple[str, Any], ...] | None) -> str:
+    key = f"{name} {told}"
+    _KNOWN[key] = _joined(REGISTERED[name], told)
+    return key
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from dilated_attention.distributed.layout import local_positions, shard_sequence
 from dilated_attention.integrations import _hf_attend
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, REGISTERED, Settings
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, remember
 from dilated_attention.pattern.checks import one_of
 
 __all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
@@ -79,9 +79,9 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
     _hf_attend.ignore(ignored)
     for each, settings in found.items():
-        REGISTERED[each] = settings
+        remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))
-        mask_interface.register(each, key_mask)
+        mask_interface.register(each, functools.partial(key_mask, is_shared=settings.kind == "ring_dilated"))
 
 
 def configure(model_or_config: Any, **options: Any) -> None:
