@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dilated_attention.functional.lean import Recipe
+    from dilated_attention.functional.lean_torch import Recipe
 
 # elements of a row, or of some short rows, that a program holds: 8 a thread, 16 bytes of bfloat16
 _PER_THREAD = 8
