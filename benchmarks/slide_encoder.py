@@ -2,7 +2,7 @@
 
     python benchmarks/slide_encoder.py --save slides.jsonl                        # this library on a GPU
     python benchmarks/slide_encoder.py --gigapath ~/prov-gigapath                 # beside the original, from your own copy of its source
-    python benchmarks/slide_encoder.py --device cpu --tiles 5308 --rounds 1       # in float32
+    python benchmarks/slide_encoder.py --device cpu --tiles 5308 --warmup 0 --rounds 1    # in float32
 
 Weights are random; tiles are random vectors on a square of the slide's grid. A step is the forward in training mode, the sum of the
 slide's vector and its backward; no optimiser. Columns: median time, peak of allocated memory (weights and gradients included; on a
@@ -67,10 +67,14 @@ class Memory:
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
 
-    def start(self) -> None:
-        gc.collect()
+    def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def start(self) -> None:
+        gc.collect()
+        self.wait()
+        if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -80,8 +84,8 @@ class Memory:
 
     def peak(self) -> tuple[int, int]:
         """(allocated, reserved); on a CPU the resident memory twice, 0 where the system does not tell."""
+        self.wait()
         if self.on_gpu:
-            torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         status = Path("/proc/self/status")
         lines = status.read_text().splitlines() if status.exists() else []
@@ -89,24 +93,26 @@ class Memory:
         return resident, resident
 
 
+def timed(step: Step, memory: Memory) -> float:
+    memory.wait()
+    start = time.perf_counter()
+    step()
+    memory.wait()
+    return time.perf_counter() - start
+
+
 def measure(label: str, tiles: int, step: Step, args: argparse.Namespace, **facts: Any) -> dict[str, Any]:
     """Run, print and save one row."""
     memory = Memory(args.device)
     record = {"what": label, "tiles": tiles, **facts}
     try:
-        # kernels are chosen and compiled, optimiser-like allocations are made
+        # kernels are chosen and compiled
         for _ in range(args.warmup):
             step()
         memory.start()
-        step()
+        times = [timed(step, memory)]
         record["peak_bytes"], record["reserved_bytes"] = memory.peak()
-        times = []
-        for _ in range(args.rounds):
-            memory.on_gpu and torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            memory.on_gpu and torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+        times += [timed(step, memory) for _ in range(args.rounds - 1)]
         record["seconds"] = statistics.median(times)
         figures = f"{1e3 * record['seconds']:10.1f} ms {record['peak_bytes'] / 1e9:8.2f} GB {record['reserved_bytes'] / 1e9:8.2f} GB"
     except torch.OutOfMemoryError:
@@ -120,8 +126,9 @@ def measure(label: str, tiles: int, step: Step, args: argparse.Namespace, **fact
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings of ``run_ours``): the first is set beside the original."""
     if args.device == "cpu":
-        yield "float32", {"dtype": torch.float32}
-        yield "float32, plain layers", {"dtype": torch.float32, "plain": True}
+        yield "float32", {}
+        yield "float32, activation checkpointing", {"checkpoint_activations": True}
+        yield "float32, plain layers", {"plain": True}
         return
     low = {"autocast": torch.bfloat16}
     yield "bf16 autocast", low
@@ -206,11 +213,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="+", help="labels of this library's rows to run, such as 'bf16 autocast'; None for all")
     parser.add_argument("--save", help="append results to this file, a JSON object a line")
     args = parser.parse_args()
     folder = find(args.gigapath, GIGAPATH) if args.gigapath else None
     print(f"{'tiles':>8} {'':<62} {'time':>13} {'peak':>11} {'reserved':>11}")
-    (label, settings), *others = variants(args)
+    chosen = [variant for variant in variants(args) if variant[0] in (args.only or [variant[0]])]
+    if not chosen:
+        raise SystemExit(f"--only {args.only}: expected one of {[label for label, _ in variants(args)]}")
+    (label, settings), *others = chosen
     first = {tiles: run_ours(label, tiles, args, **settings) for tiles in args.tiles}
     if folder is not None:
         for (tiles, dropout), row in run_original(folder, args).items():

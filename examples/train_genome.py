@@ -34,13 +34,12 @@ import _markov
 import torch
 import torch.distributed as dist
 from _genome import LETTERS, Chromosome, GenomeLM, find_fasta, geometric_branches, read_fasta
+from _measure import flops_per_base, peak_flops, peak_memory, plot
 from _muon import Muon
 from _parallel import Processes
 
 from dilated_attention.models import LongNetConfig
 
-# dense bf16 TFLOP/s that the makers state; another machine is measured
-PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
 SCALES: dict[str, dict[str, Any]] = {
     "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512, "dropout": 0.0},
     "gpu": {"length": 1_048_576, "short_length": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
@@ -105,45 +104,8 @@ def optimizers_of(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimiz
     return [Muon(inner, lr=lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
-def flops_per_base(model: GenomeLM, length: int) -> float:
-    """Of a training step, without recomputation: 6 for each weight of a matrix product, 12·D for each pair of query and key."""
-    config = model.config
-    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
-    pairs = config.num_layers * config.pattern.pairs(length, config.num_heads, is_causal=config.is_causal)
-    return 6 * weights + 12 * config.head_dim * pairs / length
-
-
-def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
-    """(FLOP/s of one device, where the figure is from)."""
-    if stated is not None:
-        return stated * 1e12, "--peak-tflops"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, tflops in PEAK_TFLOPS.items():
-            if known in name:
-                return tflops * 1e12, f"{name}, bf16 as stated by its maker"
-    x = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        (x @ x)[0, 0].item()
-        seconds.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(seconds), "a product of two 2048 x 2048 matrices on this machine"
-
-
 def precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB: of a GPU what tensors took at most, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    # which Windows lacks
-    import resource
-
-    # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 @dataclass
@@ -216,44 +178,49 @@ class Run:
             bits = loss.item() / math.log(2)
             self.steps.append((length, time.perf_counter() - start, bits))
             if progress >= (len(self.evaluations) + 1) / (args.evaluations + 1):
-                self.evaluate(args.evaluate_share)
+                self.evaluate(length, args.evaluate_share)
             if self.seconds > printed + 10:
                 printed = self.seconds
                 recent = [bits for _, _, bits in self.steps[-20:]]
                 print(f"{printed:5.0f} s, step {len(self.steps)}, {sum(recent) / len(recent):.4f} bits/base", flush=True)
 
     @torch.no_grad()
-    def evaluate(self, share: int = 1) -> float:
-        """Bits per base over every ``share``-th window of the held-out part."""
+    def evaluate(self, length: int, share: int = 1) -> float:
+        """Bits per base over every ``share``-th window of the held-out part; while sequences are short, so are these windows."""
         self.model.eval()
         total, count = 0.0, 0
         # compiled code is for training
         with torch.compiler.set_stance("force_eager"):
-            for inputs, targets in self.chromosome.held_out(self.args.length, share):
+            for inputs, targets in self.chromosome.held_out(length, share):
                 scored = int((targets != -100).sum())
                 total, count = total + self.loss(inputs, targets).item() * scored, count + scored
         self.model.train()
         bits = total / count / math.log(2)
         self.evaluations.append((len(self.steps), self.seconds, bits))
-        print(f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,}", flush=True)
+        print(f"{self.seconds:5.0f} s, step {len(self.steps)}, held out: {bits:.4f} bits/base over {count:,} in windows of {length:,}", flush=True)
         return bits
 
-    def speed(self) -> dict[str, float]:
-        """Of the steps at full length, at their median: the first pays for what is chosen and allocated once."""
+    def speed(self) -> dict[str, Any]:
+        """Of the steps at the last length, which is the full one, at their median: the first pays for what is chosen and allocated once."""
         args, world = self.args, self.processes.rows * self.args.context_parallel
-        seconds = statistics.median([s for length, s, _ in self.steps if length == args.length])
-        bases = args.length * self.processes.rows / seconds
+        length = self.steps[-1][0]
+        seconds = statistics.median([seconds for n, seconds, _ in self.steps if n == length])
+        bases = length * self.processes.rows / seconds
         peak, source = peak_flops(self.processes.device, args.peak_tflops)
-        flops = flops_per_base(self.model, args.length)
+        flops = flops_per_base(self.model, length)
+        memory = torch.tensor(peak_memory(self.processes.device), device=self.processes.device)
+        if self.processes.distributed:
+            dist.all_reduce(memory, dist.ReduceOp.MAX)
         return {
+            "bases a sequence": length,
             "seconds a step": seconds,
             "bases/s": bases,
             "FLOPs a base": flops,
             "TFLOP/s a device": bases * flops / world / 1e12,
             "MFU": bases * flops / world / peak,
             "peak TFLOP/s": peak / 1e12,
-            "peak from": source,  # type: ignore[dict-item]
-            "peak memory GiB": peak_memory(self.processes.device),
+            "peak from": source,
+            "peak memory GiB": float(memory),
         }
 
 
@@ -299,7 +266,7 @@ def main() -> int:
         run.train()
         # taken before the evaluation of all windows, which does not belong to the training
         speed = run.speed()
-        bits = run.evaluate()
+        bits = run.evaluate(args.length)
         weights = processes.weights(model) if processes.is_spread else model.state_dict()
         code = report(run, name, bits, speed, weights) if processes.rank == 0 else 0
     if processes.distributed:
@@ -307,7 +274,7 @@ def main() -> int:
     return code
 
 
-def report(run: Run, name: str, bits: float, speed: dict[str, float], weights: dict[str, torch.Tensor]) -> int:
+def report(run: Run, name: str, bits: float, speed: dict[str, Any], weights: dict[str, torch.Tensor]) -> int:
     args, chromosome, device = run.args, run.chromosome, run.processes.device
     if chromosome.is_causal:
         rows = _markov.adaptive(chromosome.symbols, chromosome.scored(), args.markov_order, args.both_strands)
@@ -320,7 +287,8 @@ def report(run: Run, name: str, bits: float, speed: dict[str, float], weights: d
         print(f"{row.k:2d}  {row.smoothed:8.4f}  {row.interpolated:8.4f}")
     print()
     for key, value in speed.items():
-        print(f"{key}: {value:,.4g}" if isinstance(value, float) else f"{key}: {value}")
+        form = "" if isinstance(value, str) else ",.4g" if abs(value) < 1000 else ",.0f"
+        print(f"{key}: {value:{form}}")
     args.out.mkdir(parents=True, exist_ok=True)
     log = {
         "chromosome": name,
@@ -363,31 +331,6 @@ def save_checkpoint(model: GenomeLM, args: argparse.Namespace, weights: dict[str
     # what FSDP2 gathers are views of its buffers, and safetensors stores whole tensors
     alone.load_state_dict({key: value.cpu().clone() for key, value in weights.items()}, assign=True)
     alone.save_pretrained(args.out / "checkpoint")
-
-
-def plot(log: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    steps, seconds = log["steps"], 0.0
-    times = [seconds := seconds + step for _, step, _ in steps]
-    axes.plot(times, [bits for _, _, bits in steps], lw=0.6, alpha=0.5, label="training sequences")
-    axes.plot([t for _, t, _ in log["evaluations"]], [bits for _, _, bits in log["evaluations"]], "o-", ms=3, label="held out")
-    best = min(log["markov"], key=lambda row: row["smoothed"])
-    shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
-    lines = [(f"order {row['k']}", row["smoothed"]) for row in {row["k"]: row for row in (*shown, best)}.values()]
-    lines.append(("interpolated", log["markov"][-1]["interpolated"]))
-    for (label, value), style in zip(lines, ("-", "--", "-.", ":", (0, (5, 1)))[: len(lines)], strict=True):
-        axes.axhline(value, ls=style, color="black", lw=0.8, label=f"{label} {value:.3f}")
-    axes.set(
-        xlabel="seconds of training",
-        ylabel="bits per base",
-        ylim=(log["held out bits per base"] - 0.05, 2.05),
-        title=log["chromosome"][:70],
-    )
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def test_imports_point_one_way() -> None:
         "functional": {"pattern", "backends", "engine", "distributed", "functional", "validation"},
         "validation": {"pattern"},
         "modules": {"pattern", "distributed", "engine", "functional", "modules", "validation", "backends"},
-        "models": {"pattern", "distributed", "functional", "modules", "models", "validation"},
+        "models": {"pattern", "distributed", "engine", "functional", "modules", "models", "validation"},
+        "integrations": {"pattern", "backends", "distributed", "engine", "functional", "modules", "models", "validation", "integrations"},
         "factory": {"pattern", "backends", "modules", "models", "factory"},
     }
     for file in root.rglob("*.py"):

@@ -3,8 +3,8 @@
 The keys of all runs of a row, one run behind the other, are cut into equal chunks, so that programs have equal work whatever the runs. Each
 program reads its keys and values from the cache where they lie, once for all query heads that share them. Scores and sums are float32.
 
-A program for one query head keeps a softmax of its own for each of its KEYS lanes and joins them at the end: nothing waits for a sum over
-lanes within the loop. One for several query heads multiplies tiles.
+A program multiplies tiles, also for a single query head, whose tile is padded: the tensor cores have time, and the loads run ahead. In float32,
+which they do not multiply, a program for one head keeps a softmax of its own for each of its KEYS lanes and joins them at the end.
 """
 
 # kernels have no types that mypy knows
@@ -22,17 +22,18 @@ from dilated_attention.engine.decode_runs import Runs
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
-# programs for each multiprocessor: enough loads on their way to hide the memory's latency
-_PROGRAMS = 8
+# programs for each multiprocessor: enough loads on their way to hide the memory's latency. Many rows are cut finer, so that the last programs
+# to end leave little of the GPU idle; few rows are not, whose parts one program has to merge (H200: 32 requests 98 µs with 32, 127 with 8;
+# one request 11 µs with 8, 14.5 with 32)
+_PROGRAMS, _PROGRAMS_OF_MANY_ROWS = 8, 32
 _MOST_SPLITS = 512
 # elements of a tile of keys, for one query head and for several
 _TILE, _DOT_TILE = 4096, 8192
 _MERGED_AT_ONCE = 16
 
-_VARYING = [
-    *("q_batch", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "runs_batch", "runs_group"),
-    *("kept_batch", "kept_group", "table_batch", "num_runs", "slots", "out_batch", "out_head", "num_splits"),
-]
+# counts vary from call to call, and a 1 among them would be compiled in. Strides of keys and values are not among these: that they are
+# multiples of 16 must be compiled in, for loads of 16 bytes
+_VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "num_splits"]
 
 
 @triton.jit
@@ -52,11 +53,12 @@ def rows_kernel(
     q_batch, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, runs_batch, runs_group, kept_batch, kept_group, table_batch,
     num_runs, slots, scale_log2,
     HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    RUNS: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr, KEPT: tl.constexpr,
+    RUNS: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr, KEPT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """parts (B, H, splits, D) and their log-sum-exps (B, H, splits) to base 2; a part without keys has −inf, and may hold anything.
 
-    HEADS query heads a program, padded to ROWS; GROUP query heads to a key/value head; KEPT keys of a run have a mask.
+    HEADS query heads a program, padded to ROWS; GROUP query heads to a key/value head; KEPT keys of a run have a mask; DOT: tiles are
+    multiplied, else HEADS is 1.
     """
     split = tl.program_id(0)
     num_splits = tl.num_programs(0)
@@ -83,7 +85,7 @@ def rows_kernel(
     table = table_ptr + batch.to(tl.int64) * table_batch
     q_ptr += batch.to(tl.int64) * q_batch
     part = (batch.to(tl.int64) * num_heads + head) * num_splits + split
-    if HEADS == 1:
+    if not DOT:
         q = tl.load(q_ptr + head.to(tl.int64) * q_head + d, mask=inside_d, other=0.0).to(tl.float32) * scale_log2
         highest = tl.full([KEYS], -float("inf"), tl.float32)
         sums = tl.zeros([KEYS], tl.float32)
@@ -113,7 +115,7 @@ def rows_kernel(
             mask = inside[:, None] & inside_d[None, :]
             k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=mask, other=0.0)
             v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=mask, other=0.0)
-            if HEADS == 1:
+            if not DOT:
                 s = tl.where(taken, tl.sum(k.to(tl.float32) * q[None, :], 1), -float("inf"))
                 new = tl.maximum(highest, s)
                 base = tl.where(new == -float("inf"), 0.0, new)
@@ -131,7 +133,7 @@ def rows_kernel(
                 acc = tl.dot(p.to(v.dtype), v, acc * again[:, None], input_precision="ieee")
                 sums = sums * again + tl.sum(p, 1)
             highest = new
-    if HEADS == 1:
+    if not DOT:
         top = tl.max(highest, 0)
         base = tl.where(top == -float("inf"), 0.0, top)
         weight = tl.exp2(highest - base)
@@ -194,11 +196,13 @@ def decode(
     # query heads that read equal keys of one key/value head; all of them where every head has its own
     heads = H // max(G, K)
     block_d = max(16, triton.next_power_of_2(D))
+    dot = heads > 1 or q.dtype is not torch.float32
     keys = min(128, max(16, (_TILE if heads == 1 else _DOT_TILE) // block_d))
     if q.dtype is torch.float32:
         keys = max(16, keys // 2)
     if num_splits is None:
-        wanted = _PROGRAMS * _multiprocessors(q.device) // max(1, B * (H // heads))
+        rows, processors = B * (H // heads), _multiprocessors(q.device)
+        wanted = triton.cdiv((_PROGRAMS if rows < processors else _PROGRAMS_OF_MANY_ROWS) * processors, max(1, rows))
         num_splits = max(1, min(wanted, triton.cdiv(runs.max_keys, keys), _MOST_SPLITS))
     out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H), dtype=torch.float32, device=q.device)
@@ -215,7 +219,7 @@ def decode(
         0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, scale * LOG2_E,
         HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), GROUP=H // K, D=D, BLOCK_D=block_d, KEYS=keys,
         RUNS=triton.next_power_of_2(runs.first.shape[2]), PAGED=table is not None, WRAPS=cached.wraps,
-        KEPT=0 if kept is None else kept.shape[3], num_warps=4,
+        KEPT=0 if kept is None else kept.shape[3], DOT=dot, num_warps=4,
     )  # fmt: skip
     merge_kernel[(H, B)](
         parts, part_lses, out, lse, *out.stride()[:2], num_splits,

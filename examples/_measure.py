@@ -1,0 +1,76 @@
+"""What a training costs: its FLOPs by formula, the share of the device's that it reaches, its memory; and the plot of its loss."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _genome import GenomeLM
+
+# dense bf16 TFLOP/s that the makers state; another machine is measured
+PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
+
+
+def flops_per_base(model: GenomeLM, length: int) -> float:
+    """Of a training step, without recomputation: 6 for each weight of a matrix product, 12·D for each pair of query and key."""
+    config = model.config
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
+    pairs = config.num_layers * config.pattern.pairs(length, config.num_heads, is_causal=config.is_causal)
+    return 6 * weights + 12 * config.head_dim * pairs / length
+
+
+def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
+    """(FLOP/s of one device, where the figure is from)."""
+    if stated is not None:
+        return stated * 1e12, "--peak-tflops"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, tflops in PEAK_TFLOPS.items():
+            if known in name:
+                return tflops * 1e12, f"{name}, bf16 as stated by its maker"
+    x = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        (x @ x)[0, 0].item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(seconds), "a product of two 2048 x 2048 matrices on this machine"
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: of a GPU what tensors took at most, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # which Windows lacks
+    import resource
+
+    # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def plot(log: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps, seconds = log["steps"], 0.0
+    times = [seconds := seconds + step for _, step, _ in steps]
+    axes.plot(times, [bits for _, _, bits in steps], lw=0.6, alpha=0.5, label="training sequences")
+    axes.plot([t for _, t, _ in log["evaluations"]], [bits for _, _, bits in log["evaluations"]], "o-", ms=3, label="held out")
+    best = min(log["markov"], key=lambda row: row["smoothed"])
+    shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
+    lines = [(f"order {row['k']}", row["smoothed"]) for row in {row["k"]: row for row in (*shown, best)}.values()]
+    lines.append(("interpolated", log["markov"][-1]["interpolated"]))
+    for (label, value), style in zip(lines, ("-", "--", "-.", ":", (0, (5, 1)))[: len(lines)], strict=True):
+        axes.axhline(value, ls=style, color="black", lw=0.8, label=f"{label} {value:.3f}")
+    axes.set(
+        xlabel="seconds of training",
+        ylabel="bits per base",
+        ylim=(log["held out bits per base"] - 0.05, 2.05),
+        title=log["chromosome"][:70],
+    )
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
