@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -824,6 +825,18 @@ def test_inputs_of_one_process() -> None:
         shard_inputs({"labels": ids})
     with pytest.raises(ValueError, match="group and mesh are both given"):
         shard_inputs({"input_ids": ids}, group=1, mesh=1)
+
+
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    first, ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {"shard_inputs": shard_inputs}
+    exec(compile(first, "docs/huggingface.md", "exec"), names)
+    assert names["more"].shape == (1, 708)
+    # one process needs no group
+    exec(compile(ring.replace("dist.init_process_group()", ""), "docs/huggingface.md", "exec"), names)
+    assert names["loss"].item() > 0
 
 
 @pytest.mark.gpu
