@@ -125,7 +125,7 @@ def backward(
             dlse_ = rest[0].transpose(1, 2) if rest else None
             if call.detached:
                 # the mixing weights are constants, so a branch's δ is that of its own output; its weights stay exp(s − merged lse)
-                out_ = _own_output(problem, (q_, k_, v_), options, call)
+                out_ = _own_output(problem, q_, k_, v_, options, call)
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
     _in_lanes(plan, run, q.device, 1 if beside or not call.backend.facts.concurrent else LAUNCH_LANES)
@@ -138,9 +138,9 @@ def backward(
             torch_merge.sum_layers(layers, grad, layer)
 
 
-def _own_output(problem: Problem, tensors: Tensors, options: Options, call: Call) -> torch.Tensor:
-    """(P, L, G, D): a launch's output by itself, of q, k and v."""
-    out, lse = call.backend.forward(*tensors, options)
+def _own_output(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, call: Call) -> torch.Tensor:
+    """(P, L, G, D): a launch's output by itself."""
+    out, lse = call.backend.forward(q, k, v, options)
     return add_zero_keys(out, lse.transpose(1, 2), problem.zero_keys)[0] if problem.zero_keys else out
 
 

@@ -235,7 +235,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
         if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
             raise ValueError(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is {'causal' if mask.is_causal else 'not causal'}; "
-                f"set config.is_causal = {is_causal} before the forward, from which transformers makes the mask"
+                f'set config.is_causal = {is_causal}, from which late 5.x makes the mask, or load this model with attn_implementation="sdpa"'
             )
     else:
         causal = of_module if is_causal is None else is_causal

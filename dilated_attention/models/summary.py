@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, LocalWindow
 from dilated_attention.pattern.checks import as_int
 
 # float32 weights and gradients, and AdamW's two moments
@@ -65,7 +65,8 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int:
         assert isinstance(pattern, DilatedPattern)
         return min(num_positions, max(pattern.segment_lengths))
     if isinstance(pattern, LocalWindow):
-        return min(num_positions, pattern.sides(num_positions)[0] + 1)
+        global_tokens = pattern.global_tokens if isinstance(pattern, GlobalLocal) else 0
+        return min(num_positions, pattern.sides(num_positions)[0] + 1 + global_tokens)
     return num_positions
 
 
