@@ -127,8 +127,6 @@ def test_a_document_through_sparse_layers(text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "block_sparse.png").stat().st_size > 5000
 
 
-<<<<<<< HEAD
-=======
 def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
     result = run(str(EXAMPLES / "slide_encoder.py"), "--tiles", "90", "200", "--layers", "2", "--steps", "2", "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -139,7 +137,6 @@ def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"slide_attention_90.png", "slide_attention_200.png"}
 
 
->>>>>>> 7946010344c55b62f77d0ebcc4bbf242baa94efe
 def test_a_transformers_model_reads_a_document(text: Path) -> None:
     pytest.importorskip("transformers")
     small = ["--length", "3000", "--steps", "3", "--write", "10"]
@@ -153,16 +150,3 @@ def test_a_transformers_model_reads_a_document(text: Path) -> None:
         assert int(steps) == 3 and float(seconds) > 0 and 3 < float(bits) < 8.2
     assert any(line.startswith("it writes on, 10 bytes") for line in lines)
     assert lines[-1].startswith("done: dilated reads 3000 bytes ")
-<<<<<<< HEAD
-
-
-def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
-    result = run(str(EXAMPLES / "slide_encoder.py"), "--tiles", "90", "200", "--layers", "2", "--steps", "2", "--out", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    # a CPU trains on half as many
-    sizes = [110, 60, 30] if torch.cuda.is_available() else [55, 30, 15]
-    assert f"step 2 on slides of {sizes} tiles" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("done: slides of 90, 200 tiles, step of ")
-    assert {file.name for file in tmp_path.iterdir()} == {"slide_attention_90.png", "slide_attention_200.png"}
-=======
->>>>>>> 7946010344c55b62f77d0ebcc4bbf242baa94efe
