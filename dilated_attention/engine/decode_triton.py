@@ -41,10 +41,12 @@ _VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch
 @triton.jit
 def _places(positions, block, table, slots, fixed, inside, PAGED: tl.constexpr, WRAPS: tl.constexpr):
     """(block, slot) of positions, int64: their page, or the request's stretch."""
+    # one return: the compiler visits what follows an early one, and wants equal shapes
     if PAGED:
         page = positions // slots
-        return tl.load(table + page, mask=inside, other=0).to(tl.int64), (positions - page * slots).to(tl.int64)
-    if WRAPS:
+        block = tl.load(table + page, mask=inside, other=0)
+        positions = positions - page * slots
+    elif WRAPS:
         positions = tl.where(positions < fixed, positions, fixed + (positions - fixed) % (slots - fixed))
     return block.to(tl.int64), positions.to(tl.int64)
 
@@ -209,8 +211,8 @@ def append_kernel(
             target = to_k_ptr + block * to_k_block + slot * to_k_slot + head * to_k_head
             tl.store(target + d, x.to(to_k_ptr.dtype.element_ty), mask=inside)
         else:
-            x = tl.load(v_ptr + far * v_batch + head * v_head + d, mask=inside)
-            tl.store(to_v_ptr + block * to_v_block + slot * to_v_slot + head * to_v_head + d, x, mask=inside)
+            value = tl.load(v_ptr + far * v_batch + head * v_head + d, mask=inside)
+            tl.store(to_v_ptr + block * to_v_block + slot * to_v_slot + head * to_v_head + d, value, mask=inside)
 
 
 @triton.jit

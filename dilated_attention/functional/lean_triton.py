@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dilated_attention.functional.lean import Recipe
+    from dilated_attention.functional.lean_torch import Recipe
 
 
 class Sizes(NamedTuple):
@@ -255,15 +255,21 @@ def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def
 @triton.jit
 def _dropped_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, seed_ptr, path_ptr, out_ptr, num_elements, per_sample, scale,
-    THRESHOLD: tl.constexpr, HAS_X: tl.constexpr, HAS_PATH: tl.constexpr, BLOCK: tl.constexpr,
+    THRESHOLD: tl.constexpr, HAS_X: tl.constexpr, HAS_PATH: tl.constexpr, IS_LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
     mask = places < num_elements
     out = tl.load(y_ptr + places, mask=mask, other=0.0).to(tl.float32) * scale
     if THRESHOLD > 0:
         out = tl.where(_keep(tl.load(seed_ptr), places, THRESHOLD), out, 0.0)
     if HAS_PATH:
-        out = out * tl.load(path_ptr + places // per_sample, mask=mask, other=0.0)
+        # one long division a program: a 64-bit one for each element would take longer than the memory
+        first = start // per_sample
+        beyond = places - first * per_sample
+        if not IS_LONG:
+            beyond = beyond.to(tl.int32)
+        out = out * tl.load(path_ptr + first + beyond // per_sample, mask=mask, other=0.0)
     if HAS_X:
         out += tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -283,6 +289,7 @@ def dropped(
     if y.numel():
         per_sample = y.numel() if path is None else y.numel() // path.numel()
         _dropped_kernel[(triton.cdiv(y.numel(), _ELEMENTS),)](
-            x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None, _ELEMENTS, num_warps=4
+            x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None,
+            per_sample >= 2**31 - _ELEMENTS, _ELEMENTS, num_warps=4,
         )  # fmt: skip
     return out
