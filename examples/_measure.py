@@ -58,7 +58,10 @@ def plot(log: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     steps, seconds = log["steps"], 0.0
     times = [seconds := seconds + step for _, step, _ in steps]
-    axes.plot(times, [bits for _, _, bits in steps], lw=0.6, alpha=0.5, label="training sequences")
+    # sequences differ by more than a model learns in many steps
+    span = max(1, len(steps) // 40)
+    means = [sum(bits for _, _, bits in steps[i - span : i]) / span for i in range(span, len(steps) + 1)]
+    axes.plot(times[span - 1 :], means, lw=1, alpha=0.6, label=f"training, mean of {span} sequences")
     axes.plot([t for _, t, _ in log["evaluations"]], [bits for _, _, bits in log["evaluations"]], "o-", ms=3, label="held out")
     best = min(log["markov"], key=lambda row: row["smoothed"])
     shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
@@ -69,8 +72,8 @@ def plot(log: dict[str, Any], path: Path) -> None:
     axes.set(
         xlabel="seconds of training",
         ylabel="bits per base",
-        ylim=(log["held out bits per base"] - 0.05, 2.05),
-        title=log["chromosome"][:70],
+        ylim=(log["held out bits per base"] - 0.06, 2.05),
     )
+    axes.set_title(log["chromosome"], fontsize="small")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=100)
