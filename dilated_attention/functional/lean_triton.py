@@ -23,16 +23,20 @@ class Sizes(NamedTuple):
         per_thread: of them, a thread's: 8 are 16 bytes of bfloat16, more bytes are on their way at a time and fewer threads share a row.
         threads_per_sm: of the backward, whose programs go on from tile to tile, so that the sums of a column are few.
         stages: tiles of the backward that are read ahead; 1 for none.
+        rows: at least so many to a tile, of up to 4096 columns.
     """
 
     tile: int
     per_thread: int
     threads_per_sm: int = 1024
     stages: int = 1
+    rows: int = 1
 
 
-_FORWARD = Sizes(tile=2048, per_thread=16)
-_BACKWARD = Sizes(tile=2048, per_thread=16)
+# of sweeps on an H200, 45,682 rows of bfloat16. Forward: 42 µs of 768 columns, 202 of 3072 with GELU (50 and 327 with 8 to a thread).
+# Backward: 103 and 669 µs; one row at a time, or none ahead, costs a fifth to a half more
+_FORWARD = Sizes(tile=4096, per_thread=32)
+_BACKWARD = Sizes(tile=2048, per_thread=16, stages=2, rows=2)
 # 16-bit inputs get the normal distribution within 1e-7 from one exponential, which its density has use for
 _SHORT_CDF = True
 # of dropout's kernel, a program
@@ -228,7 +232,7 @@ def prepare_backward(
 def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:
     """(columns, rows, warps) of a program."""
     block = triton.next_power_of_2(K)
-    rows = max(1, sizes.tile // block)
+    rows = max(sizes.rows if block <= 4096 else 1, sizes.tile // block)
     return block, rows, min(32, max(4, block * rows // (32 * sizes.per_thread)))
 
 
