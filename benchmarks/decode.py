@@ -33,7 +33,7 @@ from dilated_attention.engine.decode_runs import Runs, row_keys
 from dilated_attention.engine.sampled import partners
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Stepper, prefill
-from dilated_attention.models.cache import format_bytes
+from dilated_attention.models.summary import readable
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow
 
 H, D, LAYERS, VOCABULARY = 12, 64, 12, 32768
@@ -68,7 +68,7 @@ def make_cache(config: LongNetConfig, batch: int, context: int, decoder: str, pa
     span = row_keys(config.pattern, config.num_heads, kv, context, "cpu").num_needed
     needed = batch * span * 2 * config.num_layers * kv * config.head_dim * 2
     if not fits(needed):
-        return format_bytes(needed)
+        return readable(needed)
     place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "backend": decoder}
     cache = PagedKVCache(config, batch, context, **place) if paged else KVCache(config, batch, context, **place)
     for x in (*cache.keys, *cache.values):
@@ -130,7 +130,7 @@ def steps_part(args: argparse.Namespace, decoders: list[str]) -> list[dict[str, 
                     )  # fmt: skip
                     print(
                         f"{label:<32} batch {batch:>2} context {context:>8,}: {1000 * seconds:7.3f} ms a step, {rate:9,.0f} tokens/s, "
-                        f"{rate / base:.3f} of the first, cache {format_bytes(cache.nbytes)}",
+                        f"{rate / base:.3f} of the first, cache {readable(cache.nbytes)}",
                         flush=True,
                     )
                     if context == args.contexts[-1]:

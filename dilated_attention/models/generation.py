@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.models.cache import Cache, KVCache, PagedKVCache
+from dilated_attention.models.cache import Cache, KVCache
+from dilated_attention.models.paged_cache import PagedKVCache
 from dilated_attention.pattern.checks import as_int
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -71,16 +70,16 @@ class MultiheadProjections(nn.Module):
             raise ValueError(
                 f"rotary=True with head_dim {self.head_dim} (embed_dim {embed_dim} / num_heads {num_heads}); it needs an even head_dim"
             )
-        self.rotary_base = _positive("rotary_base", rotary_base)
+        self.rotary_base = check.check_positive("rotary_base", rotary_base)
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")
-        self.xpos_scale_base = None if xpos_scale_base is None else _positive("xpos_scale_base", xpos_scale_base)
+        self.xpos_scale_base = None if xpos_scale_base is None else check.check_positive("xpos_scale_base", xpos_scale_base)
         if self.xpos_scale_base is not None and not rotary:
             raise ValueError(
                 f"xpos_scale_base is {xpos_scale_base} and rotary is False; XPOS scales rotated vectors: use rotary=True with it"
             )
-        self.gamma_init = _positive("gamma_init", gamma_init)
-        eps = _positive("layer_norm_eps", layer_norm_eps)
+        self.gamma_init = check.check_positive("gamma_init", gamma_init)
+        eps = check.check_positive("layer_norm_eps", layer_norm_eps)
         kv_dim = self.num_kv_heads * self.head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
@@ -210,11 +209,3 @@ class MultiheadProjections(nn.Module):
         if self.xpos_scale_base is not None:
             parts.append(f"xpos_scale_base={self.xpos_scale_base}")
         return ", ".join(parts)
-
-
-def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > 0")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value}; expected a finite number > 0")
-    return float(value)

@@ -1,0 +1,102 @@
+"""A cache in pages of a common store: for requests of unequal length."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.engine.decode import Cached
+from dilated_attention.models.cache import Cache
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.pattern.checks import as_int
+
+
+class PagedKVCache(Cache):
+    """Pages of a common store, given to requests as they grow and taken back once no row can reach them: for requests of unequal length.
+
+    Args:
+        config, max_length, device, dtype, backend: as of ``KVCache``.
+        num_requests: requests at a time; each has a row of the page table.
+        num_pages: of the store; None for as many as all requests can need at ``max_length``, prefilled one by one by ``chunk`` positions.
+        page_size: positions of a page.
+        chunk: positions that a prefill adds at a time, for ``num_pages=None``.
+
+    Raises:
+        ValueError: as of ``KVCache``.
+        RuntimeError: when a request grows and no page is free.
+
+    >>> cache = PagedKVCache(model.config, 8, 65536, num_pages=1024)
+    >>> for i, prompt in enumerate(prompts):
+    ...     logits = model(prompt[None], cache=cache.of(i))
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 128,
+        chunk: int = 8192,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
+        self.page_size = as_int("page_size", page_size, minimum=1)
+        of_request = -(-self.max_length // self.page_size)
+        if num_pages is None:
+            # stretches, of which there are two at most, begin and end within a page
+            steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
+            num_pages = self.num_requests * steady + min(of_request - steady, -(-as_int("chunk", chunk, minimum=1) // self.page_size) + 1)
+        self.num_pages = as_int("num_pages", num_pages, minimum=1)
+        # page 0 is nobody's: what freed requests write in steps goes there
+        self._allocate(self.num_pages + 1, self.page_size)
+        self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
+        self._free = list(range(self.num_pages, 0, -1))
+        self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
+
+    @property
+    def wraps(self) -> bool:
+        return False
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def cached(self, layer: int, requests: slice) -> Cached:
+        return Cached(self.keys[layer], self.values[layer], self.table[requests])
+
+    def reserve(self, request: int, length: int) -> None:
+        pages, position = self._pages[request], self.lengths[request]
+        wanted = [page for page in range(position // self.page_size, -(-length // self.page_size)) if page not in pages]
+        if not wanted:
+            return
+        self.release(request)
+        if len(wanted) > len(self._free):
+            raise RuntimeError(
+                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions and {len(self._free)} of {self.num_pages} are "
+                "free; free a request, or make a cache with more pages"
+            )
+        for page in wanted:
+            pages[page] = self._free.pop()
+        given = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
+        self.table[request, wanted[0] : wanted[-1] + 1] = given.to(self.device)
+
+    def release(self, request: int) -> None:
+        """Take back the pages that no row to come of this request can read: after each chunk, and whenever ``reserve`` gives some."""
+        size, pages = self.page_size, self._pages[request]
+        kept = {page for low, high in self.row_keys.needed(self.lengths[request]) for page in range(low // size, -(-high // size))}
+        # that of the next position is in use, whatever lies in it
+        kept.add(self.lengths[request] // size)
+        for page in [page for page in pages if page not in kept]:
+            self._free.append(pages.pop(page))
+
+    def free(self, request: int) -> None:
+        super().free(request)
+        self._free.extend(self._pages[request].values())
+        self._pages[request] = {}
+        self.table[request] = 0
+
+    def _shape(self) -> str:
+        return f"{self.num_pages + 1:,} pages ({self.pages_in_use:,} in use) of {self.page_size} positions"
