@@ -40,7 +40,7 @@ class Footprint:
 
 
 def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False) -> Footprint:
-    """Of a stack whose blocks keep for the backward what ``models.lean`` keeps: x, q, k, v, out and its lse, x after attention, W_1 x.
+    """Of a stack whose blocks keep for the backward what ``functional.lean`` keeps: x, q, k, v, out and its lse, x after attention, W_1 x.
 
     With ``checkpoint_activations`` a block keeps its input, and one block at a time has the rest. An estimate, made of the tensors that
     must be alive at once; docs/models.md sets it beside measured peaks.
