@@ -65,7 +65,7 @@ def fits(needed: int) -> bool:
 def make_cache(config: LongNetConfig, batch: int, context: int, decoder: str, paged: bool) -> KVCache | PagedKVCache | str:
     """A cache full of random numbers, or how large it would be."""
     kv = config.num_kv_heads or config.num_heads
-    span = row_keys(config.pattern, config.num_heads, kv, context, "cpu").span
+    span = row_keys(config.pattern, config.num_heads, kv, context, "cpu").num_needed
     needed = batch * span * 2 * config.num_layers * kv * config.head_dim * 2
     if not fits(needed):
         return format_bytes(needed)

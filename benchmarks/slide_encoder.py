@@ -8,7 +8,8 @@ Weights are random; tiles are random vectors on a square of the slide's grid. A 
 slide's vector and its backward; no optimiser. Columns: median time, peak of allocated memory (weights and gradients included; on a
 CPU the process's resident memory) and that of reserved memory. The original runs as its authors run it, float32 weights
 under float16 autocast, in fp16 on each kernel that can stand in for flash-attn; its faster kernel counts. First its output in evaluation
-is set beside this library's with the same weights: a speed-up on another result would be none.
+is set beside this library's with the same weights: a speed-up on another result would be none. FLASH3_LIBRARY (and FLASH3_CUDART) in the
+environment load FlashAttention-3's library for this library's backends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from _torchscale_sources import GIGAPATH, find
 from torch import nn
 
 from dilated_attention import create_model
+from dilated_attention.backends import flash3
 from dilated_attention.modules._lean import plain_layers
 
 TILES = (5308, 10001, 45681)
@@ -216,6 +219,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="labels of this library's rows to run, such as 'bf16 autocast'; None for all")
     parser.add_argument("--save", help="append results to this file, a JSON object a line")
     args = parser.parse_args()
+    if os.environ.get("FLASH3_LIBRARY"):
+        flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
     folder = find(args.gigapath, GIGAPATH) if args.gigapath else None
     print(f"{'tiles':>8} {'':<62} {'time':>13} {'peak':>11} {'reserved':>11}")
     chosen = [variant for variant in variants(args) if variant[0] in (args.only or [variant[0]])]

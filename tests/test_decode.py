@@ -323,10 +323,42 @@ def test_bad_input() -> None:
 def test_the_choice_of_a_decoder_is_explained() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"triton", "flash-attn-3"}), name="H200")
     dense, sparse = (explain_decode(hardware=hopper, dense=dense) for dense in (True, False))
-    assert (dense.chosen, sparse.chosen) == ("flash3", "triton")
+    assert (dense.chosen, sparse.chosen) == ("triton", "triton")
     assert "✗ flash3" in str(sparse) and "keeps some only" in str(sparse)
     ampere = Hardware(device_type="cuda", capability=(8, 0), packages=frozenset({"triton", "flash-attn-3"}), name="A100")
     assert explain_decode(hardware=ampere, dense=True).chosen == "triton"
     assert explain_decode(hardware=hopper, dense=True, dtype=torch.float64).chosen == "torch"
     assert explain_decode(device="cpu").chosen == "torch"
     assert explain_decode(device="cpu", backend="flash3").chosen is None
+
+
+@pytest.mark.parametrize("layout", ["stretch", "round", "pages"])
+@pytest.mark.parametrize("xpos", [None, 512.0])
+def test_rotating_and_appending_in_one_kernel(layout: str, xpos: float | None) -> None:
+    decode_triton = pytest.importorskip("dilated_attention.engine.decode_triton")
+    from dilated_attention.modules import MultiheadDilatedAttention
+    from dilated_attention.modules.rotary import rotate
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = MultiheadDilatedAttention(4 * 12, 4, [8], [1], num_kv_heads=2, rotary=True, xpos_scale_base=xpos)
+    positions = torch.tensor([3, 29, 11], device=device)
+    q, k, v = (torch.randn(3, 1, heads, 12, device=device) for heads in (4, 2, 2))
+    pairs = layer.rotation(positions, None, 64, torch.float32)
+    tables = tuple((cos[:, None], sin[:, None]) for cos, sin in pairs)
+
+    def cache() -> Cached:
+        table = torch.randperm(24, generator=torch.Generator().manual_seed(0)).view(3, 8).to(device, torch.int32)
+        shape = (24, 4, 2, 12) if layout == "pages" else (3, 32 if layout == "stretch" else 14, 2, 12)
+        zeros = [torch.zeros(shape, device=device) for _ in range(2)]
+        return Cached(
+            zeros[0], zeros[1], table if layout == "pages" else None, wraps=layout == "round", fixed=5 if layout == "round" else 0
+        )
+
+    for turned in (tables, None):
+        expected, found = cache(), cache()
+        turned_q, turned_k = (q, k) if turned is None else (rotate(q, turned[0]), rotate(k, turned[1]))
+        expected.write(positions[:, None], turned_k, v)
+        out = decode_triton.rotate_and_append(q[:, 0], k[:, 0], v[:, 0], positions, found, turned)
+        torch.testing.assert_close(out, turned_q[:, 0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.k, expected.k, atol=1e-6, rtol=1e-6)
+        assert torch.equal(found.v, expected.v) and found.v.any()

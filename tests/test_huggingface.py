@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -592,6 +593,15 @@ def test_arguments_of_layers() -> None:
         _hf_attend.attend("dilated", layer(is_causal=True), q, k, v, KeyMask(13, 13, 1, 0, True))
 
 
+def test_values_shorter_than_keys() -> None:
+    for queries in (12, 1):
+        q, k, v = heads_of(queries, 12)
+        v = v[..., :5]
+        out, _ = _hf_attend.attend("dilated", layer(is_causal=True, config=whole()), q, k, v, None, scaling=0.5)
+        expected = dense(q, k, v, Causal().dense_mask(queries, 12, 1, query_offset=12 - queries))
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
 def test_one_query_of_a_cache_sees_all_keys() -> None:
     """As models without a mask of transformers' call it: is_causal is not given, and the module is causal."""
     q, k, v = heads_of(1, 20)
@@ -703,6 +713,12 @@ def test_what_no_config_can_save() -> None:
         assert not hasattr(model.config, "dilated_attention")
 
 
+def test_models_that_never_ask_for_an_implementation() -> None:
+    config = transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
+    with pytest.raises(ValueError, match="GPTJForCausalLM computes its attention itself"):
+        configure(transformers.GPTJForCausalLM(config), segment_lengths=LENGTHS, dilation_rates=RATES)
+
+
 def test_configs_within_a_config_are_told() -> None:
     config = transformers.Gemma3Config(text_config={**DECODER, "head_dim": 8})
     configure(config, segment_lengths=LENGTHS, dilation_rates=RATES)
@@ -757,6 +773,17 @@ def test_two_processes_share_a_sequence(kind: str, layout: str, side: str) -> No
         torch.testing.assert_close(sum(gradients[name] for _, gradients, _ in results), parameter.grad, atol=1e-8, rtol=0)
 
 
+def compiled_on_a_ring(rank: int, world: int) -> float:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES)
+    model, inputs = on(llama(num_hidden_layers=1), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 49)})
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    return float((compiled(**inputs).logits - model(**inputs).logits).abs().max())
+
+
+def test_a_compiled_model_shares_a_sequence() -> None:
+    assert max(pool_of(2).run(compiled_on_a_ring)) < 1e-10
+
+
 def refused_on_a_ring(rank: int, world: int) -> list[str]:
     register(segment_lengths=LENGTHS, dilation_rates=RATES)
     model, inputs = on(llama(), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 48)})
@@ -798,6 +825,18 @@ def test_inputs_of_one_process() -> None:
         shard_inputs({"labels": ids})
     with pytest.raises(ValueError, match="group and mesh are both given"):
         shard_inputs({"input_ids": ids}, group=1, mesh=1)
+
+
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    first, ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {"shard_inputs": shard_inputs}
+    exec(compile(first, "docs/huggingface.md", "exec"), names)
+    assert names["more"].shape == (1, 708)
+    # one process needs no group
+    exec(compile(ring.replace("dist.init_process_group()", ""), "docs/huggingface.md", "exec"), names)
+    assert names["loss"].item() > 0
 
 
 @pytest.mark.gpu

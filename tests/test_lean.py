@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention.functional import lean
+from dilated_attention.functional import lean, lean_torch
 from dilated_attention.functional.dropped import add_dropped, add_dropped_op, dropped_op, keep_mask, threshold_of
 from dilated_attention.models import LongNetConfig, LongNetEncoder
 from dilated_attention.modules import _lean
@@ -86,7 +87,7 @@ def test_gradients_are_those_of_the_formula(activation: str, norm: str) -> None:
     x = torch.randn(2, 3, 6, dtype=torch.float64, device=DEVICE, requires_grad=True)
     gate = torch.randn_like(x, requires_grad=True) if activation == "swiglu" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean, "_CHUNK_ROWS", 4)
+        patch.setattr(lean_torch, "_CHUNK_ROWS", 4)
         assert torch.autograd.gradcheck(lambda x, gate, *_: tuple(layers(x, activation, gate)), (x, gate, *layers.parameters()))
 
 
@@ -323,6 +324,30 @@ def test_inference_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
         Layers("layer")(torch.randn(3, 24))
 
 
+def test_a_dispatch_mode_sees_one_operation() -> None:
+    """As selective activation checkpointing needs it; in eager mode there is no op, which takes less of Python's time."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    layers = Layers("layer")
+    x = torch.randn(3, 24, requires_grad=True)
+    with Watch():
+        layers(add_dropped(x, x, dropout=0.5))
+    assert {"dilated_attention.norm_linear.default", "dilated_attention.add_dropped.default"} <= set(seen)
+    assert not any("layer_norm" in name for name in seen)
+
+
+def test_on_meta() -> None:
+    layers = Layers("layer", device="meta")
+    ys = layers(torch.empty(3, 24, device="meta", requires_grad=True))
+    assert [y.shape for y in ys] == [(3, 16), (3, 40)]
+    sum(y.sum() for y in ys).backward()
+
+
 def test_second_derivatives_are_refused() -> None:
     layers = Layers("layer")
     x = torch.randn(3, 24, requires_grad=True)
@@ -518,3 +543,16 @@ def test_gelu_is_the_exact_one(kernels: None) -> None:
     x = torch.linspace(-9, 9, 4096, device=DEVICE).view(-1, 1).repeat(1, 3)
     (found,) = lean.norm_linear(x, [torch.eye(3, device=DEVICE)], [], activation="gelu")
     torch.testing.assert_close(found, F.gelu(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gelu_of_16_bit_inputs_is_the_exact_one_within_their_rounding(kernels: None) -> None:
+    """Values and gradients; far out on the left, too, where what is left of x is small."""
+    x = torch.linspace(-6, 9, 4096, device=DEVICE).bfloat16().view(-1, 1).repeat(1, 3).requires_grad_()
+    eye = torch.eye(3, device=DEVICE, dtype=torch.bfloat16)
+    (found,) = lean.norm_linear(x, [eye], [], activation="gelu")
+    wide = x.detach().double().requires_grad_()
+    expected = F.gelu(wide)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-6)
+    (dx,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    (true,) = torch.autograd.grad(expected, wide, torch.ones_like(expected))
+    torch.testing.assert_close(dx.double(), true, rtol=2**-7, atol=1e-6)

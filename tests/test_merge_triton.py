@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def random_layers(rng: random.Random, heads: int, n: int) -> parts.Layers:
         offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
         pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
     first = rng.randrange(heads)
-    return parts.make_layers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
+    layers = parts.make_layers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
+    # as where outputs of branches are kept
+    return replace(layers, direct=None) if rng.random() < 0.4 else layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -61,6 +64,17 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
     tolerance = 1e-5 if dtype is torch.float32 else 0.04
     torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
+    if layers.direct is None:
+        # the results stay the same, and each branch's own output is left behind
+        own = flat.clone()
+        merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), own, flat_lse, aside=aside, own=True)
+        torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
+        own_views, twins = (layers.split(x, B, head_dim=D, with_direct=True) for x in (own, flat.clone()))
+        if layers.zero_keys:
+            parts.count_zero_keys(layers, [x for x in twins if x is not None], [x for x in lse_views if x is not None])
+        for branch, (view, twin) in enumerate(zip(own_views, twins, strict=True)):
+            rows, expected = (parts._spread(layers, branch, x, 0.0) for x in (view, twin))
+            torch.testing.assert_close(rows, expected, atol=tolerance, rtol=0)
 
     grads = [torch.randn(B, n, H, D, device=DEVICE).to(dtype) for _ in range(3)]
     founds = [grad.clone() for grad in grads]

@@ -193,9 +193,9 @@ def test_the_forward_op_passes_every_opcheck(index: int, requires_grad: bool) ->
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_the_backward_op_passes_every_opcheck(index: int, with_dlse: bool) -> None:
     arguments = op_arguments(index, requires_grad=False)
-    out, lse = FORWARD(*arguments)
+    out, lse, kept = FORWARD(*arguments)
     dlse = torch.ones_like(lse) if with_dlse else None
-    results = torch.library.opcheck(BACKWARD, (torch.ones_like(out), dlse, *arguments[:3], out, lse, *arguments[3:]))
+    results = torch.library.opcheck(BACKWARD, (torch.ones_like(out), dlse, *arguments[:3], out, lse, kept, *arguments[3:]))
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -1,7 +1,7 @@
 """One row of attention for each request, over keys and values that lie in a cache: where they lie, and the row in plain torch.
 
 Position p of request b lies at slot p mod capacity of its own stretch of the cache, or, of a paged cache, at slot p mod page_size of page
-``table[b, p // page_size]``.
+``table[b, p // page_size]``. A stretch may keep its first slots for good, as global tokens need, and let the rest go round.
 
 Shape letters as in ``decode_runs.py``; C slots of a stretch or a page, L keys of a row.
 """
@@ -24,12 +24,14 @@ class Cached:
         k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides with the last one 1.
         table: (B, pages of a request) int32; None where each request has one stretch, which positions go round.
         wraps: whether positions reach C, so that slots are taken again. Only without a table.
+        fixed: first positions whose slots are not.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor | None = None
     wraps: bool = False
+    fixed: int = 0
 
     @property
     def slots(self) -> int:
@@ -38,15 +40,17 @@ class Cached:
     def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(first index, second index) into k and v of positions (B, …) int64."""
         batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
-        slot = positions % self.slots
-        if self.table is None:
-            return batch.expand_as(slot), slot
-        return self.table[batch, positions // self.slots].long(), slot
+        if self.table is not None:
+            return self.table[batch, positions // self.slots].long(), positions % self.slots
+        slot = positions
+        if self.wraps:
+            slot = torch.where(positions < self.fixed, positions, self.fixed + (positions - self.fixed) % (self.slots - self.fixed))
+        return batch.expand_as(slot), slot
 
     def write(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v (B, n, K, D) become those of positions (B, n)."""
         at = self.places(positions)
-        self.k[at], self.v[at] = k.to(self.k.dtype), v.to(self.v.dtype)
+        self.k[at], self.v[at] = k, v
 
     def read(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies (B, n, K, D) of positions (B, n)."""

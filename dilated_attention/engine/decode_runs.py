@@ -75,11 +75,14 @@ class RowKeys(ABC):
         max_keys: no row reads more keys.
         span: rows read none but the last ``span`` positions up to their own; ``max_length`` where that is all that can be said.
         num_needed: ``needed`` names no more positions than this, the row's own included.
+        fixed: the first positions, which rows read wherever they are.
     """
 
     num_groups: int
     max_keys: int
     span: int
+
+    fixed: int = 0
 
     @property
     def num_needed(self) -> int:
@@ -154,7 +157,7 @@ class WindowKeys(RowKeys):
     def __init__(self, left: int | None, max_length: int, device: torch.device, *, first_keys: int = 0) -> None:
         super().__init__(max_length, device)
         self.left = max_length - 1 if left is None else min(left, max_length - 1)
-        self.first_keys = min(first_keys, max_length)
+        self.first_keys = self.fixed = min(first_keys, max_length)
         self.num_groups = 1
         self.max_keys = min(self.left + 1 + self.first_keys, max_length)
         self.span = self.left + 1 if not self.first_keys else max_length

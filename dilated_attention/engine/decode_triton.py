@@ -20,6 +20,8 @@ import triton.language as tl
 from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import Runs
 
+Table = tuple[torch.Tensor, torch.Tensor]
+
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 # programs for each multiprocessor: enough loads on their way to hide the memory's latency. Many rows are cut finer, so that the last programs
@@ -33,17 +35,19 @@ _MERGED_AT_ONCE = 16
 
 # counts vary from call to call, and a 1 among them would be compiled in. Strides of keys and values are not among these: that they are
 # multiples of 16 must be compiled in, for loads of 16 bytes
-_VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "num_splits"]
+_VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "fixed", "num_splits", "num_heads"]
 
 
 @triton.jit
-def _places(positions, block, table, slots, inside, PAGED: tl.constexpr, WRAPS: tl.constexpr):
+def _places(positions, block, table, slots, fixed, inside, PAGED: tl.constexpr, WRAPS: tl.constexpr):
     """(block, slot) of positions, int64: their page, or the request's stretch."""
+    # one return: the compiler visits what follows an early one, and wants equal shapes
     if PAGED:
         page = positions // slots
-        return tl.load(table + page, mask=inside, other=0).to(tl.int64), (positions - page * slots).to(tl.int64)
-    if WRAPS:
-        positions = positions % slots
+        block = tl.load(table + page, mask=inside, other=0)
+        positions = positions - page * slots
+    elif WRAPS:
+        positions = tl.where(positions < fixed, positions, fixed + (positions - fixed) % (slots - fixed))
     return block.to(tl.int64), positions.to(tl.int64)
 
 
@@ -51,7 +55,7 @@ def _places(positions, block, table, slots, inside, PAGED: tl.constexpr, WRAPS: 
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, first_ptr, ends_ptr, stride_ptr, kept_ptr, table_ptr,
     q_batch, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, runs_batch, runs_group, kept_batch, kept_group, table_batch,
-    num_runs, slots, scale_log2,
+    num_runs, slots, fixed, scale_log2,
     HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     RUNS: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr, KEPT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +111,7 @@ def rows_kernel(
         for start in tl.range(tl.maximum(low, begin) - begin, stop, KEYS, num_stages=2):
             index = start + lane
             inside = index < stop
-            block, slot = _places(first + index * stride, batch, table, slots, inside, PAGED, WRAPS)
+            block, slot = _places(first + index * stride, batch, table, slots, fixed, inside, PAGED, WRAPS)
             taken = inside
             if KEPT:
                 at = kept_ptr + batch.to(tl.int64) * kept_batch + tl.program_id(1) * kept_group + run * KEPT + index
@@ -180,6 +184,74 @@ def merge_kernel(
     tl.store(lse_ptr + pair, tl.where(total > 0, (base + tl.log2(safe)) * LN_2, -float("inf")))
 
 
+@triton.jit(do_not_specialize=_VARYING)
+def append_kernel(
+    q_ptr, k_ptr, v_ptr, q_cos_ptr, q_sin_ptr, k_cos_ptr, k_sin_ptr, positions_ptr, out_ptr, to_k_ptr, to_v_ptr, table_ptr,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, to_k_block, to_k_slot, to_k_head, to_v_block, to_v_slot, to_v_head,
+    table_batch, slots, fixed, num_heads, num_kv_heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
+    """One program a head: query heads are turned into out, key heads into the cache at each request's position, value heads copied there."""
+    batch = tl.program_id(0)
+    program = tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    far = batch.to(tl.int64)
+    if program < num_heads:
+        source = q_ptr + far * q_batch + program * q_head
+        x = _turned(source, q_cos_ptr, q_sin_ptr, batch, d, inside, HALF, ROTATED)
+        tl.store(out_ptr + far * out_batch + program * out_head + d, x.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        position = tl.load(positions_ptr + batch).to(tl.int32)
+        block, slot = _places(position, batch, table_ptr + far * table_batch, slots, fixed, position >= 0, PAGED, WRAPS)
+        head = (program - num_heads) % num_kv_heads
+        if program < num_heads + num_kv_heads:
+            x = _turned(k_ptr + far * k_batch + head * k_head, k_cos_ptr, k_sin_ptr, batch, d, inside, HALF, ROTATED)
+            target = to_k_ptr + block * to_k_block + slot * to_k_slot + head * to_k_head
+            tl.store(target + d, x.to(to_k_ptr.dtype.element_ty), mask=inside)
+        else:
+            value = tl.load(v_ptr + far * v_batch + head * v_head + d, mask=inside)
+            tl.store(to_v_ptr + block * to_v_block + slot * to_v_slot + head * to_v_head + d, value, mask=inside)
+
+
+@triton.jit
+def _turned(x_ptr, cos_ptr, sin_ptr, batch, d, inside, HALF: tl.constexpr, ROTATED: tl.constexpr):
+    """A head with each pair (x_i, x_{i + D/2}) turned by the request's table (B, D/2), in float32."""
+    x = tl.load(x_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    if ROTATED:
+        second = d >= HALF
+        pair = tl.where(second, d - HALF, d)
+        other = tl.load(x_ptr + tl.where(second, d - HALF, d + HALF), mask=inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + batch * HALF + pair, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + batch * HALF + pair, mask=inside, other=0.0)
+        x = x * cos + tl.where(second, other, -other) * sin
+    return x
+
+
+def rotate_and_append(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cached: Cached, tables: tuple[Table, Table] | None
+) -> torch.Tensor:
+    """q (B, H, D) turned; k, turned, and v (B, K, D) written into the cache at positions (B,): one kernel for some twenty of torch's.
+
+    Args:
+        tables: ((cos, sin) of queries, of keys), each B · D/2 float32 numbers; None: nothing is turned.
+    """
+    (B, H, D), K = q.shape, k.shape[1]
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == cached.k.stride(-1) == cached.v.stride(-1) == 1
+    (q_cos, q_sin), (k_cos, k_sin) = tables if tables is not None else ((q, q), (q, q))
+    assert tables is None or all(x.is_contiguous() and x.numel() == B * (D // 2) and x.dtype is torch.float32 for x in (q_cos, k_sin))
+    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    table = cached.table
+    append_kernel[(B, H + 2 * K)](
+        q, k, v, q_cos, q_sin, k_cos, k_sin, positions, out, cached.k, cached.v, positions if table is None else table,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *cached.k.stride()[:3], *cached.v.stride()[:3],
+        0 if table is None else table.stride(0), cached.slots, cached.fixed, H, K,
+        D=D, BLOCK_D=triton.next_power_of_2(D), ROTATED=tables is not None, PAGED=table is not None, WRAPS=cached.wraps, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 def decode(
     q: torch.Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +288,7 @@ def decode(
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         runs.first.stride(0), 0 if G == 1 else runs.first.stride(1),
         *((0, 0) if kept is None else (kept.stride(0), 0 if G == 1 else kept.stride(1))),
-        0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, scale * LOG2_E,
+        0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, cached.fixed, scale * LOG2_E,
         HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), GROUP=H // K, D=D, BLOCK_D=block_d, KEYS=keys,
         RUNS=triton.next_power_of_2(runs.first.shape[2]), PAGED=table is not None, WRAPS=cached.wraps,
         KEPT=0 if kept is None else kept.shape[3], DOT=dot, num_warps=4,

@@ -39,6 +39,7 @@ def _backward_flops(
     v_shape: Any,
     out: Any,
     lse: Any,
+    kept: Any,
     mask: Any,
     cu: Any,
     seed: Any,

@@ -7,14 +7,14 @@ run the same Plan on the same backends.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from dilated_attention.backends.base import Mask, Options, accumulation_dtype
 from dilated_attention.engine import parts as torch_merge
 from dilated_attention.engine.lanes import Lanes
-from dilated_attention.engine.merge import add_zero_keys
+from dilated_attention.engine.merge import zero_key_share
 from dilated_attention.engine.parts import Layers, of_problem
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.rows import Geometry, Limits, make_geometry
@@ -35,6 +35,7 @@ def forward(
     *,
     beside: bool = False,
     direct: Callable[[torch.Tensor], None] | None = None,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``.
 
@@ -42,17 +43,18 @@ def forward(
         beside: another chunk is computed beside this one, so launches run one by one and the merge takes little of the GPU.
         direct: computes layer 0, which takes everything, into ``out`` and the lse (B, H, N) it is handed; the plan's branches are
             then the layers from 1 on.
+        kept: flat buffer of all layers, none of them direct, which is left with each branch's output by itself.
     """
     q, k, v = tensors
     out, lse = results
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
-    merged = not plan.single or layers.zero_keys or direct is not None
+    merged = not plan.single or layers.zero_keys or direct is not None or kept is not None
     first = 0 if direct is None else 1
     parts: list[torch.Tensor | None] = [None] * len(layers.branches)
     part_lses = parts
     if merged:
-        flat = torch.empty(B * H * D * layers.rows(with_direct=False), dtype=q.dtype, device=q.device)
+        flat = kept if kept is not None else q.new_empty(B * H * D * layers.rows(with_direct=False))
         flat_lse = torch.empty(B * H * layers.rows(with_direct=True), dtype=accumulation_dtype(q.dtype), device=q.device)
         parts = layers.split(flat, B, head_dim=D, with_direct=False)
         part_lses = layers.split(flat_lse, B, head_dim=0, with_direct=True)
@@ -77,9 +79,12 @@ def forward(
     if merged and q.device.type == "cuda":
         from dilated_attention.engine import merge_triton
 
-        merge_triton.merge_layers(layers, out, lse, flat, flat_lse, aside=beside)
+        merge_triton.merge_layers(layers, out, lse, flat, flat_lse, aside=beside, own=kept is not None)
     elif merged:
-        torch_merge.merge_layers(layers, out, lse, parts, [x for x in part_lses if x is not None])
+        lses = [x for x in part_lses if x is not None]
+        torch_merge.merge_layers(layers, out, lse, parts, lses)
+        if kept is not None and layers.zero_keys:
+            torch_merge.count_zero_keys(layers, [x for x in parts if x is not None], lses)
 
 
 def backward(
@@ -92,6 +97,7 @@ def backward(
     *,
     beside: bool = False,
     onto: bool = False,
+    own: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Write dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
@@ -100,6 +106,7 @@ def backward(
     Args:
         beside: as in ``forward``.
         onto: layer 0 is what the gradients hold already; the plan's branches are the layers from 1 on.
+        own: with detached mixing, each branch's output by itself as the forward kept it, (B, S, L, H, D); None: it is made again.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
@@ -115,7 +122,9 @@ def backward(
             grad.zero_()
 
     def run(problem: Problem) -> None:
-        tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), (_QUERIES, out), (_QUERIES, lse)]
+        # the mixing weights are constants, so a branch's δ is that of its own output; its weights stay exp(s − merged lse)
+        output = (_QUERIES, out) if own is None else (_LAYER, own[problem.branch])
+        tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), output, (_QUERIES, lse)]
         for grad, which, layer in zip(grads, (_QUERIES, _KEYS, _KEYS), layer_views, strict=True):
             part = layer[first + problem.branch]
             tensors.append((which, grad) if part is None else (_LAYER, part))
@@ -123,8 +132,7 @@ def backward(
             tensors.append((_QUERIES, dlse))
         for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, tensors, call, k.shape[:2], False):
             dlse_ = rest[0].transpose(1, 2) if rest else None
-            if call.detached:
-                # the mixing weights are constants, so a branch's δ is that of its own output; its weights stay exp(s − merged lse)
+            if call.detached and own is None:
                 out_ = _own_output(problem, q_, k_, v_, options, call)
             call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
@@ -141,7 +149,7 @@ def backward(
 def _own_output(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, call: Call) -> torch.Tensor:
     """(P, L, G, D): a launch's output by itself."""
     out, lse = call.backend.forward(q, k, v, options)
-    return add_zero_keys(out, lse.transpose(1, 2), problem.zero_keys)[0] if problem.zero_keys else out
+    return out.mul_(zero_key_share(lse.transpose(1, 2), problem.zero_keys)[..., None]) if problem.zero_keys else out
 
 
 def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, count: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,9 +50,13 @@ def merge(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: 
 
 def add_zero_keys(out: torch.Tensor, lse: torch.Tensor, num_zero_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The part (out, lse) with keys of score 0 and value 0 beside its own: the closed form of TorchScale's padding."""
-    zeros = torch.full_like(lse, float(num_zero_keys)).log_()
-    merged, weight, _ = merge_weights(lse, zeros)
-    return out * weight[..., None].to(out.dtype), merged
+    zeros = lse.new_full((), math.log(num_zero_keys))
+    return out * zero_key_share(lse, num_zero_keys)[..., None].to(out.dtype), torch.logaddexp(lse, zeros)
+
+
+def zero_key_share(lse: torch.Tensor, num_zero_keys: int) -> torch.Tensor:
+    """e^lse / (e^lse + z): what is left of a part's out beside z ≥ 1 zero keys; 0 where the part is empty."""
+    return (lse - math.log(num_zero_keys)).sigmoid_()
 
 
 def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -45,13 +45,13 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
     out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches, num_tiles,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
-    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr,
+    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         _merge_tile(
             tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
             out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
-            HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT, STEP, ZERO_KEYS,
+            HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT, STEP, ZERO_KEYS, OWN,
         )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def _merge_tile(  # type: ignore[no-untyped-def]
     tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
     out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
-    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr,
+    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     # heads of the same rows lie side by side in memory
     head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
@@ -112,11 +112,12 @@ def _merge_tile(  # type: ignore[no-untyped-def]
     part_start = tl.zeros((), dtype=tl.int64)
     lse_start = tl.zeros((), dtype=tl.int64)
     for branch in tl.static_range(len(LENGTHS)):
-        taken, segment, place, places, segments, _zeros = _place(
+        taken, segment, place, places, segments, zeros = _place(
             table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
         )
         row = ((batch * segments + segment) * num_heads + head) * places + place
-        weight = tl.exp(tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf")) - base)
+        part_lse = tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf"))
+        weight = tl.exp(part_lse - base)
         size = _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
         lse_start += size
         if branch == DIRECT:
@@ -125,6 +126,11 @@ def _merge_tile(  # type: ignore[no-untyped-def]
             pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
             part_start += size * HEAD_DIM
         part = tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if OWN and ZERO_KEYS:
+            # as the branch would be by itself, with the zero keys of its own: this program alone reads these rows, and has done so
+            share = 1.0 / (1.0 + zeros.to(tl.float32) * tl.exp(-part_lse))
+            own = tl.where(part_lse[:, None] > -float("inf"), part * share[:, None], 0.0).to(parts_ptr.dtype.element_ty)
+            tl.store(pointers[:, None] + columns[None, :], own, mask=(zeros > 0)[:, None] & inside[None, :])
         # an empty part may hold anything
         acc += tl.where(weight[:, None] > 0, part, 0.0) * weight[:, None]
         total += weight
@@ -201,16 +207,25 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 
 def merge_layers(
-    layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, part_lses: torch.Tensor, *, aside: bool = False
+    layers: Layers,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    *,
+    aside: bool = False,
+    own: bool = False,
 ) -> None:
     """As ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) with last stride 1, lse (B, N, H) float32.
 
     Args:
         aside: run on a few multiprocessors beside other work, rather than on all of them at once.
+        own: leave the parts as ``parts.count_zero_keys`` does.
     """
+    assert not own or layers.direct is None
     assert out.stride(-1) == 1 and lse.dtype is torch.float32
     strides = (*out.stride()[:3], *lse.stride())
-    _launch(_merge_kernel, layers, out, (out, lse, parts, part_lses), strides, aside, ZERO_KEYS=layers.zero_keys)
+    _launch(_merge_kernel, layers, out, (out, lse, parts, part_lses), strides, aside, ZERO_KEYS=layers.zero_keys, OWN=own)
 
 
 def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, aside: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
-from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
+from dilated_attention.engine.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare, without_autocast
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention", mutates_args=())
@@ -38,19 +38,24 @@ def dilated_attention_op(
     needs_grad: bool,
     backend: str,
     precision: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)). ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D), lse (B, H, Nq), what ``prepare.kept_elements`` says is kept for the backward).
+
+    ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller.
+    """
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
     if not q.numel():
         if cu_seqlens is not None:
             document_ranges(cu_seqlens, k.shape[1])
-        return torch.empty_like(q, memory_format=torch.contiguous_format), _new_lse(q, -torch.inf)
+        return _new_like(q), _new_lse(q, -torch.inf), q.new_empty(0)
+    kept = q.new_empty(kept_elements(q, k, pattern, settings, cu_seqlens, query_offset))
     q, k, v = (kernel_ready(x) for x in (q, k, v))
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     shape, call = prepare(False, (q, k, v), pattern, settings, key_padding_mask, documents, seed, query_offset)
     with without_autocast(q):
-        return schedule.forward(pattern, shape, q, k, v, call)
+        out, lse = schedule.forward(pattern, shape, q, k, v, call, kept if kept.numel() else None)
+    return out, lse, kept
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention_backward", mutates_args=())
@@ -62,6 +67,7 @@ def dilated_attention_backward_op(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    kept: torch.Tensor,
     key_padding_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -95,7 +101,7 @@ def dilated_attention_backward_op(
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     shape, call = prepare(True, (q, k, v, dout), pattern, settings, key_padding_mask, documents, seed, query_offset)
     with without_autocast(q):
-        dq, dk, dv = schedule.backward(pattern, shape, (dout, q, k, v, out, lse), call, dlse)
+        dq, dk, dv = schedule.backward(pattern, shape, (dout, q, k, v, out, lse), call, dlse, kept if kept.numel() else None)
     return dq, dk, dv
 
 
@@ -108,8 +114,18 @@ def _new_lse(q: torch.Tensor, value: float) -> torch.Tensor:
 
 
 @dilated_attention_op.register_fake
-def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_seqlens: torch.Tensor | None, seed: Any, lengths: Any, rates: Any,
+    head_offsets: str, offset_list: Any, branch_heads: str, tail: str, window: Any, is_causal: bool, scale: float, query_offset: int,
+    dropout_p: float, detached: bool, deterministic: bool, needs_grad: bool, backend: str, precision: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    kept = 0
+    if detached and needs_grad:
+        pattern = pattern_of(tuple(lengths), tuple(rates), head_offsets, tuple(offset_list), branch_heads, tail)
+        settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
+        kept = kept_elements(q, k, pattern, settings, cu_seqlens, query_offset)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    return _new_like(q), lse, q.new_empty(kept)
 
 
 @dilated_attention_backward_op.register_fake
@@ -119,17 +135,17 @@ def _(
     return _new_like(q), _new_like(k), _new_like(v)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.settings = inputs[6:]
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse = ctx.saved_tensors
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse, kept = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed)
+    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, kept, key_padding_mask, cu_seqlens, seed)
     dq, dk, dv = dilated_attention_backward_op(*tensors, *ctx.settings)
     return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
 

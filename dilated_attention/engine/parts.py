@@ -142,6 +142,17 @@ def merge_layers(
     out.copy_(acc / total.masked_fill(total == 0, 1.0)[..., None])
 
 
+def count_zero_keys(layers: Layers, parts: Sequence[torch.Tensor], part_lses: Sequence[torch.Tensor]) -> None:
+    """Each part as it would be by itself, with the zero keys of its own branch: out_b ← out_b · e^(lse_b) / (e^(lse_b) + z_b), in place."""
+    for (length, rate), offsets, part, part_lse in zip(layers.branches, layers.offsets, parts, part_lses, strict=True):
+        offset = torch.tensor(offsets, device=part.device)
+        size = torch.clamp(layers.positions - torch.arange(part.shape[1], device=part.device)[:, None] * length, max=length)
+        # of each segment and head
+        zeros = (-(-length // rate) - (size - offset + rate - 1) // rate)[None, :, :, None]
+        share = torch.where(zeros > 0, (part_lse - zeros.to(part_lse.dtype).log()).sigmoid(), 1.0)
+        part.mul_(share.transpose(2, 3)[..., None])
+
+
 def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
     """grad (B, N, H, D) from the layers, in place, summed in float32; ``grad`` holds the direct branch's share already."""
     acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)

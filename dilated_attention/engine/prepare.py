@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
 from dilated_attention.engine import families, schedule
+from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.plan import Range, Shape
 from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
@@ -149,6 +150,29 @@ def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tens
 def _tell_nested(request: Request) -> None:
     """Once for a kind of call: a training step makes the same ones over and over."""
     registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
+
+
+def kept_elements(
+    q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, cu_seqlens: torch.Tensor | None, query_offset: int
+) -> Any:
+    """Elements of the branches' own outputs that the forward keeps for a backward with detached mixing; 0 where that makes them again.
+
+    They are kept where they would lie in memory side by side in any case: the fused forward of a call in one chunk. From shapes alone,
+    so that it may be asked of fake tensors; a symbolic length stays one.
+    """
+    if not (settings.detached and settings.needs_grad) or pattern.num_branches == 1 or pattern.branch_heads == "split":
+        return 0
+    if q.device.type not in schedule.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
+        return 0
+    (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
+    # the nested kernel has no outputs of branches, and was asked for by name
+    if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
+        return 0
+    if query_offset != 0 or k.shape[1] != N:
+        return 0
+    rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
+    elements = B * H * D * rows
+    return elements if elements * q.element_size() <= schedule.kept_budget() else 0
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:

@@ -25,15 +25,29 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def forward(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous."""
+    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
+
+    Args:
+        kept: (``prepare.kept_elements``,), filled with the branches' own outputs for ``backward``.
+    """
     if not _is_fused(shape, q, call):
         out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
         return out, lse.transpose(1, 2).contiguous()
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
+    if kept is not None:
+        # branch by branch also where nested branches could share pairs: the backward would have to make their outputs again
+        fused.forward(make_plan(pattern, shape), _kept_layers(pattern, shape), (q, k, v), (out, lse.transpose(1, 2)), call, kept=kept)
+        return out, lse
     for piece in make_pieces(pattern, H, N) if call.nested else (Piece(0, N, None),):
         where = slice(piece.start, piece.start + piece.length)
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
@@ -78,6 +92,11 @@ def _layers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) 
     return make_layers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
 
 
+def _kept_layers(pattern: DilatedPattern, shape: Shape) -> Layers:
+    """Layers of the whole call, where the merge must not write over the output of any branch."""
+    return replace(make_layers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
+
+
 def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
     """A stretch whose nested branches are visited together, each pair once; the others are merged to that."""
     split = piece.split
@@ -115,9 +134,18 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, l
 
 
 def backward(
-    pattern: DilatedPattern, shape: Shape, tensors: tuple[torch.Tensor, ...], call: Call, dlse: torch.Tensor | None
+    pattern: DilatedPattern,
+    shape: Shape,
+    tensors: tuple[torch.Tensor, ...],
+    call: Call,
+    dlse: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) in the inputs' dtype, contiguous. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``."""
+    """(dq, dk, dv) in the inputs' dtype, contiguous. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``.
+
+    Args:
+        kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
+    """
     dout, q, k, v, out, lse = tensors
     if not _is_fused(shape, q, call):
         lse = lse.transpose(1, 2).contiguous()
@@ -125,8 +153,11 @@ def backward(
         return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
-    # one branch is not mixed with anything, also where it is all that a tier has of several
-    call = replace(call, detached=call.detached and pattern.num_branches > 1)
+    # a row of one branch is not mixed with anything, also where that branch is all that a tier has of several
+    call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
+    layers_kept: list[torch.Tensor | None] = []
+    if kept is not None and call.detached:
+        layers_kept = _kept_layers(pattern, shape).split(kept, q.shape[0], head_dim=q.shape[3], with_direct=True)
 
     def run_tier(branches: DilatedPattern, onto: bool) -> None:
         def run(chunk: Chunk, beside: bool) -> None:
@@ -139,7 +170,9 @@ def backward(
                 # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
                 lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
                 layers = _layers_of(branches, part, chunk, onto)
-                fused.backward(plan, layers, (dout_, q_, k_, v_, out_, lse_), grads_, part_call, dlse_, beside=beside, onto=onto)
+                own = _own_of(pattern, branches, shape, chunk, layers_kept)
+                views = dout_, q_, k_, v_, out_, lse_
+                fused.backward(plan, layers, views, grads_, part_call, dlse_, beside=beside, onto=onto, own=own)
             else:
                 for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                     grad.copy_(share)
@@ -150,6 +183,21 @@ def backward(
     for tier, branches in enumerate(tiers):
         run_tier(branches, onto=tier > 0)
     return grads
+
+
+def _own_of(
+    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, kept: list[torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    """Of the kept outputs of ``pattern`` those of a chunk and of some of its branches, which are found by what they take."""
+    if not kept:
+        return None
+    layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), kept, strict=True))
+    own = []
+    for (length, rate), offsets in zip(branches.branches, branches.offsets(shape.num_heads), strict=True):
+        layer = layer_of[(length, rate), offsets]
+        assert layer is not None
+        own.append(layer[:, chunk.positions[0] // length :, :, slice(*chunk.heads)])
+    return own
 
 
 def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
@@ -192,6 +240,11 @@ def _cut(
         row_bytes=row_bytes,
         budget=budget,
     )
+
+
+def kept_budget() -> int:
+    """Bytes of the branches' own outputs up to which a call keeps them for its backward: a chunk's, of inputs of any size."""
+    return transient_budget(0)
 
 
 def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:

@@ -5,11 +5,13 @@ An element is kept or not by a hash of its place and the seed, so the backward d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dilated_attention.engine.merge import has_kernels
+from dilated_attention.functional.lean import needs_op
 
 # SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit constants; int64 products wrap, as it needs
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -42,17 +44,19 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     if not dropout and path is None:
         return x + y
     seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
-    return add_dropped_op(x, y, seed, path, dropout)
+    if needs_op(y) or type(x) is not torch.Tensor:
+        return add_dropped_op(x, y, seed, path, dropout)
+    return _AddDropped.apply(x, y, seed, path, dropout)
 
 
-@torch.library.custom_op("dilated_attention::add_dropped", mutates_args=())
-def add_dropped_op(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
+def _add_dropped(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
     """x + path · dropout(y); the backward is ``dropped_op``."""
     return _dropped(x, y, seed, path, dropout, torch.result_type(x, y))
 
 
-@torch.library.custom_op("dilated_attention::dropped", mutates_args=())
-def dropped_op(y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype) -> torch.Tensor:
+def _only_dropped(
+    y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
+) -> torch.Tensor:
     """path · dropout(y) in ``dtype``."""
     return _dropped(None, y, seed, path, dropout, dtype)
 
@@ -98,6 +102,10 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
+add_dropped_op = torch.library.custom_op("dilated_attention::add_dropped", _add_dropped, mutates_args=())
+dropped_op = torch.library.custom_op("dilated_attention::dropped", _only_dropped, mutates_args=())
+
+
 @add_dropped_op.register_fake
 def _(x: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(y, dtype=torch.result_type(x, y), memory_format=torch.contiguous_format)
@@ -114,11 +122,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.dtypes, ctx.dropout = (x.dtype, y.dtype), dropout
 
 
-def _autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, grad: torch.Tensor, backward: Callable[..., torch.Tensor] = dropped_op) -> tuple[Any, ...]:
     seed, path = ctx.saved_tensors
     dx = grad.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-    dy = dropped_op(grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+    dy = backward(grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
     return dx, dy, None, None, None
+
+
+class _AddDropped(torch.autograd.Function):
+    """The op without the op."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        output = _add_dropped(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # the op, which has a derivative, where a graph of the backward is asked for
+        return _autograd(ctx, grad, dropped_op if torch.is_grad_enabled() else _only_dropped)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

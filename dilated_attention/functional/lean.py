@@ -11,8 +11,8 @@ product is ever computed twice. The same on every device: Triton kernels on GPUs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,13 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.prepare import without_autocast
+from dilated_attention.functional import lean_torch
+from dilated_attention.functional.lean_torch import Recipe
 
 ACTIVATIONS = ("none", "gelu", "relu", "silu", "swiglu")
 NORMS = ("none", "layer", "rms")
-# rows that plain torch takes at a time: what a chunk needs between its steps stays in a CPU's cache
-_CHUNK_ROWS = 1024
 # a row of the kernels lies in registers
 _MOST_COLUMNS = 16384
-_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-
-
-class Recipe(NamedTuple):
-    """What is done to x in front of the linear layers; ``dtype`` is that of z, of the products and of y."""
-
-    activation: str
-    norm: str
-    eps: float
-    dtype: torch.dtype
 
 
 def norm_linear(
@@ -80,7 +70,24 @@ def norm_linear(
         raise ValueError(f"{len(weights)} weights have {len(biases)} biases; expected one each, or none at all")
     dtype = compute_dtype(x, weights[0])
     narrows = activation == "none" and norm != "none" and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
-    return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, activation, norm, eps, dtype, narrows)[:-2])
+    settings = (activation, norm, eps, dtype, narrows)
+    if needs_op(x):
+        return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, *settings)[:-2])
+    return list(_NormLinear.apply(len(weights), settings, x, gate, norm_weight, norm_bias, *weights, *biases))
+
+
+def needs_op(x: torch.Tensor) -> bool:
+    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a transformation, a tensor of another kind.
+
+    Otherwise an autograd function does the same with a third of an op's time in Python.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -95,8 +102,7 @@ def has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-@torch.library.custom_op("dilated_attention::norm_linear", mutates_args=())
-def norm_linear_op(
+def _forward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
@@ -125,22 +131,13 @@ def norm_linear_op(
             z = lean_triton.prepare(rows, gates, norm_weight, norm_bias, recipe, stats, normal if narrows else None)
             ys = [F.linear(z, w, biases[i] if biases else None) for i, w in enumerate(weights)]
         else:
-            ys = [rows.new_empty((rows.shape[0], w.shape[0]), dtype=dtype) for w in weights]
-            for part in _chunks(rows):
-                a, z = _prepare(rows[part], None if gates is None else gates[part], norm_weight, norm_bias, recipe, stats[:, part])
-                if narrows:
-                    normal.view(rows.shape)[part].copy_((a - stats[0][part, None]).mul_(stats[1][part, None]))
-                z = z.to(dtype)
-                for i, (y, w) in enumerate(zip(ys, weights, strict=True)):
-                    if biases:
-                        torch.addmm(biases[i], z, w.t(), out=y[part])
-                    else:
-                        torch.mm(z, w.t(), out=y[part])
+            ys = lean_torch.forward(
+                rows, gates, norm_weight, norm_bias, weights, biases, recipe, stats, normal.view(rows.shape) if narrows else None
+            )
     return [*(y.view(*shape, y.shape[-1]) for y in ys), stats, normal]
 
 
-@torch.library.custom_op("dilated_attention::norm_linear_backward", mutates_args=())
-def norm_linear_backward_op(
+def _backward(
     dys: list[torch.Tensor],
     x: torch.Tensor,
     gate: torch.Tensor | None,
@@ -177,7 +174,7 @@ def norm_linear_backward_op(
             dweight = None if z is None else dy.t() @ z
             del z, dz
         else:
-            dx, dgate, dnorm, dweight = _backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide)
+            dx, dgate, dnorm, dweight = lean_torch.backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide)
         dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
     grads: list[torch.Tensor] = []
     if needs_input:
@@ -210,145 +207,8 @@ def _new_normal(x: torch.Tensor, dtype: torch.dtype, narrows: bool) -> torch.Ten
     return x.new_empty(x.shape if narrows else (0,), dtype=dtype)
 
 
-def _chunks(rows: torch.Tensor) -> list[slice]:
-    return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
-
-
-def _prepare(
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    recipe: Recipe,
-    stats: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, z) of some rows in the accumulation dtype, and their statistics into ``stats``."""
-    a = _activated(x, gate, recipe.activation, accumulation_dtype(x.dtype))
-    if recipe.norm == "none":
-        return a, a
-    weight, bias = (None if p is None else p.to(a.dtype) for p in (weight, bias))
-    if recipe.norm == "layer":
-        z, mean, rstd = torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)
-        stats[0].copy_(mean.view(-1))
-        stats[1].copy_(rstd.view(-1))
-        return a, z
-    stats[0].zero_()
-    stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
-    return a, _affine(a * stats[1][:, None], weight, None)
-
-
-def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
-    x = x.to(dtype)
-    if gate is not None:
-        return F.silu(gate.to(dtype)).mul_(x)
-    return x if activation == "none" else _PLAIN[activation](x)
-
-
-def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
-    """norm(a) once more; ``stats`` as the forward left them."""
-    if recipe.norm == "layer":
-        # torch's one pass, statistics and all, is faster than three that spare them
-        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
-    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
-
-
-def _affine(normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    z = normal if weight is None else normal * weight
-    return z if bias is None else z + bias
-
-
-def _backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    joined: torch.Tensor,
-    stats: torch.Tensor,
-    recipe: Recipe,
-    needs: list[bool],
-    wide: torch.dtype | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
-    """(dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers), a chunk of rows at a time; sums in the accumulation dtype."""
-    needs_input, needs_norm, needs_weights, _ = needs
-    acc = stats.dtype
-    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
-    dx = torch.empty_like(x, dtype=wide or x.dtype) if needs_input else None
-    dgate = torch.empty_like(gate) if needs_input and gate is not None else None
-    dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
-    dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
-    # with x̂ for x the norm is the identity, and the true 1/std comes in at the end
-    own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
-    for part in _chunks(x):
-        a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
-        if dweight is not None:
-            z = _normed(a, weight, bias, recipe, stats[:, part]) if wide is None else _affine(a, weight, bias)
-            if recipe.dtype is acc:
-                dweight.addmm_(dy[part].t(), z)
-            else:
-                dweight += dy[part].t() @ z.to(recipe.dtype)
-        if not (needs_input or needs_norm):
-            continue
-        da = (dy[part] @ joined).to(acc)
-        if recipe.norm != "none":
-            da = _norm_backward(da, a, weight, bias, own[:, part], recipe.norm, dnorm)
-            if wide is not None:
-                da *= stats[1][part, None]
-        if dx is not None:
-            _activation_backward(da, x[part], gate, part, recipe.activation, dx, dgate)
-    return dx, dgate, dnorm, dweight
-
-
-def _norm_backward(
-    dz: torch.Tensor,
-    a: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    stats: torch.Tensor,
-    norm: str,
-    dnorm: list[torch.Tensor | None],
-) -> torch.Tensor:
-    """da; the shares of the norm's parameters are added to ``dnorm``."""
-    mean, rstd = stats[0][:, None], stats[1][:, None]
-    if norm == "layer":
-        wanted = [True, *(share is not None for share in dnorm)]
-        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
-        for total, share in zip(dnorm, shares, strict=True):
-            if total is not None:
-                total += share
-        return da
-    normal = a * rstd
-    along = dz * normal
-    if dnorm[0] is not None:
-        dnorm[0] += along.sum(0)
-    if weight is None:
-        return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
-    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
-    return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
-
-
-def _activation_backward(
-    da: torch.Tensor,
-    x: torch.Tensor,
-    gates: torch.Tensor | None,
-    part: slice,
-    activation: str,
-    dx: torch.Tensor,
-    dgate: torch.Tensor | None,
-) -> None:
-    """Write dx (and dgate) of the chunk ``part``."""
-    x = x.to(da.dtype)
-    if gates is not None and dgate is not None:
-        gate = gates[part].to(da.dtype)
-        dgate[part].copy_(torch.ops.aten.silu_backward(da * x, gate))
-        da.mul_(F.silu(gate))
-    elif activation == "gelu":
-        da = torch.ops.aten.gelu_backward(da, x)
-    elif activation == "silu":
-        da = torch.ops.aten.silu_backward(da, x)
-    elif activation == "relu":
-        da.mul_(x > 0)
-    dx[part].copy_(da)
+norm_linear_op = torch.library.custom_op("dilated_attention::norm_linear", _forward, mutates_args=())
+norm_linear_backward_op = torch.library.custom_op("dilated_attention::norm_linear_backward", _backward, mutates_args=())
 
 
 @norm_linear_op.register_fake
@@ -382,17 +242,43 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     ctx.settings = (*inputs[6:-1], x.dtype if narrows else None)
 
 
-def _autograd(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], asked: Sequence[Any], backward: Callable[..., list[torch.Tensor]]) -> Any:
+    """[dx, dgate], [dnorm_weight, dnorm_bias], [dweights], [dbiases], None where nothing is asked for."""
     x, gate, norm_weight, norm_bias, stats, *parameters = ctx.saved_tensors
     weights, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
-    asked, dtype = ctx.needs_input_grad, ctx.settings[-2]
     # an output that nothing used has gradient 0
-    dys = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=dtype) if dy is None else dy for dy, w in zip(grads[:-2], weights, strict=True)]
+    kind = {"dtype": ctx.settings[-2], "device": x.device}
+    dys = [torch.zeros(*x.shape[:-1], w.shape[0], **kind) if dy is None else dy for dy, w in zip(grads, weights, strict=True)]
     needs = [any(asked[:2]), any(asked[2:4]), any(asked[4]), any(asked[5])]
-    found = iter(norm_linear_backward_op(dys, x, gate, norm_weight, norm_bias, weights, biases, stats, needs, *ctx.settings))
+    found = iter(backward(dys, x, gate, norm_weight, norm_bias, weights, biases, stats, needs, *ctx.settings))
     inputs = ((x, gate), (norm_weight, norm_bias), weights, biases)
-    groups = [[next(found) if need and p is not None else None for p in group] for need, group in zip(needs, inputs, strict=True)]
-    return *groups[0], *groups[1], groups[2], groups[3], None, None, None, None, None
+    return [[next(found) if need and p is not None else None for p in group] for need, group in zip(needs, inputs, strict=True)]
+
+
+def _autograd(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    inputs, norm, weights, biases = _gradients(ctx, grads[:-2], ctx.needs_input_grad, norm_linear_backward_op)
+    return *inputs, *norm, weights, biases, None, None, None, None, None
+
+
+class _NormLinear(torch.autograd.Function):
+    """The op's forward and backward without the op."""
+
+    @staticmethod
+    def forward(ctx: Any, num_weights: int, settings: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
+        weights, biases = list(tensors[4 : 4 + num_weights]), list(tensors[4 + num_weights :])
+        inputs = (*tensors[:4], weights, biases, *settings)
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return tuple(output[:-2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        asked = ctx.needs_input_grad[2:]
+        asked = (*asked[:4], asked[4 : 4 + ctx.num_weights], asked[4 + ctx.num_weights :])
+        # with a graph of the backward asked for the op is called, which refuses the second derivative
+        backward = norm_linear_backward_op if torch.is_grad_enabled() else _backward
+        inputs, norm, weights, biases = _gradients(ctx, grads, asked, backward)
+        return None, None, *inputs, *norm, *weights, *biases
 
 
 def _no_double_backward(ctx: Any, *_: Any) -> None:

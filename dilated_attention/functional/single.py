@@ -196,7 +196,7 @@ def _attend(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = dilated_attention_op(
+    out, lse, _ = dilated_attention_op(
         q,
         k,
         v,

@@ -13,7 +13,7 @@ from dilated_attention.functional.decode import decode_attention
 from dilated_attention.functional.ring import place_in
 from dilated_attention.functional.single import autocast
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, settings_of
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of, settings_of
 
 # what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
 _WITHOUT_EFFECT = {
@@ -89,7 +89,7 @@ def attend(
         name: the registered name, whose settings and the config's hold.
         module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
         query: (B, H, Nq, D).
-        key, value: (B, Hk, Nk, D), unrepeated: Hk divides H.
+        key, value: (B, Hk, Nk, D), unrepeated: Hk divides H. Values may be shorter than keys.
         attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads.
         dropout: of attention weights, in training only.
         is_causal: None for what the mask says, and without a mask for ``module.is_causal``.
@@ -121,7 +121,10 @@ def attend(
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    rows = q.shape[:2]
+    rows, value_dim = q.shape[:2], v.shape[3]
+    if value_dim < q.shape[3]:
+        # values shorter than keys (DeepSeek's latent attention): zeros behind them come out as zeros
+        v = torch.nn.functional.pad(v, (0, q.shape[3] - value_dim))
     if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and settings.kind != "ring_dilated":
         q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
     options: dict[str, Any] = {
@@ -135,7 +138,7 @@ def attend(
     }
     if settings.kind == "ring_dilated":
         _check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
-        return _ring(settings, window, q, k, v, options), None
+        return _ring(name, settings, window, q, k, v, options)[..., :value_dim], None
     options["query_offset"] = mask.query_offset
     if window is not None:
         out = attention(q, k, v, window=window, **options)
@@ -143,7 +146,7 @@ def attend(
         out = block_sparse_attention(q, k, v, settings.pattern, **options)
     else:
         out = dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **options)
-    return out.reshape(*rows, *out.shape[2:]), None
+    return out.reshape(*rows, *out.shape[2:])[..., :value_dim], None
 
 
 def _is_step(
@@ -156,7 +159,9 @@ def _is_step(
     value: torch.Tensor,
 ) -> bool:
     """Whether one new token is decoded from a cache, for which there are kernels that read its keys alone."""
-    # they know no padding and no gradients, and compiled code takes each position for another graph
+    # they know no padding, no gradients and no values shorter than keys, and compiled code takes each position for another graph
+    if value.shape[3] != key.shape[3]:
+        return False
     if query.shape[2] != 1 or not mask.is_causal or settings.kind == "ring_dilated" or settings.backend != "auto":
         return False
     if mask.padding is not None or bounds is not None or dropout_p > 0 or torch.compiler.is_compiling():
@@ -192,6 +197,7 @@ def _branches(settings: Settings) -> dict[str, Any]:
 
 
 def _ring(
+    name: str,
     settings: Settings,
     window: tuple[int | None, int | None] | None,
     q: torch.Tensor,
@@ -200,7 +206,7 @@ def _ring(
     options: dict[str, Any],
 ) -> torch.Tensor:
     place: dict[str, Any] = {
-        "group": settings.group_name(),
+        "group": group_of(name),
         "layout": settings.layout,
         "exchange": settings.exchange,
         "seq_len": settings.seq_len,
@@ -229,7 +235,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
         if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
             raise ValueError(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is {'causal' if mask.is_causal else 'not causal'}; "
-                f"set config.is_causal = {is_causal} before the forward, from which transformers makes the mask"
+                f'set config.is_causal = {is_causal}, from which late 5.x makes the mask, or load this model with attn_implementation="sdpa"'
             )
     else:
         causal = of_module if is_causal is None else is_causal
@@ -325,7 +331,7 @@ def _check_shards(
         )
     if position_ids is None or is_packed or torch.compiler.is_compiling() or getattr(module, "layer_idx", None) not in (None, 0):
         return
-    rank, size = place_in(settings.group_name())
+    rank, size = place_in(group_of(name))
     if rank > 0 and rows > 0 and size > 1 and int(position_ids.flatten()[0]) == 0:
         raise ValueError(
             f"attention {name!r}: position_ids of rank {rank} of {size} begin at 0, where rank 0's do; expected the positions of this shard in the whole "

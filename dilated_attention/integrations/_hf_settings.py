@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
@@ -125,20 +124,10 @@ class Settings:
             plain[name] = json.loads(json.dumps(value))
         return plain
 
-    def group_name(self) -> str:
-        """The group that shares the sequence, by its name; "" for one process."""
-        return _group_name(self.group, self.mesh)
-
 
 @functools.lru_cache(maxsize=64)
 def _pattern_of(*branches: Any) -> DilatedPattern:
     return DilatedPattern(*branches)
-
-
-def _group_name(group: Any, mesh: Any) -> str:
-    if group is None and mesh is None and not (dist.is_available() and dist.is_initialized()):
-        return ""
-    return group_name_of(group, mesh)
 
 
 REGISTERED: dict[str, Settings] = {}
@@ -151,6 +140,13 @@ def remember(name: str, settings: Settings) -> None:
     # compiled models look here whether what they were compiled for still holds
     for key in [key for key in _KNOWN if key.startswith(f"{name} ")]:
         del _KNOWN[key]
+
+
+@torch.compiler.assume_constant_result
+def group_of(name: str) -> str:
+    """The group that shares the sequences of a registered name, by its own name; "" for one process. A constant to compiled code."""
+    settings = REGISTERED[name]
+    return group_name_of(settings.group, settings.mesh)
 
 
 def settings_of(name: str, config: Any) -> Settings:

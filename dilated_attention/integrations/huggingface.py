@@ -94,8 +94,15 @@ def configure(model_or_config: Any, **options: Any) -> None:
         options: those of ``register`` but ``group`` and ``mesh``, of any kind. ``None`` takes one away.
 
     Raises:
-        ValueError, TypeError: an option that there is not, a value that it does not take, or one that cannot be saved as JSON.
+        ValueError, TypeError: an option that there is not, a value that it does not take, one that cannot be saved as JSON; or a model that
+            computes its attention itself and never asks for an implementation.
     """
+    can_set = getattr(model_or_config, "_can_set_attn_implementation", None)
+    if can_set is not None and not can_set():
+        raise ValueError(
+            f"{type(model_or_config).__name__} computes its attention itself, whatever attn_implementation says; expected a model of transformers' "
+            "attention interface, e.g. LlamaForCausalLM"
+        )
     config = getattr(model_or_config, "config", model_or_config)
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
     told = {option: value for option, value in told.items() if value is not None}

@@ -185,7 +185,8 @@ class Cache(ABC):
 class KVCache(Cache):
     """Every request has a stretch of equal length, which positions go round once they have filled it.
 
-    A stretch holds what rows can still read: min(max_length, max(w)) positions of dilated branches, left + 1 of a window, else max_length.
+    A stretch holds what rows can still read: min(max_length, max(w)) positions of dilated branches, left + 1 of a window and global tokens
+    before it, else max_length.
 
     Args:
         config: of the model.
@@ -214,7 +215,7 @@ class KVCache(Cache):
         backend: str = "auto",
     ) -> None:
         super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
-        self.capacity = min(self.max_length, self.row_keys.span)
+        self.capacity = min(self.max_length, self.row_keys.num_needed)
         self._allocate(self.num_requests, self.capacity)
 
     @property
@@ -222,7 +223,7 @@ class KVCache(Cache):
         return self.capacity < self.max_length
 
     def cached(self, layer: int, requests: slice) -> Cached:
-        return Cached(self.keys[layer][requests], self.values[layer][requests], wraps=self.wraps)
+        return Cached(self.keys[layer][requests], self.values[layer][requests], wraps=self.wraps, fixed=self.row_keys.fixed)
 
     def reserve(self, request: int, length: int) -> None:
         """Nothing to do: a stretch has room for all that can be read."""

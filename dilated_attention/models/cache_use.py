@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention.engine import decode_select
+from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import Runs
+from dilated_attention.engine.merge import has_kernels
+from dilated_attention.modules.rotary import Table, rotate
 
 if TYPE_CHECKING:
     from dilated_attention.models.cache import Cache
     from dilated_attention.modules._projections import MultiheadProjections
-    from dilated_attention.modules.rotary import Table
+
+# of queries and of keys
+Tables = tuple[Table, Table]
 
 
 class Use(ABC):
@@ -23,12 +28,12 @@ class Use(ABC):
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self._rotations: dict[Any, tuple[Table, Table]] = {}
+        self._rotations: dict[Any, Tables] = {}
 
     def layer(self, index: int) -> LayerUse:
         return LayerUse(self, index)
 
-    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         """(queries' table, keys' table) of the new positions, made once for all layers that rotate alike."""
         key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
         if key not in self._rotations:
@@ -36,11 +41,18 @@ class Use(ABC):
         return self._rotations[key]
 
     @abstractmethod
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]: ...
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables: ...
 
     @abstractmethod
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
-        """out (B, n, H, D) of queries (B, n, H, D); k and v (B, n, K, D) join the cache. ``attention`` is the layer's, for chunks."""
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+    ) -> torch.Tensor:
+        """out (B, n, H, D) of queries (B, n, H, D); k and v (B, n, K, D) join the cache.
+
+        Args:
+            tables: of ``rotation``, by which queries and keys are yet to be turned; None: they are not.
+            attention: the layer's own, for chunks.
+        """
 
     @abstractmethod
     def end(self) -> None:
@@ -54,11 +66,13 @@ class LayerUse:
     use: Use
     index: int
 
-    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         return self.use.rotation(module, dtype)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
-        return self.use.attend(self.index, q, k, v, attention)
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+    ) -> torch.Tensor:
+        return self.use.attend(self.index, q, k, v, tables, attention)
 
 
 class Step(Use):
@@ -73,20 +87,34 @@ class Step(Use):
             runs = replace(runs, dense=(self.positions + 1).clamp(max=cache.row_keys.span).to(torch.int32))
         self.runs: Runs = runs
 
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         (q_cos, q_sin), (k_cos, k_sin) = module.rotation(self.positions, None, self.cache.max_length, dtype)
         # positions lie in the batch
         return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+    ) -> torch.Tensor:
         cached = self.cache.cached(layer, slice(None))
-        cached.write(self.positions[:, None], k, v)
-        scale = getattr(attention, "scale", None) or q.shape[3] ** -0.5
-        out, _ = decode_select.decode(q[:, 0], cached, self.runs, scale, self.cache.backend)
+        if has_kernels(k):
+            from dilated_attention.engine.decode_triton import rotate_and_append
+
+            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, tables)
+        else:
+            if tables is not None:
+                q, k = rotate(q, tables[0]), rotate(k, tables[1])
+            cached.write(self.positions[:, None], k, v)
+            row = q[:, 0]
+        out, _ = decode_select.decode(row, cached, self.runs, scale_of(attention, q.shape[3]), self.cache.backend)
         return out[:, None]
 
     def end(self) -> None:
         self.cache.advance()
+
+
+def scale_of(attention: Any, head_dim: int) -> float:
+    scale: float | None = attention.scale
+    return head_dim**-0.5 if scale is None else scale
 
 
 class Chunk(Use):
@@ -99,19 +127,30 @@ class Chunk(Use):
         # counted anew from here on, the sequence is the same to these queries; what is not needed behind it is zeros
         self.origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
 
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> tuple[Table, Table]:
+    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., Any]) -> torch.Tensor:
-        cache, end = self.cache, self.start + self.count
-        cached = cache.cached(layer, self.requests)
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+    ) -> torch.Tensor:
+        if tables is not None:
+            q, k = rotate(q, tables[0]), rotate(k, tables[1])
         held = self._held(layer, k, v)
         out: torch.Tensor = attention(q, *held, is_causal=True, query_offset=self.start - self.origin)
-        # a stretch shorter than the chunk keeps its end
-        first = max(self.start, end - cached.slots) if cache.wraps else self.start
-        at = self._range(first, end).expand(k.shape[0], -1)
-        cached.write(at, k[:, first - self.start :], v[:, first - self.start :])
+        cached = self.cache.cached(layer, self.requests)
+        for first, last in self._kept(cached):
+            new = slice(first - self.start, last - self.start)
+            cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, new], v[:, new])
         return out
+
+    def _kept(self, cached: Cached) -> list[tuple[int, int]]:
+        """The chunk's positions that find a slot of their own: where slots are taken again, its end, and what is kept for good."""
+        end = self.start + self.count
+        if not cached.wraps:
+            return [(self.start, end)]
+        for_good = (self.start, min(end, cached.fixed))
+        rest = (max(self.start, cached.fixed, end - (cached.slots - cached.fixed)), end)
+        return [(first, last) for first, last in (for_good, rest) if first < last]
 
     def _held(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions [origin, start + count): those of the cache, copied, and the chunk's own."""

@@ -27,7 +27,8 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
 
     Raises:
         ValueError, TypeError: coordinates of another shape or of a dtype that rounds them; a cell outside the grid. The last check
-            reads the values, so on a GPU it waits for them.
+            reads the values, so on a GPU it waits for them. While a CUDA graph is captured nothing can be waited for: there each
+            replay checks on the GPU, and a cell outside the grid is a device-side assertion.
     """
     if not isinstance(coords, torch.Tensor) or coords.ndim < 1 or coords.shape[-1] != 2:
         given = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
@@ -36,7 +37,12 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
         raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
     tile_size = as_int("tile_size", tile_size, minimum=1)
     cells = coords.div(tile_size, rounding_mode="floor").long()
-    if cells.device.type != "meta" and not torch.compiler.is_compiling() and cells.numel():
+    if cells.device.type == "meta" or torch.compiler.is_compiling() or not cells.numel():
+        return cells
+    if cells.is_cuda and torch.cuda.is_current_stream_capturing():
+        # not so in an eager step: an assertion on the GPU ends the process's use of it, where ValueError names the tile
+        torch._assert_async(((cells >= 0) & (cells < grid_size)).all())
+    else:
         low, high = (int(x) for x in torch.aminmax(cells))
         if low < 0 or high >= grid_size:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, LocalWindow
 from dilated_attention.pattern.checks import as_int
 
 # float32 weights and gradients, and AdamW's two moments
@@ -49,6 +49,9 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
     block = 2 * (4 * embed + keys + wide) + 4 * heads
+    if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
+        # on a GPU the branches' own outputs, up to some 10^5 positions; beyond that they are made again
+        block += int(2 * embed * sum(1 / rate for rate in config.dilation_rates))
     # backward of the feed-forward layer: its activation, norm and their gradients beside the gradient of the residual stream
     passing = 2 * (3 * inner + 2 * embed)
     if checkpoint_activations:
@@ -65,7 +68,8 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int:
         assert isinstance(pattern, DilatedPattern)
         return min(num_positions, max(pattern.segment_lengths))
     if isinstance(pattern, LocalWindow):
-        return min(num_positions, pattern.sides(num_positions)[0] + 1)
+        global_tokens = pattern.global_tokens if isinstance(pattern, GlobalLocal) else 0
+        return min(num_positions, pattern.sides(num_positions)[0] + 1 + global_tokens)
     return num_positions
 
 

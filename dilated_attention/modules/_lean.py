@@ -21,6 +21,8 @@ from dilated_attention.functional.lean import has_autocast, norm_linear
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 # without gradients there is nothing to keep, and short sequences have no use for kernels with fewer passes over memory
 _WORTH_ROWS = 1024
+# what autocast casts
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _enabled = True
 
 
@@ -92,13 +94,10 @@ def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) 
         return False
     if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and (norm.eps is None or norm.normalized_shape != x.shape[-1:]):
         return False
-    parameters = (_parameter(module, name) for module in (*linears, norm) for name in ("weight", "bias"))
-    return all(p is None or _fits(p, x) for p in parameters)
+    parameters = [_parameter(module, name) for module in (*linears, norm) for name in ("weight", "bias")]
+    dtypes = _AUTOCAST_DTYPES if has_autocast(x) else (x.dtype,)
+    return x.dtype in dtypes and x.is_floating_point() and all(p is None or _fits(p, x, dtypes) for p in parameters)
 
 
-def _fits(parameter: torch.Tensor, x: torch.Tensor) -> bool:
-    if type(parameter) not in (nn.Parameter, torch.Tensor) or parameter.device != x.device:
-        return False
-    if has_autocast(x):
-        return x.is_floating_point() and parameter.is_floating_point() and torch.float64 not in (x.dtype, parameter.dtype)
-    return parameter.dtype is x.dtype and x.is_floating_point()
+def _fits(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.dtype in dtypes and parameter.device == x.device

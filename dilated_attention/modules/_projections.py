@@ -176,10 +176,8 @@ class MultiheadProjections(nn.Module):
             cache: a pass over the cache as this layer sees it, ``models.cache_use.LayerUse``.
         """
         q, k, v = self.project(x, x, x)
-        if self.rotary:
-            of_queries, of_keys = cache.rotation(self, k.dtype)
-            q, k = rotate(q, of_queries), rotate(k, of_keys)
-        return self.combine(cache.attend(q, k, v, self.attention))
+        tables = cache.rotation(self, k.dtype) if self.rotary else None
+        return self.combine(cache.attend(q, k, v, tables, self.attention))
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""

@@ -1,0 +1,191 @@
+"""``norm_linear`` in plain torch, forward and backward, a chunk of rows at a time: for CPUs, for float64, and where Triton is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.backends.base import accumulation_dtype
+
+# what a chunk of rows needs between its steps stays in a CPU's cache
+_CHUNK_ROWS = 1024
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class Recipe(NamedTuple):
+    """What is done to x in front of the linear layers; ``dtype`` is that of z, of the products and of y."""
+
+    activation: str
+    norm: str
+    eps: float
+    dtype: torch.dtype
+
+
+def forward(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    recipe: Recipe,
+    stats: torch.Tensor,
+    normal: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """[y_i] of rows x (M, K); mean and 1/std into ``stats`` (2, M), (x − mean) / std into ``normal``."""
+    ys = [x.new_empty((x.shape[0], w.shape[0]), dtype=recipe.dtype) for w in weights]
+    for part in _chunks(x):
+        a, z = _prepare(x[part], None if gate is None else gate[part], norm_weight, norm_bias, recipe, stats[:, part])
+        if normal is not None:
+            normal[part].copy_((a - stats[0][part, None]).mul_(stats[1][part, None]))
+        z = z.to(recipe.dtype)
+        for i, (y, w) in enumerate(zip(ys, weights, strict=True)):
+            if biases:
+                torch.addmm(biases[i], z, w.t(), out=y[part])
+            else:
+                torch.mm(z, w.t(), out=y[part])
+    return ys
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    joined: torch.Tensor,
+    stats: torch.Tensor,
+    recipe: Recipe,
+    needs: list[bool],
+    wide: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
+    """(dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers), a chunk of rows at a time; sums in the accumulation dtype."""
+    needs_input, needs_norm, needs_weights, _ = needs
+    acc = stats.dtype
+    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
+    dx = torch.empty_like(x, dtype=wide or x.dtype) if needs_input else None
+    dgate = torch.empty_like(gate) if needs_input and gate is not None else None
+    dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
+    dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
+    # with x̂ for x the norm is the identity, and the true 1/std comes in at the end
+    own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
+    for part in _chunks(x):
+        a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
+        if dweight is not None:
+            z = _normed(a, weight, bias, recipe, stats[:, part]) if wide is None else _affine(a, weight, bias)
+            if recipe.dtype is acc:
+                dweight.addmm_(dy[part].t(), z)
+            else:
+                dweight += dy[part].t() @ z.to(recipe.dtype)
+        if not (needs_input or needs_norm):
+            continue
+        da = (dy[part] @ joined).to(acc)
+        if recipe.norm != "none":
+            da = _norm_backward(da, a, weight, bias, own[:, part], recipe.norm, dnorm)
+            if wide is not None:
+                da *= stats[1][part, None]
+        if dx is not None:
+            _activation_backward(da, x[part], gate, part, recipe.activation, dx, dgate)
+    return dx, dgate, dnorm, dweight
+
+
+def _chunks(rows: torch.Tensor) -> list[slice]:
+    return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
+
+
+def _prepare(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    stats: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, z) of some rows in the accumulation dtype, and their statistics into ``stats``."""
+    a = _activated(x, gate, recipe.activation, accumulation_dtype(x.dtype))
+    if recipe.norm == "none":
+        return a, a
+    weight, bias = (None if p is None else p.to(a.dtype) for p in (weight, bias))
+    if recipe.norm == "layer":
+        z, mean, rstd = torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)
+        stats[0].copy_(mean.view(-1))
+        stats[1].copy_(rstd.view(-1))
+        return a, z
+    stats[0].zero_()
+    stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
+    return a, _affine(a * stats[1][:, None], weight, None)
+
+
+def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
+    x = x.to(dtype)
+    if gate is not None:
+        return F.silu(gate.to(dtype)).mul_(x)
+    return x if activation == "none" else _PLAIN[activation](x)
+
+
+def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
+    """norm(a) once more; ``stats`` as the forward left them."""
+    if recipe.norm == "layer":
+        # torch's one pass, statistics and all, is faster than three that spare them
+        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
+    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
+
+
+def _affine(normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    z = normal if weight is None else normal * weight
+    return z if bias is None else z + bias
+
+
+def _norm_backward(
+    dz: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
+    norm: str,
+    dnorm: list[torch.Tensor | None],
+) -> torch.Tensor:
+    """da; the shares of the norm's parameters are added to ``dnorm``."""
+    mean, rstd = stats[0][:, None], stats[1][:, None]
+    if norm == "layer":
+        wanted = [True, *(share is not None for share in dnorm)]
+        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
+        for total, share in zip(dnorm, shares, strict=True):
+            if total is not None:
+                total += share
+        return da
+    normal = a * rstd
+    along = dz * normal
+    if dnorm[0] is not None:
+        dnorm[0] += along.sum(0)
+    if weight is None:
+        return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
+    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
+    return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
+
+
+def _activation_backward(
+    da: torch.Tensor,
+    x: torch.Tensor,
+    gates: torch.Tensor | None,
+    part: slice,
+    activation: str,
+    dx: torch.Tensor,
+    dgate: torch.Tensor | None,
+) -> None:
+    """Write dx (and dgate) of the chunk ``part``."""
+    x = x.to(da.dtype)
+    if gates is not None and dgate is not None:
+        gate = gates[part].to(da.dtype)
+        dgate[part].copy_(torch.ops.aten.silu_backward(da * x, gate))
+        da.mul_(F.silu(gate))
+    elif activation == "gelu":
+        da = torch.ops.aten.gelu_backward(da, x)
+    elif activation == "silu":
+        da = torch.ops.aten.silu_backward(da, x)
+    elif activation == "relu":
+        da.mul_(x > 0)
+    dx[part].copy_(da)
