@@ -82,7 +82,10 @@ def load_slide_encoder(
     weights.prefix = ""
     in_dim = weights.peek("patch_embed.proj.weight", 2).shape[1]
     weights.take_linear("patch_embed.proj", "tile_embedding")
-    weights.taken["class_token"] = weights.take("cls_token", "class_token", 3).flatten()
+    token = weights.take("cls_token", "class_token", 3)
+    if token.shape != (1, 1, encoder.embed_dim):
+        raise ValueError(f"cls_token has shape {tuple(token.shape)}; expected (1, 1, {encoder.embed_dim})")
+    weights.taken["class_token"] = token.flatten()
     weights.take_norm("norm", "norm")
     config = SlideEncoderConfig(
         encoder=encoder, in_dim=in_dim, grid_size=grid_size, tile_size=tile_size, global_pool=global_pool, norm_eps=norm_eps
