@@ -516,9 +516,9 @@ def test_no_weight_is_cut_doubled_or_left_beside() -> None:
     weights, _ = attention_of(4, head_dim=8)
     for name in ("q_proj", "k_proj"):
         longer = {**weights, f"{name}.weight": torch.cat([weights[f"{name}.weight"]] * 2)}
-        with pytest.raises((ValueError, RuntimeError), match="shape|size"):
+        with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
             load_torchscale(longer, **settings)
-    with pytest.raises(ValueError, match="k_proj.bias has shape"):
+    with pytest.raises(ValueError, match=r"k_proj\.bias has shape"):
         load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
     with pytest.raises(ValueError, match="is there twice"):
         load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
