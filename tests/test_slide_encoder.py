@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.positions import grid_positions, sincos_table
-from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, collate_slides, segment_lengths_of
+from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.slides import collate_slides
 from tests import torchscale_reference as reference
 
 
