@@ -218,7 +218,7 @@ class Run:
             dist.all_reduce(memory, dist.ReduceOp.MAX)
         return {
             "bases a sequence": length,
-            "seconds a step": seconds,
+            "seconds a step (median)": seconds,
             "bases/s": bases,
             "FLOPs a base": flops,
             "TFLOP/s a device": bases * flops / world / 1e12,

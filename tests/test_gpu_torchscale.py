@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dilated_attention.integrations.torchscale import load_torchscale
-from dilated_attention.models.slide_encoder import collate_slides
+from dilated_attention.models.slides import collate_slides
 from tests import torchscale_reference as reference
 from tests.torchscale_reference import Maker, Shape, double
 

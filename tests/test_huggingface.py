@@ -17,7 +17,7 @@ from torch import nn
 
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.layout import positions_of
-from dilated_attention.integrations import _hf_attend, _hf_settings
+from dilated_attention.integrations import _hf_attend, _hf_refusals, _hf_settings
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, mask_of_tensor
 from dilated_attention.integrations.huggingface import configure, register, shard_inputs
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
@@ -112,7 +112,7 @@ def on(model: Any, name: str) -> Any:
 def registered() -> Iterator[None]:
     """Names as in a fresh process, with small segments; and the restatement as ``"literal"``."""
     tables = (modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping, _hf_settings.REGISTERED)
-    kept, ignored = [dict(table) for table in tables], set(_hf_attend._WITHOUT_EFFECT)
+    kept, ignored = [dict(table) for table in tables], set(_hf_refusals.WITHOUT_EFFECT)
     register(segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
     modeling.AttentionInterface.register("literal", literal)
     masking.AttentionMaskInterface.register("literal", every_pair)
@@ -122,8 +122,8 @@ def registered() -> Iterator[None]:
     for table, before in zip(tables, kept, strict=True):
         table.clear()
         table.update(before)
-    _hf_attend._WITHOUT_EFFECT.clear()
-    _hf_attend._WITHOUT_EFFECT.update(ignored)
+    _hf_refusals.WITHOUT_EFFECT.clear()
+    _hf_refusals.WITHOUT_EFFECT.update(ignored)
     LITERAL[:] = [DilatedPattern(LENGTHS, RATES)]
 
 

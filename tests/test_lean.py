@@ -556,3 +556,29 @@ def test_gelu_of_16_bit_inputs_is_the_exact_one_within_their_rounding(kernels: N
     (dx,) = torch.autograd.grad(found, x, torch.ones_like(found))
     (true,) = torch.autograd.grad(expected, wide, torch.ones_like(expected))
     torch.testing.assert_close(dx.double(), true, rtol=2**-7, atol=1e-6)
+
+
+def test_results_may_be_changed_in_place() -> None:
+    """They are tensors of their own, no views of a function's output."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 40, 32, device=DEVICE)
+    model = LongNetEncoder(config()).to(DEVICE)
+
+    def grads() -> list[torch.Tensor | None]:
+        out, _ = model.blocks[0].attention(x)
+        out += x
+        out = model.blocks[0].ffn(out).mul_(2)
+        return list(torch.autograd.grad(out.square().sum(), list(model.blocks[0].attention.parameters())))
+
+    found = grads()
+    with plain_layers():
+        expected = grads()
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_torch_func_takes_the_plain_layers() -> None:
+    layer = LongNetEncoder(config()).blocks[0].ffn
+    x = torch.randn(5, 32)
+    jacobian = torch.func.jacrev(layer)(x[:1])
+    assert jacobian.shape == (1, 32, 1, 32)

@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.positions import grid_positions, sincos_table
-from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, collate_slides, segment_lengths_of
+from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.slides import collate_slides
 from tests import torchscale_reference as reference
 
 
@@ -285,3 +286,21 @@ def test_maps_of_a_batch_are_those_of_its_slides() -> None:
         model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows="class")
     with pytest.raises(ValueError, match="layer is 2"):
         model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)
+
+
+def test_a_compiled_model_refuses_tiles_outside_the_grid_too() -> None:
+    model = model_of(tiny()).eval()
+    tiles, coords = (x[None] for x in slide(10, 1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tiles, coords), model(tiles, coords))
+    for wrong in (-300, 20 * 256):
+        coords[0, 3] = wrong
+        with pytest.raises(ValueError, match="coords reach from"):
+            model(tiles, coords)
+        with pytest.raises(RuntimeError, match="outside the grid"):
+            compiled(tiles, coords)
+
+
+def test_coordinates_of_a_narrow_integer() -> None:
+    coords = torch.tensor([[0, 100], [5, 127]], dtype=torch.int8)
+    torch.testing.assert_close(grid_positions(coords, 8), grid_positions(coords.float(), 8))

@@ -509,3 +509,20 @@ def test_modules_of_another_kind() -> None:
             from_torchscale(module)
     with pytest.raises(TypeError, match="use load_torchscale"):
         from_torchscale(encoder_weights())
+
+
+def test_no_weight_is_cut_doubled_or_left_beside() -> None:
+    settings: dict[str, Any] = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [2]}
+    weights, _ = attention_of(4, head_dim=8)
+    for name in ("q_proj", "k_proj"):
+        longer = {**weights, f"{name}.weight": torch.cat([weights[f"{name}.weight"]] * 2)}
+        with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+            load_torchscale(longer, **settings)
+    with pytest.raises(ValueError, match=r"k_proj\.bias has shape"):
+        load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
+    with pytest.raises(ValueError, match="is there twice"):
+        load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
+    with pytest.raises(ValueError, match="weights under 'model' and beside it"):
+        load_torchscale({"model": weights, "k_proj.bias": weights["k_proj.bias"]}, **settings)
+    with pytest.raises(ValueError, match="hold integers"):
+        load_torchscale({name: value.to(torch.int8) for name, value in attention_of(4)[0].items()}, **settings)

@@ -78,7 +78,8 @@ def _dropped(
         flat = out.view(-1)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK]
-            part.mul_(keep_mask(seed, start, part.numel(), threshold))
+            # filled, not multiplied: 0 · inf is NaN, and the kernel makes 0 of it
+            part.masked_fill_(~keep_mask(seed, start, part.numel(), threshold), 0)
     return (out if x is None else out.add_(x)).to(dtype)
 
 

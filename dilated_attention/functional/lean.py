@@ -77,7 +77,7 @@ def norm_linear(
 
 
 def needs_op(x: torch.Tensor) -> bool:
-    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a transformation, a tensor of another kind.
+    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a tensor of another kind.
 
     Otherwise an autograd function does the same with a third of an op's time in Python.
     """
@@ -86,7 +86,6 @@ def needs_op(x: torch.Tensor) -> bool:
         or type(x) not in (torch.Tensor, torch.nn.Parameter)
         or x.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
     )
 
 
@@ -134,7 +133,8 @@ def _forward(
             ys = lean_torch.forward(
                 rows, gates, norm_weight, norm_bias, weights, biases, recipe, stats, normal.view(rows.shape) if narrows else None
             )
-    return [*(y.view(*shape, y.shape[-1]) for y in ys), stats, normal]
+    # no views: autograd refuses to change a view of a function's output in place, and FSDP2's hooks would be lost
+    return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
 
 def _backward(

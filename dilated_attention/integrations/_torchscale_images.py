@@ -16,15 +16,15 @@ from dilated_attention.integrations._torchscale_stack import (
     take_stack,
 )
 from dilated_attention.integrations._weights import Weights, place, read_weights, without
+from dilated_attention.models.config import TORCHSCALE_ENCODER
 from dilated_attention.models.positions import grid_positions
 from dilated_attention.models.slide_encoder import (
     GIGAPATH_MAX_WSI_SIZE,
-    GIGAPATH_RATES,
     SlideEncoder,
     SlideEncoderConfig,
     segment_lengths_of,
 )
-from dilated_attention.models.vision import LONGVIT_RATES, LongViT, VisionConfig, longvit_segment_lengths, resized_positions
+from dilated_attention.models.vision import LongViT, VisionConfig, longvit_segment_lengths, resized_positions
 
 
 def load_slide_encoder(
@@ -34,7 +34,7 @@ def load_slide_encoder(
     max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
     tile_size: int = 256,
     segment_lengths: Any = None,
-    dilation_rates: Any = GIGAPATH_RATES,
+    dilation_rates: Any = TORCHSCALE_ENCODER["dilation_rates"],
     grid_size: int = 1000,
     global_pool: bool = False,
     norm_eps: float = 1e-6,
@@ -82,7 +82,10 @@ def load_slide_encoder(
     weights.prefix = ""
     in_dim = weights.peek("patch_embed.proj.weight", 2).shape[1]
     weights.take_linear("patch_embed.proj", "tile_embedding")
-    weights.taken["class_token"] = weights.take("cls_token", "class_token", 3).flatten()
+    token = weights.take("cls_token", "class_token", 3)
+    if token.shape != (1, 1, encoder.embed_dim):
+        raise ValueError(f"cls_token has shape {tuple(token.shape)}; expected (1, 1, {encoder.embed_dim})")
+    weights.taken["class_token"] = token.flatten()
     weights.take_norm("norm", "norm")
     config = SlideEncoderConfig(
         encoder=encoder, in_dim=in_dim, grid_size=grid_size, tile_size=tile_size, global_pool=global_pool, norm_eps=norm_eps
@@ -115,7 +118,7 @@ def load_longvit(
     num_classes: int | None = None,
     num_heads: int = 16,
     segment_lengths: Any = None,
-    dilation_rates: Any = LONGVIT_RATES,
+    dilation_rates: Any = TORCHSCALE_ENCODER["dilation_rates"],
     attention: str = "dilated",
     layer_norm_eps: float = 1e-5,
     mixture_grad: str = "detached",

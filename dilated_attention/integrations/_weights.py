@@ -41,6 +41,8 @@ def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor
             )
         for wrapper in _INSIDE:
             name = name.replace(wrapper, "")
+        if name in weights:
+            raise ValueError(f"{name} is there twice, with and without the names of wrappers such as {_INSIDE[0]!r}; remove one")
         weights[name] = value.detach()
     if not weights:
         raise ValueError("source holds no tensors; expected the weights of a model")
@@ -58,6 +60,11 @@ def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
     found = [name for name in WRAPPERS if name in dicts]
     if len(found) > 1:
         raise ValueError(f"this file has the weights of {' and '.join(found)}; say which with part={found[0]!r}")
+    beside = [name for name, value in source.items() if isinstance(value, torch.Tensor)]
+    if found and beside:
+        raise ValueError(
+            f"this file has weights under {found[0]!r} and beside it ({_some(map(str, beside))}); pass the dict that is meant, or part={found[0]!r}"
+        )
     return source[found[0]] if found else source
 
 
@@ -128,6 +135,10 @@ class Weights:
         for kind, ndim in (("weight", 2), ("bias", 1)):
             value = self.take(f"{name}.{kind}", f"{into}.{kind}", ndim)
             if order is not None:
+                if value.shape[0] != order.numel():
+                    raise ValueError(
+                        f"{self.prefix}{name}.{kind} has shape {tuple(value.shape)}; expected {order.numel()} rows, as many as the model is wide"
+                    )
                 self.taken[f"{into}.{kind}"] = value[order.to(value.device)]
 
     def take_norm(self, name: str, into: str) -> None:
@@ -153,6 +164,9 @@ class Weights:
 
 def place(weights: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Copies on ``device`` in ``dtype``; None for where they are, and for the one dtype they have."""
+    odd = [name for name, value in weights.items() if not value.is_floating_point()]
+    if odd:
+        raise ValueError(f"{_some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be restored first")
     found = sorted({str(value.dtype) for value in weights.values()})
     if dtype is None and len(found) > 1:
         raise ValueError(f"these weights have the dtypes {', '.join(found)}; say which with dtype=")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.layout import local_positions, shard_sequence
-from dilated_attention.integrations import _hf_attend
+from dilated_attention.integrations import _hf_refusals
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, remember
@@ -77,7 +77,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         wanted, kinds = {name: options}, {name: kind}
     # all are checked before any is known
     found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
-    _hf_attend.ignore(ignored)
+    _hf_refusals.ignore(ignored)
     for each, settings in found.items():
         remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))

@@ -8,7 +8,8 @@ from dilated_attention.models.language_model import LongNetLM
 from dilated_attention.models.paged_cache import PagedKVCache
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
-from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig, collate_slides
+from dilated_attention.models.slide_encoder import SlideEncoder, SlideEncoderConfig
+from dilated_attention.models.slides import collate_slides
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.vision import LongViT, VisionConfig
 

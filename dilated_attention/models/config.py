@@ -14,6 +14,14 @@ from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probabi
 # the attention of a whole sequence, and the same of a sequence that processes share
 RING_KINDS = {"ring_dilated": "dilated", "ring": "dense", "ring_block_sparse": "block_sparse"}
 KINDS = (*RING_KINDS.values(), *RING_KINDS)
+# what the encoders have that TorchScale trained, Prov-GigaPath's and LongViT's
+TORCHSCALE_ENCODER: dict[str, Any] = {
+    "dilation_rates": (1, 2, 4, 8, 16),
+    "is_causal": False,
+    "positions": "none",
+    "head_offsets": "blocked",
+    "tail": "zero_keys",
+}
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 
 

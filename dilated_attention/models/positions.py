@@ -27,8 +27,8 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
 
     Raises:
         ValueError, TypeError: coordinates of another shape or of a dtype that rounds them; a cell outside the grid. The last check
-            reads the values, so on a GPU it waits for them. While a CUDA graph is captured nothing can be waited for: there each
-            replay checks on the GPU, and a cell outside the grid is a device-side assertion.
+            reads the values, so on a GPU it waits for them. In torch.compile and while a CUDA graph is captured nothing can be waited for:
+            there each call or replay asserts on the device.
     """
     if not isinstance(coords, torch.Tensor) or coords.ndim < 1 or coords.shape[-1] != 2:
         given = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
@@ -36,12 +36,17 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
     if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
         raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
     tile_size = as_int("tile_size", tile_size, minimum=1)
+    # in 64 bits, since a narrow integer may not hold the tile's size
+    coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor").long()
-    if cells.device.type == "meta" or torch.compiler.is_compiling() or not cells.numel():
+    if cells.device.type == "meta":
         return cells
-    if cells.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
         # not so in an eager step: an assertion on the GPU ends the process's use of it, where ValueError names the tile
-        torch._assert_async(((cells >= 0) & (cells < grid_size)).all())
+        inside = ((cells >= 0) & (cells < grid_size)).all()
+        torch._assert_async(inside, f"coords lie outside the grid of {grid_size} cells a side at tile_size {tile_size}")
+    elif not cells.numel():
+        return cells
     else:
         low, high = (int(x) for x in torch.aminmax(cells))
         if low < 0 or high >= grid_size:

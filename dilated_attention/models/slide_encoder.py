@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig
 from dilated_attention.models.positions import grid_positions
 from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.slides import checked_bounds, device_bounds, has_empty, rows_of_slides
 from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+from dilated_attention.pattern.checks import as_int
 from dilated_attention.validation import check_bool, check_positive
 
-GIGAPATH_RATES = (1, 2, 4, 8, 16)
 # pixels of the largest slide's side that Prov-GigaPath sizes its segments for
 GIGAPATH_MAX_WSI_SIZE = 262144
 
@@ -95,11 +94,7 @@ class SlideEncoderConfig(ModelConfig):
             num_layers=num_layers,
             num_heads=num_heads,
             segment_lengths=segment_lengths_of(max_wsi_size, tile_size),
-            dilation_rates=GIGAPATH_RATES,
-            is_causal=False,
-            positions="none",
-            head_offsets="blocked",
-            tail="zero_keys",
+            **TORCHSCALE_ENCODER,
             mixture_grad=mixture_grad,
             dropout=dropout,
             drop_path=drop_path,
@@ -180,8 +175,8 @@ class SlideEncoder(Pretrained):
         """
         x, bounds = self._embed(tiles, coords, cu_seqlens)
         if all_layers:
-            return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=_device_bounds(bounds, x), all_layers=True)[1]]
-        return self._pool(self.encoder(x, cu_seqlens=_device_bounds(bounds, x)), bounds)
+            return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=device_bounds(bounds, x), all_layers=True)[1]]
+        return self._pool(self.encoder(x, cu_seqlens=device_bounds(bounds, x)), bounds)
 
     def attention_map(
         self,
@@ -218,9 +213,9 @@ class SlideEncoder(Pretrained):
         options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
         if bounds is None:
             return self.encoder.attention_map(x, query_rows=query_rows, **options)
-        rows = _rows_of_slides(query_rows, bounds)
+        rows = rows_of_slides(query_rows, bounds)
         count = len(rows) // (len(bounds) - 1)
-        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=_device_bounds(bounds, x), **options)[0]
+        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=device_bounds(bounds, x), **options)[0]
         parts = enumerate(itertools.pairwise(bounds))
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
@@ -258,69 +253,7 @@ class SlideEncoder(Pretrained):
                 f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
                 f"{(*tiles.shape[:2], 2)}"
             )
-        bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, tiles)
-        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and _has_empty(bounds))):
+        bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, tiles)
+        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and has_empty(bounds))):
             raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
         return bounds
-
-
-def _checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
-        raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as collate_slides makes it")
-    if tiles.shape[0] != 1:
-        raise ValueError(
-            f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)"
-        )
-    bounds: list[int] = cu_seqlens.tolist()
-    is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tiles.shape[1] or not is_rising:
-        raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {tiles.shape[1]}")
-    return bounds
-
-
-def _rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
-    """Places in each slide as rows of the packed sequence."""
-    if isinstance(query_rows, str):
-        one_of("query_rows", query_rows, ("cls",), also="or integers")
-        return bounds[:-1]
-    places = as_int_tuple("query_rows", query_rows if not isinstance(query_rows, int) else (query_rows,))
-    for place in places:
-        for slide, (start, end) in enumerate(itertools.pairwise(bounds)):
-            if not 0 <= place < end - start:
-                raise ValueError(
-                    f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
-                )
-    return [start + place for start in bounds[:-1] for place in places]
-
-
-def _has_empty(bounds: list[int]) -> bool:
-    return any(start == end for start, end in itertools.pairwise(bounds))
-
-
-def _device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=x.device)
-
-
-def collate_slides(slides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slides of unequal length as one packed batch, for a DataLoader's ``collate_fn`` or by hand.
-
-    Args:
-        slides: (tiles (L, in_dim), coords (L, 2)) of each slide, all of one dtype and device.
-
-    Returns:
-        tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``.
-    """
-    if not slides:
-        raise ValueError("slides is empty; expected at least one (tiles, coords)")
-    for index, (tiles, coords) in enumerate(slides):
-        if tiles.ndim != 2 or tuple(coords.shape) != (tiles.shape[0], 2):
-            raise ValueError(
-                f"slide {index} has tiles {tuple(tiles.shape)} and coords {tuple(coords.shape)}; expected (tiles, in_dim) and (tiles, 2)"
-            )
-    for name, tensors in zip(("tiles", "coords"), zip(*slides, strict=True), strict=True):
-        kinds = {(x.dtype, x.device) for x in tensors}
-        if len(kinds) > 1:
-            raise ValueError(f"{name} of these slides have different dtypes or devices: {sorted(map(str, kinds))}; convert them with .to()")
-    lengths = [tiles.shape[0] for tiles, _ in slides]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=slides[0][0].device)
-    return torch.cat([tiles for tiles, _ in slides])[None], torch.cat([coords for _, coords in slides])[None], bounds

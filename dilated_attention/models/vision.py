@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.slide_encoder import check_encoder
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_positive
 
-LONGVIT_RATES = (1, 2, 4, 8, 16)
 POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
 # LongViT's segments by the side of the image, in pixels, with patches of 32; other sides take the first
 _SEGMENTS = {
@@ -99,11 +98,7 @@ class VisionConfig(ModelConfig):
             num_layers=num_layers,
             num_heads=num_heads,
             segment_lengths=longvit_segment_lengths(image_size),
-            dilation_rates=LONGVIT_RATES,
-            is_causal=False,
-            positions="none",
-            head_offsets="blocked",
-            tail="zero_keys",
+            **TORCHSCALE_ENCODER,
             mixture_grad=mixture_grad,
             drop_path=drop_path,
             final_norm=False,

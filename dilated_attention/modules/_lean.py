@@ -82,6 +82,9 @@ def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 
 def _worth(x: torch.Tensor) -> bool:
+    if torch._C._are_functorch_transforms_active():
+        # torch.func knows the plain layers only
+        return False
     return torch.is_grad_enabled() or (x.device.type == "cuda" and math.prod(x.shape[:-1]) >= _WORTH_ROWS)
 
 
