@@ -184,3 +184,74 @@ def test_what_a_cache_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="XPOS overflows"):
         short = model("xpos", xpos_scale_base=1.0).requires_grad_(False)
         short(tokens, cache=KVCache(short.config, 2, 1000))
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+@pytest.mark.parametrize("name", ["longnet", "window", "llama"])
+def test_a_request_that_pauses_keeps_its_positions_and_writes_into_no_others(name: str, kind: type) -> None:
+    """Its first prompt ends with every segment, where pages are given back at once."""
+    lm, n = model(name).requires_grad_(False), 80
+    tokens = torch.randint(50, (2, n))
+    full = lm(tokens)
+    cache = kind(lm.config, 2, n, **({"page_size": 4} if kind is PagedKVCache else {}))
+    for i, length in enumerate((24, 17)):
+        prefill(lm, tokens[i : i + 1, :length], cache.of(i))
+    cache.finish(0)
+    step = Stepper(lm, cache)
+    for at in range(17, 60):
+        torch.testing.assert_close(step(tokens[:, at : at + 1])[1], full[1, at], atol=1e-5, rtol=0)
+    for at in range(24, 50, 13):
+        found = prefill(lm, tokens[:1, at : at + 13], cache.of(0))
+        torch.testing.assert_close(found[0], full[0, at + 12], atol=1e-5, rtol=0)
+    torch.testing.assert_close(step(tokens[torch.arange(2), torch.tensor(cache.lengths)][:, None])[1], full[1, 60], atol=1e-5, rtol=0)
+
+
+def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
+    lm = model("llama").requires_grad_(False)
+    tokens = torch.randint(50, (1, 40))
+    cache = PagedKVCache(lm.config, 2, 60, page_size=4, num_pages=11)
+    prefill(lm, torch.randint(50, (1, 20)), cache.of(1))
+    prefill(lm, tokens[:, :6], cache.of(0))
+    with pytest.raises(RuntimeError, match="free a request"):
+        lm(tokens[:, 6:], cache=cache.of(0))
+    # as a forward that raised halfway leaves it
+    cache.reserve(0, 16)
+    cache.free(1)
+    torch.testing.assert_close(prefill(lm, tokens[:, 6:39], cache.of(0)), lm(tokens)[:, 38], atol=1e-5, rtol=0)
+    used = [page for page in cache.table[0].tolist() if page]
+    assert len(used) == len(set(used))
+
+
+def test_only_a_window_is_read_as_a_whole_stretch() -> None:
+    """A single branch of rate 1 has as many keys at most, and reads its own segment."""
+    lm = model("longnet", segment_lengths=(8,), dilation_rates=(1,))
+    cache = KVCache(lm.config, 1, 30)
+    cache.advance(slice(0, 1), 10)
+    assert cache.step().runs.dense is None
+    window = KVCache(model("window").config, 1, 30)
+    window.advance(slice(0, 1), 10)
+    assert window.step().runs.dense is not None
+
+
+def test_caches_of_other_models_and_dtypes_are_refused_and_autocast_is_followed() -> None:
+    lm = model().requires_grad_(False)
+    tokens = torch.randint(50, (1, 9))
+    with pytest.raises(ValueError, match="another pattern; make it with this model's config"):
+        lm(tokens, cache=KVCache(model("uneven", num_kv_heads=2).config, 1, 30))
+    with pytest.raises(ValueError, match=r"the cache holds torch.bfloat16 .* make the cache with dtype=torch.float32"):
+        lm(tokens, cache=KVCache(lm.config, 1, 30, dtype=torch.bfloat16))
+    for name in ("longnet", "llama"):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(name).generate(tokens, 3, temperature=0.0).shape == (1, 12)
+
+
+def test_generation_leaves_each_module_in_its_mode() -> None:
+    lm = model().train()
+    lm.decoder.blocks[0].eval()
+    before = [module.training for module in lm.modules()]
+    lm.generate(torch.randint(50, (1, 5)), 2)
+    assert [module.training for module in lm.modules()] == before
+    with pytest.raises(ValueError, match="stop_token is 50; expected a token below vocab_size = 50"):
+        lm.generate(torch.randint(50, (1, 5)), 2, stop_token=50)
+    logits = torch.tensor([[1.0, 900.0, 2.0]])
+    assert Sampling(temperature=1e-29).draw(logits).item() == Sampling(temperature=1e-40).draw(logits).item() == 1

@@ -851,3 +851,9 @@ def test_on_a_gpu(name: str) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, atol=5e-2, rtol=0)
     generated = model.generate(ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), max_new_tokens=4, do_sample=False)
     assert generated.shape == (2, 304)
+
+
+def test_a_model_that_adds_the_mask_itself_is_told_why() -> None:
+    mask = KeyMask(num_keys=3, num_filled=3, query_offset=0, key_offset=0, is_causal=True)
+    with pytest.raises(ValueError, match="this model computes its attention itself"):
+        torch.ones(3) + mask  # type: ignore[operator]

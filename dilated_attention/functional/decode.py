@@ -16,6 +16,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 
 
+@torch.no_grad()
 def decode_attention(
     q: torch.Tensor,
     k: torch.Tensor,

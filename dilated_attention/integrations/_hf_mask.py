@@ -49,6 +49,14 @@ class KeyMask:
     # generate() makes a mask before the forward, where a static cache is used; transformers then asks whether it is one yet
     ndim: ClassVar[int] = 4
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where a model adds the mask to scores of its own. No TypeError: torch's operators take that for another's turn to try."""
+        raise ValueError(
+            f"{getattr(func, '__name__', func)} of a KeyMask: this model computes its attention itself and cannot have another; expected a model that "
+            'calls transformers\' attention interface. Load it with attn_implementation="eager"'
+        )
+
     def to(self, *args: Any, **kwargs: Any) -> KeyMask:
         padding, bounds = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.cu_seqlens))
         return dataclasses.replace(self, padding=padding, cu_seqlens=bounds)

@@ -79,7 +79,12 @@ def refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> None:
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False) or "Cross" in type(module).__name__:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or getattr(config, "add_cross_attention", False)
+        or "Cross" in type(module).__name__
+        or getattr(module, "is_cross_attention", False)
+    ):
         raise ValueError(
             f"attention {name!r} in a model with cross-attention ({type(module).__name__}), whose queries and keys are positions of two sequences; "
             'expected an encoder or a decoder alone. Load it with attn_implementation="sdpa"'

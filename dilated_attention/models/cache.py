@@ -158,8 +158,8 @@ class Cache(ABC):
 
     def _position(self, request: int) -> int:
         length = self.lengths[request]
-        # a request that grows no more writes its last position again and again, which nobody reads
-        return length if self.active[request] else max(0, length - 1)
+        # a request that grows no more writes where its next position would lie, again and again: no row reads that before it is written
+        return min(length, self.max_length - 1)
 
     def _place(self) -> None:
         self.positions.copy_(torch.tensor([self._position(i) for i in range(self.num_requests)]))

@@ -11,8 +11,9 @@ import torch
 
 from dilated_attention.engine import decode_select
 from dilated_attention.engine.decode import Cached
-from dilated_attention.engine.decode_runs import Runs
+from dilated_attention.engine.decode_runs import Runs, WindowKeys
 from dilated_attention.engine.merge import has_kernels
+from dilated_attention.functional.single import autocast
 from dilated_attention.modules.rotary import Table, rotate
 
 if TYPE_CHECKING:
@@ -72,6 +73,13 @@ class LayerUse:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
+        cache = self.use.cache
+        q, k, v = autocast(q, k, v)
+        if (k.dtype, k.device) != (cache.dtype, cache.device):
+            raise ValueError(
+                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; make the cache with dtype={k.dtype}, "
+                f"device={str(k.device)!r}"
+            )
         return self.use.attend(self.index, q, k, v, tables, attention)
 
 
@@ -82,9 +90,11 @@ class Step(Use):
         super().__init__(cache)
         self.positions = cache.positions
         runs = cache.row_keys.runs(self.positions)
-        if runs.dense is None and cache.wraps and runs.first.shape[2] == 1 and cache.row_keys.max_keys == cache.row_keys.span:
+        keys = cache.row_keys
+        is_window = isinstance(keys, WindowKeys) and runs.first.shape[2] == 1 and keys.max_keys == keys.span
+        if is_window and cache.wraps and runs.dense is None:
             # a window that fills its stretch reads every slot, whose order is all the same to a softmax
-            runs = replace(runs, dense=(self.positions + 1).clamp(max=cache.row_keys.span).to(torch.int32))
+            runs = replace(runs, dense=(self.positions + 1).clamp(max=keys.span).to(torch.int32))
         self.runs: Runs = runs
 
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:

@@ -41,9 +41,11 @@ class Sampling:
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """One token (B, 1) for each row of logits (B, V)."""
-        if self.temperature == 0:
+        # below any difference that float32 tells from 0
+        if self.temperature < 1e-30:
             return logits.argmax(-1, keepdim=True)
         logits = logits.float()
+        logits = logits - logits.amax(-1, keepdim=True)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             lowest = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < lowest, -torch.inf)
@@ -150,14 +152,16 @@ def generate(
     max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
     if stop_token is not None:
         stop_token = as_int("stop_token", stop_token, minimum=0)
+        if stop_token >= model.config.vocab_size:
+            raise ValueError(f"stop_token is {stop_token}; expected a token below vocab_size = {model.config.vocab_size}")
     if max_new_tokens == 0 or not rows:
         return prompts
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         weight = model.output_weight
         lengths = [len(row) for row in rows]
-        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        place: dict[str, Any] = {"device": weight.device, "dtype": _dtype_of_keys(weight)}
         longest = max(lengths) + max_new_tokens
         cache: Cache
         if len(set(lengths)) == 1:
@@ -168,7 +172,8 @@ def generate(
             logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
         new = _decode(Stepper(model, cache, cuda_graph=cuda_graph), logits, max_new_tokens, sampling, stop_token)
     finally:
-        model.train(was_training)
+        for module in in_training:
+            module.training = True
     if isinstance(prompts, torch.Tensor):
         return torch.cat([prompts, new.to(prompts.dtype)], 1)
     return [torch.cat([row, _until(added, stop_token).to(row.dtype)]) for row, added in zip(rows, new, strict=True)]
@@ -197,6 +202,14 @@ def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
         return tokens
     found = (tokens == stop_token).nonzero()
     return tokens[: int(found[0]) + 1] if len(found) else tokens
+
+
+def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
+    """Of what linear layers return here: autocast's, where it is on and leaves them to it."""
+    kind = weight.device.type
+    if kind == "meta" or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return weight.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:

@@ -69,10 +69,12 @@ class PagedKVCache(Cache):
 
     def reserve(self, request: int, length: int) -> None:
         pages, position = self._pages[request], self.lengths[request]
-        wanted = [page for page in range(position // self.page_size, -(-length // self.page_size)) if page not in pages]
-        if not wanted:
+        span = range(position // self.page_size, -(-length // self.page_size))
+        if all(page in pages for page in span):
             return
+        # takes back what a pass that failed had reserved, too
         self.release(request)
+        wanted = [page for page in span if page not in pages]
         if len(wanted) > len(self._free):
             raise RuntimeError(
                 f"request {request} needs {len(wanted)} more pages of {self.page_size} positions and {len(self._free)} of {self.num_pages} are "
@@ -89,8 +91,11 @@ class PagedKVCache(Cache):
         kept = {page for low, high in self.row_keys.needed(self.lengths[request]) for page in range(low // size, -(-high // size))}
         # that of the next position is in use, whatever lies in it
         kept.add(self.lengths[request] // size)
-        for page in [page for page in pages if page not in kept]:
-            self._free.append(pages.pop(page))
+        gone = [page for page in pages if page not in kept]
+        self._free += [pages.pop(page) for page in gone]
+        if gone:
+            # a request that grows no more still writes, and must not write into what is another's by then
+            self.table[request, gone] = 0
 
     def free(self, request: int) -> None:
         super().free(request)

@@ -104,6 +104,11 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are asked for, which no cache keeps; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
+        made_for = (cache if isinstance(cache, Cache) else cache.cache).config
+        shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "pattern", "positions", "rotary_base", "xpos_scale_base")
+        other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
+        if other:
+            raise ValueError(f"the cache was made for a model of another {', '.join(other)}; make it with this model's config")
         return cache if isinstance(cache, Use) else cache.begin(x.shape[0], x.shape[1])
 
     @torch.no_grad()
