@@ -265,7 +265,7 @@ UNSTABLE = [
 ]
 
 
-@pytest.mark.parametrize("pattern", STABLE, ids=str)
+@pytest.mark.parametrize("pattern", STABLE, ids=lambda pattern: type(pattern).__name__)
 def test_stable_patterns_are_those_of_every_prefix(pattern: BlockPattern) -> None:
     assert pattern.is_prefix_stable
     whole = pattern.dense_mask(400, 400, 4, is_causal=True)
