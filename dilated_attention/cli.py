@@ -15,6 +15,7 @@ import torch
 import dilated_attention
 from dilated_attention.backends import PACKAGES, PRECISIONS, preference
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect, explain_backend, tune
+from dilated_attention.functional import explain_decode
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--num-kv-heads", type=int)
     info.add_argument("--length", type=int, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     info.add_argument("--precision", choices=PRECISIONS, default="native")
+    info.add_argument("--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps")
     info.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, by blocks of so many positions")
     info.add_argument("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
@@ -109,6 +111,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> int:
     hardware = EXAMPLES[args.machine] if args.machine else detect()
+    if args.decode:
+        return _info_decode(args, hardware)
     explanation = explain_backend(
         hardware=hardware,
         dtype=_DTYPES[args.dtype] if args.dtype else None,
@@ -141,6 +145,20 @@ def _info(args: argparse.Namespace) -> int:
         print(f"no backend can compute {explanation.request.describe()}", file=sys.stderr)
         return 1
     return 0
+
+
+def _info_decode(args: argparse.Namespace, hardware: Hardware) -> int:
+    dtype = _DTYPES[args.dtype] if args.dtype else torch.bfloat16 if hardware.device_type == "cuda" else torch.float32
+    shape = {"head_dim": args.head_dim, "num_heads": args.num_heads, "num_kv_heads": args.num_kv_heads}
+    explained = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **shape)
+    if args.json:
+        rows = [
+            {"name": name, "usable": not reasons, "reasons": list(reasons), "source": source} for name, reasons, source in explained.rows
+        ]
+        print(json.dumps({"request": explained.what, "chosen": explained.chosen, "decoders": rows}, indent=2, ensure_ascii=False))
+    else:
+        print(explained)
+    return 0 if explained.chosen else 1
 
 
 def _described(hardware: Hardware) -> str:

@@ -69,3 +69,12 @@ def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]
     assert "forward: gluon · backward: flash4" in capsys.readouterr().out
     assert main(["info", "--for", "hopper", "--block-masks", "bits"]) == 1
     assert "give block_size=128" in capsys.readouterr().err
+
+
+def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--for", "hopper", "--decode", "sparse"]) == 0
+    printed = capsys.readouterr().out
+    assert "→ triton" in printed and "✗ flash3" in printed
+    assert main(["info", "--for", "cpu", "--decode", "dense", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
