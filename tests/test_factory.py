@@ -18,9 +18,9 @@ from dilated_attention import (
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
-from dilated_attention.models import LongNetLM
+from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.summary import footprint
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks
 
 SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 
@@ -111,6 +111,12 @@ def test_summary_counts_what_the_model_has() -> None:
     assert [row["positions"] for row in told["lengths"]] == [300, 4096]
     assert 0 < told["fits"]["kept"] < told["fits"]["checkpointed"]
     assert f"{model.num_parameters:,}" in str(summary)
+    # the same rule as the cache's own, and none where decoding is refused
+    window = create_model("longnet-tiny", attention="block_sparse", block_pattern=GlobalLocal((63, 0), 5))
+    for lm in (model, window, create_model("longnet-tiny", attention="dense")):
+        assert lm.summary().cache_bytes(3000, itemsize=4) == KVCache(lm.config, 1, 3000).nbytes
+    drawn = create_model("longnet-tiny", attention="block_sparse", block_pattern=RandomBlocks(0.5, seed=1), device="meta").summary((300,))
+    assert drawn.cache_bytes(300) is None and "cache_bytes" not in drawn.as_dict()["lengths"][0]
     # the largest length that fits does, and one more does not
     plain = footprint(model.config, model.num_parameters)
     assert plain.total(plain.fits(2**30)) <= 0.9 * 2**30 < plain.total(plain.fits(2**30) + 1)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from dilated_attention.engine.decode_runs import row_keys
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, LocalWindow
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
 # float32 weights and gradients, and AdamW's two moments
@@ -61,16 +62,13 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)
 
 
-def cache_rows(config: LongNetConfig, num_positions: int) -> int:
-    """Positions whose keys and values decoding must keep: those that a later token can still see."""
+def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
+    """Positions whose keys and values a ``KVCache`` of so many keeps for each request; None where decoding has no cache."""
     pattern = config.pattern
-    if config.kind == "dilated":
-        assert isinstance(pattern, DilatedPattern)
-        return min(num_positions, max(pattern.segment_lengths))
-    if isinstance(pattern, LocalWindow):
-        global_tokens = pattern.global_tokens if isinstance(pattern, GlobalLocal) else 0
-        return min(num_positions, pattern.sides(num_positions)[0] + 1 + global_tokens)
-    return num_positions
+    if not config.is_causal or (isinstance(pattern, BlockPattern) and not pattern.is_prefix_stable):
+        return None
+    keys = row_keys(pattern, config.num_heads, config.num_kv_heads or config.num_heads, num_positions, "cpu")
+    return min(num_positions, keys.num_needed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +96,13 @@ class Summary:
         looked_up = 0 if config.tie_embeddings else self.embedding_parameters
         return 6 * (self.num_parameters - looked_up) + attended
 
-    def cache_bytes(self, num_positions: int, itemsize: int = 2) -> int:
-        """Of keys and values of one sequence, in 16 bits unless ``itemsize`` says another."""
-        config = self.config
+    def cache_bytes(self, num_positions: int, itemsize: int = 2) -> int | None:
+        """Of keys and values of one sequence, in 16 bits unless ``itemsize`` says another; None where decoding has no cache."""
+        config, kept = self.config, cache_rows(self.config, num_positions)
+        if kept is None:
+            return None
         row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
-        return config.num_layers * row * cache_rows(config, num_positions)
+        return config.num_layers * row * kept
 
     def as_dict(self) -> dict[str, Any]:
         rows = [
@@ -113,7 +113,7 @@ class Summary:
                 "training_bytes": footprint(self.config, self.num_parameters).total(n),
                 "training_bytes_checkpointed": footprint(self.config, self.num_parameters, checkpoint_activations=True).total(n),
             }
-            | ({"cache_bytes": self.cache_bytes(n)} if self.config.is_causal else {})
+            | ({} if self.cache_bytes(n) is None else {"cache_bytes": self.cache_bytes(n)})
             for n in self.lengths
         ]
         return {
@@ -143,7 +143,8 @@ class Summary:
         saved = footprint(config, self.num_parameters, checkpoint_activations=True)
         for n in self.lengths:
             dense = (n + 1) / 2 if config.is_causal else n
-            cache = readable(self.cache_bytes(n)) if config.is_causal else "–"
+            cache_bytes = self.cache_bytes(n)
+            cache = "–" if cache_bytes is None else readable(cache_bytes)
             lines.append(
                 f"{n:>11,}  {self.keys_per_query(n):>11,.0f}  {dense:>11,.0f}  {n * self.training_flops(n) / 1e12:>14,.2f}  "
                 f"{readable(plain.total(n)):>9}  {readable(saved.total(n)):>12}  {cache:>9}"
