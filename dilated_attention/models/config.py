@@ -195,8 +195,3 @@ class LongNetConfig(ModelConfig):
         if self.ffn_dim is not None:
             return self.ffn_dim
         return -(-8 * self.embed_dim // 3 // 32) * 32 if self.ffn == "swiglu" else 4 * self.embed_dim
-
-    @property
-    def reach(self) -> int:
-        """Least common multiple of the segment lengths: no token sees anything before the last multiple of it, in any layer."""
-        return math.lcm(*self.segment_lengths) if self.kind == "dilated" else MAX_LENGTH

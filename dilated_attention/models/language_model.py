@@ -73,8 +73,9 @@ class LongNetLM(Pretrained):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
         # E^-1/2: as the output layer, it makes logits of a normalised hidden state start near variance 1
-        for weight in (self.embedding.weight, self.output_weight):
-            nn.init.normal_(weight, std=config.embed_dim**-0.5)
+        for layer in (self.embedding, self.output):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=config.embed_dim**-0.5)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -94,7 +95,8 @@ class LongNetLM(Pretrained):
 
         Args:
             tokens: (B, N) integers below vocab_size; of a spread model this process's shard (B, n), as all tensors here.
-            targets: (B, N), of each position the token that follows it, or with ``is_causal=False`` the token itself; −100 where a position does not count. Shift, then shard.
+            targets: (B, N), of each position the token that follows it, or with ``is_causal=False`` the token itself; −100 where a
+                position does not count. Shift, then shard.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N, of a spread model. None: the processes ask each other, once a call; inside torch.compile it is needed.
             cache: tokens are new positions only, which attend to those in the cache and join them: one token for each request, or several
