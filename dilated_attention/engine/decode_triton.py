@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import Runs
 
@@ -243,12 +244,13 @@ def rotate_and_append(
     assert tables is None or all(x.is_contiguous() and x.numel() == B * (D // 2) and x.dtype is torch.float32 for x in (q_cos, k_sin))
     out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
     table = cached.table
-    append_kernel[(B, H + 2 * K)](
-        q, k, v, q_cos, q_sin, k_cos, k_sin, positions, out, cached.k, cached.v, positions if table is None else table,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *cached.k.stride()[:3], *cached.v.stride()[:3],
-        0 if table is None else table.stride(0), cached.slots, cached.fixed, H, K,
-        D=D, BLOCK_D=triton.next_power_of_2(D), ROTATED=tables is not None, PAGED=table is not None, WRAPS=cached.wraps, num_warps=1,
-    )  # fmt: skip
+    with on_device(q.device):
+        append_kernel[(B, H + 2 * K)](
+            q, k, v, q_cos, q_sin, k_cos, k_sin, positions, out, cached.k, cached.v, positions if table is None else table,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *cached.k.stride()[:3], *cached.v.stride()[:3],
+            0 if table is None else table.stride(0), cached.slots, cached.fixed, H, K,
+            D=D, BLOCK_D=triton.next_power_of_2(D), ROTATED=tables is not None, PAGED=table is not None, WRAPS=cached.wraps, num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -282,21 +284,22 @@ def decode(
     part_lses = torch.empty((B, H, num_splits), dtype=torch.float32, device=q.device)
     kept = runs.kept
     assert runs.first.is_contiguous() and runs.ends.is_contiguous() and (kept is None or kept.is_contiguous())
-    rows_kernel[(num_splits, H // heads, B)](
-        q, k, v, parts, part_lses, runs.first, runs.ends, runs.stride,
-        q if kept is None else kept.view(torch.uint8), q if table is None else table,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
-        runs.first.stride(0), 0 if G == 1 else runs.first.stride(1),
-        *((0, 0) if kept is None else (kept.stride(0), 0 if G == 1 else kept.stride(1))),
-        0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, cached.fixed, scale * LOG2_E,
-        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), GROUP=H // K, D=D, BLOCK_D=block_d, KEYS=keys,
-        RUNS=triton.next_power_of_2(runs.first.shape[2]), PAGED=table is not None, WRAPS=cached.wraps,
-        KEPT=0 if kept is None else kept.shape[3], DOT=dot, num_warps=4,
-    )  # fmt: skip
-    merge_kernel[(H, B)](
-        parts, part_lses, out, lse, *out.stride()[:2], num_splits,
-        D=D, BLOCK_D=block_d, SPLITS=triton.next_power_of_2(num_splits), STEP=min(_MERGED_AT_ONCE, triton.next_power_of_2(num_splits)),
-    )  # fmt: skip
+    with on_device(q.device):
+        rows_kernel[(num_splits, H // heads, B)](
+            q, k, v, parts, part_lses, runs.first, runs.ends, runs.stride,
+            q if kept is None else kept.view(torch.uint8), q if table is None else table,
+            *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+            runs.first.stride(0), 0 if G == 1 else runs.first.stride(1),
+            *((0, 0) if kept is None else (kept.stride(0), 0 if G == 1 else kept.stride(1))),
+            0 if table is None else table.stride(0), runs.first.shape[2], cached.slots, cached.fixed, scale * LOG2_E,
+            HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), GROUP=H // K, D=D, BLOCK_D=block_d, KEYS=keys,
+            RUNS=triton.next_power_of_2(runs.first.shape[2]), PAGED=table is not None, WRAPS=cached.wraps,
+            KEPT=0 if kept is None else kept.shape[3], DOT=dot, num_warps=4,
+        )  # fmt: skip
+        merge_kernel[(H, B)](
+            parts, part_lses, out, lse, *out.stride()[:2], num_splits,
+            D=D, BLOCK_D=block_d, SPLITS=triton.next_power_of_2(num_splits), STEP=min(_MERGED_AT_ONCE, triton.next_power_of_2(num_splits)),
+        )  # fmt: skip
     return out, lse
 
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.blocks import on_device
+
 if TYPE_CHECKING:
     from dilated_attention.functional.lean_torch import Recipe
 
@@ -188,10 +190,11 @@ def prepare(
     z = torch.empty_like(x, dtype=recipe.dtype)
     if M and K:
         block, rows, warps = _tile(K, _FORWARD)
-        _prepare_kernel[(triton.cdiv(M, rows),)](
-            x, gate, weight, bias, z, normal, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
-            weight is not None, bias is not None, normal is not None, _is_short(x), num_warps=warps,
-        )  # fmt: skip
+        with on_device(x.device):
+            _prepare_kernel[(triton.cdiv(M, rows),)](
+                x, gate, weight, bias, z, normal, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
+                weight is not None, bias is not None, normal is not None, _is_short(x), num_warps=warps,
+            )  # fmt: skip
     return z
 
 
@@ -221,11 +224,12 @@ def prepare_backward(
     tiles = triton.cdiv(M, rows)
     programs = min(tiles, _programs(x.device, warps))
     shares = stats.new_empty(programs, 2, K)
-    _prepare_backward_kernel[(programs,)](
-        x, gate, weight, bias, stats, dz, z, dx, dgate, shares, M, tiles, K, block, rows, recipe.activation, recipe.norm,
-        weight is not None, bias is not None, needs_z, dz is not None, wide is not None, _is_short(x), _BACKWARD.stages,
-        num_warps=warps,
-    )  # fmt: skip
+    with on_device(x.device):
+        _prepare_backward_kernel[(programs,)](
+            x, gate, weight, bias, stats, dz, z, dx, dgate, shares, M, tiles, K, block, rows, recipe.activation, recipe.norm,
+            weight is not None, bias is not None, needs_z, dz is not None, wide is not None, _is_short(x), _BACKWARD.stages,
+            num_warps=warps,
+        )  # fmt: skip
     return z, dx, dgate, shares.sum(0)
 
 
@@ -292,8 +296,9 @@ def dropped(
     out = torch.empty_like(y, dtype=dtype)
     if y.numel():
         per_sample = y.numel() if path is None else y.numel() // path.numel()
-        _dropped_kernel[(triton.cdiv(y.numel(), _ELEMENTS),)](
-            x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None,
-            per_sample >= 2**31 - _ELEMENTS, _ELEMENTS, num_warps=4,
-        )  # fmt: skip
+        with on_device(y.device):
+            _dropped_kernel[(triton.cdiv(y.numel(), _ELEMENTS),)](
+                x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None,
+                per_sample >= 2**31 - _ELEMENTS, _ELEMENTS, num_warps=4,
+            )  # fmt: skip
     return out

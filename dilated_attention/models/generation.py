@@ -89,7 +89,9 @@ class Stepper:
             logits = self._forward()
         else:
             if self._graph is None:
-                self._capture()
+                # a graph is captured on the current device, which need not be the cache's
+                with torch.cuda.device(self.cache.device):
+                    self._capture()
             assert self._graph is not None and self._logits is not None
             self._graph.replay()
             logits = self._logits
