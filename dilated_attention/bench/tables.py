@@ -83,10 +83,10 @@ def absent(rows: Iterable[Row], value: str) -> str:
     """A sentence on contenders without a single figure, by their reason."""
     rows = list(rows)
     present = {row.name for row in rows if value in row.values}
+    first = {row.name: row.note or "no figure" for row in reversed(rows) if row.name not in present}
     reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.name not in present and row.name not in sum(reasons.values(), []):
-            reasons.setdefault(row.note or "no figure", []).append(row.name)
+    for name in dict.fromkeys(row.name for row in rows if row.name in first):
+        reasons.setdefault(first[name], []).append(name)
     return "Without figures: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()) + "." if reasons else ""
 
 
