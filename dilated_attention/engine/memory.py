@@ -33,7 +33,6 @@ from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forwa
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
 
-
 # rows that a kernel's sums are padded to
 _TILE = 128
 

@@ -132,11 +132,14 @@ def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms
     is_copied = problem.num_heads > 1 or problem.num_positions % max(pattern.q_block, pattern.k_block)
     copies = (3 * Q * queries if backward else Q * queries) + 2 * K * keys if is_copied else 0
     piece = min(_PIECE_BYTES if problem.device_type == "cpu" else _PIECE_BYTES_GPU, counts.entries * pattern.k_block * problem.head_dim * e)
-    return [("copies, heads first", int(copies) * e + (R * 4 if backward else 0)), ("a piece of gathered blocks", (8 if backward else 3) * piece)]
+    return [
+        ("copies, heads first", int(copies) * e + (R * 4 if backward else 0)),
+        ("a piece of gathered blocks", (8 if backward else 3) * piece),
+    ]
 
 
 def _backend(problem: Problem, counts: BlockCounts, *, backward: bool) -> str:
-    mean = max(1, counts.pairs // max(1, problem.num_positions * problem.num_heads))
+    mean = max(1, counts.computed // (problem.num_positions * problem.num_heads))
     request = problem.request(backward=backward, length=mean, blocks=counts.mask_kind)
     try:
         return registry.select(request).name
@@ -183,7 +186,12 @@ def _standard(problem: Problem) -> MemoryEstimate:
     backward: Terms = []
     if problem.training:
         rest = both - (3 * Q + 2 * K) * e
-        backward = [("q, k, v", inputs), ("out, dout", 2 * Q * e), ("dq, dk, dv", (Q + 2 * K) * e), ("scores, weights and their gradients", rest)]
+        backward = [
+            ("q, k, v", inputs),
+            ("out, dout", 2 * Q * e),
+            ("dq, dk, dv", (Q + 2 * K) * e),
+            ("scores, weights and their gradients", rest),
+        ]
     return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward))
 
 

@@ -21,6 +21,7 @@ class BlockCounts:
     Args:
         pairs: kept (head, query, key) triples.
         entries: kept blocks, counted once where heads share their list.
+        computed: pairs of all kept blocks, of all heads: kernels compute a block whole, and its masks come after.
         list_bytes: of the lists that kernels read.
         mask_kind: ``"none"``, ``"interval"`` or ``"bits"``, as of ``BlockLists``.
         is_exact: counted, not told from shorter sequences.
@@ -28,6 +29,7 @@ class BlockCounts:
 
     pairs: int
     entries: int
+    computed: int
     list_bytes: int
     mask_kind: str
     is_exact: bool
@@ -55,10 +57,12 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     def told(values: tuple[int, ...]) -> int:
         return max(values[-1], parabola(lengths, values, num_positions))
 
+    pairs = min(told(tuple(x.pairs for x in known)), max(known[-1].pairs, int(named * pairs_of_block)))
     entries = min(told(tuple(x.entries for x in known)), max(known[-1].entries, int(named)))
     return BlockCounts(
-        pairs=min(told(tuple(x.pairs for x in known)), max(known[-1].pairs, int(named * pairs_of_block))),
+        pairs=pairs,
         entries=entries,
+        computed=max(pairs, entries * pairs_of_block),
         list_bytes=told(tuple(x.list_bytes - 8 * x.entries for x in known)) + 8 * entries,
         mask_kind=known[-1].mask_kind,
         is_exact=False,
@@ -78,7 +82,10 @@ def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> flo
 def _counted(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")
-    return BlockCounts(pairs=pairs, entries=lists.num_entries, list_bytes=lists.nbytes, mask_kind=lists.mask_kind, is_exact=True)
+    computed = lists.num_entries * pattern.q_block * pattern.k_block * (num_heads // lists.num_heads)
+    return BlockCounts(
+        pairs=pairs, entries=lists.num_entries, computed=computed, list_bytes=lists.nbytes, mask_kind=lists.mask_kind, is_exact=True
+    )
 
 
 def parabola(x: Sequence[int], y: Sequence[int], at: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.memory import MemoryEstimate
+from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.attention import counts_of, memory_of
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
@@ -20,8 +21,6 @@ from dilated_attention.planning.problem import Problem, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.speed import Pass, passes_of
 
-# of a device's memory, what the allocator's gaps, kernels and the framework leave (models/summary.py says the same)
-USABLE = 0.9
 MOST_POSITIONS = 2**31
 # lists of blocks count to this
 _MOST_ENTRIES = 2**29
@@ -44,7 +43,8 @@ class AttentionPlan:
         exchange: what a rank receives and sends.
         passes: forward and backward in seconds; empty where no rate is known, and ``no_time`` says why.
         device, device_memory: of the machine, and bytes of it.
-        longest: the most positions whose peak is within ``USABLE`` of that, up to 2^31; 0 if not one is.
+        fits: the peak is within ``USABLE`` of that, and lists of blocks can count what is kept.
+        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not one does.
     """
 
     kind: str
@@ -71,6 +71,7 @@ class AttentionPlan:
     device: str
     device_memory: int
     device_source: str
+    fits: bool
     longest: int
 
     @property
@@ -85,10 +86,6 @@ class AttentionPlan:
     def peak(self) -> int:
         """Bytes at the highest point, of one process."""
         return self.memory.peak
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= int(USABLE * self.device_memory)
 
     @property
     def seconds(self) -> float | None:
@@ -127,7 +124,8 @@ class AttentionPlan:
             "exchange": {"name": self.exchange.name, "steps": self.exchange.steps, "exact": self.exchange.is_exact, **moved},
             "seconds": self.seconds,
             "passes": [
-                asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound} for name, one in zip(names, self.passes, strict=False)
+                asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
+                for name, one in zip(names, self.passes, strict=False)
             ],
             "no_time": self.no_time or None,
             "device": self.device,
@@ -237,7 +235,8 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
     found = exchange_of(problem) if problem.world_size > 1 else NO_EXCHANGE
     passes, why_not = passes_of(problem, found, least)
     memory = memory_of(problem)
-    longest = longest_of(problem, machine.memory) if find_longest else N * (_excess(problem, machine.memory) <= 0)
+    fits = _excess(problem, machine.memory) <= 0
+    longest = longest_of(problem, machine.memory) if find_longest else N * fits
     return AttentionPlan(
         kind=problem.kind,
         pattern="every key" if problem.computes == "dense" else repr(problem.pattern),
@@ -263,6 +262,7 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
         device=machine.name,
         device_memory=machine.memory,
         device_source=machine.source,
+        fits=fits,
         longest=longest,
     )
 

@@ -111,7 +111,13 @@ def make_problem(
 ) -> Problem:
     """The record, with what is not given filled in and what cannot be refused; arguments as of ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
-    sizes = {"num_positions": num_positions, "num_heads": num_heads, "head_dim": head_dim, "batch_size": batch_size, "world_size": world_size}
+    sizes = {
+        "num_positions": num_positions,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "batch_size": batch_size,
+        "world_size": world_size,
+    }
     checked = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
     if checked["head_dim"] > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of fewer numbers")

@@ -182,15 +182,15 @@ def _of_branches(problem: Problem) -> Exchange:
     scripts = [make_script(job, rank) for rank in _ranks(problem)]
     moved = [_bytes_of(script, problem, a) for script in scripts]
     held = [_held(script, problem, ahead, a) for script in scripts]
-    found = _most(moved)
+    most = _most(moved)
     if not route.stays:
         # striped rows are put in order and back; as many bytes for every rank
-        moved_rows = heads_striped(problem)
-        found = Bytes(*(x + y for x, y in zip((found.forward_sent, found.forward_received, found.backward_sent, found.backward_received), moved_rows, strict=True)))  # fmt: skip
-    return Exchange(name=name, bytes=found, steps=len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
+        own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
+        most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
+    return Exchange(name=name, bytes=most, steps=len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
 
 
-def heads_striped(problem: Problem) -> tuple[int, int, int, int]:
+def _in_order(problem: Problem) -> tuple[int, int, int, int]:
     """Bytes for putting a striped sequence in order and back: all rows but one in W change hands."""
     rows = local_rows(problem) * (problem.world_size - 1) // problem.world_size * problem.batch_size
     D, e = problem.head_dim, problem.itemsize

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from dilated_attention.backends import BackendUnavailable, preference, registry
 from dilated_attention.distributed import cost
 from dilated_attention.engine.families import chunk_family, make_pieces
@@ -27,7 +25,9 @@ from dilated_attention.planning.rings import Exchange, local_rows
 _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
 # and its kernel that visits shared pairs once, FLOP/s on pairs that differ, by head dim, full and causal
 # (benchmarks/results/2026-11-21-h200-nested-forward.json)
-_NESTED_RATE = {(64, False): 424e12, (64, True): 366e12, (128, False): 569e12, (128, True): 470e12}
+_NESTED_RATE = {(64, False): 424e12, (64, True): 321e12, (128, False): 569e12, (128, True): 410e12}
+# what tables of dense problems, timed in short bursts, promise and long runs keep (benchmarks/results/2026-11-21-h200-block-sparse.jsonl, dense)
+_SUSTAINED = 0.92
 # seconds that one launch costs the CPU of that machine, forward and backward, and a call as a whole (docs/performance.md)
 _LAUNCH, _CALL = (40e-6, 90e-6), (60e-6, 150e-6)
 # where nothing was measured: share of the peak that a kernel is taken to reach
@@ -104,9 +104,9 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         rates.append(rate)
         seconds += per_pair * pairs / rate.rate
         flops += per_pair * pairs
-    if problem.computes == "dilated" and isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1:
-        if not (is_nested(problem) and not backward):
-            seconds /= _ENGINE_SHARE[problem.is_causal][backward]
+    several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
+    if several and (backward or not any(nested for *_, nested in _work(problem, backward))):
+        seconds /= _ENGINE_SHARE[problem.is_causal][backward]
     busiest = seconds / problem.world_size * _imbalance(problem)
     wire = exposed = 0.0
     if problem.world_size > 1:
@@ -115,7 +115,9 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
         wire = received / (problem.gpu.link * _LINK_SHARE)
         # the first step's keys are waited for
-        exposed = cost.LATENCY + (wire / max(1, exchange.steps) if exchange.name in ("all_gather", "blocks") and problem.computes != "dilated" else 0.0)
+        exposed = cost.LATENCY + (
+            wire / max(1, exchange.steps) if exchange.name in ("all_gather", "blocks") and problem.computes != "dilated" else 0.0
+        )
         if exchange.name == "all_to_all":
             exposed += wire
             wire = 0.0
@@ -139,7 +141,7 @@ def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:
     N, H = problem.num_positions, problem.num_heads
     if problem.computes == "block_sparse":
         counts = counts_of(problem)
-        return [(counts.pairs, max(1, counts.pairs // (N * H)), False)]
+        return [(counts.computed, max(1, counts.computed // (N * H)), False)]
     pattern = problem.pattern
     assert isinstance(pattern, DilatedPattern)
     if not backward and is_nested(problem) and problem.world_size == 1:
@@ -184,11 +186,12 @@ def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
         timing = None if row is None else next((x for x in row.timings if x.backend == backend), None)
         if table is None or timing is None:
             continue
+        kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
         if is_here:
-            return _Rate(backend, timing.tflops * 1e12, f"measured here on {table.date}")
+            return _Rate(backend, timing.tflops * 1e12 * kept, f"measured here on {table.date}")
         measured_on = str(table.environment.get("device", ""))
         scale, where = _scale(problem, measured_on)
-        return _Rate(backend, timing.tflops * 1e12 * scale, f"the shipped table of {measured_on}, {table.date}{where}")
+        return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
     if problem.gpu is None:
         return f"nothing was measured on this CPU for such a call; {preference.RERUN} measures it"
     peak = problem.gpu.peak(problem.dtype)
@@ -252,7 +255,3 @@ def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
         rate=peak * share,
         source=f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched / pairs / problem.itemsize:.0f} passes over all scores",
     )
-
-
-def accumulates(dtype: torch.dtype) -> int:
-    return 8 if dtype is torch.float64 else 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dilated_attention.models.summary import readable
+from dilated_attention.models.summary import USABLE, readable
 
 if TYPE_CHECKING:
     from dilated_attention.planning.plan import AttentionPlan
@@ -16,7 +16,7 @@ def plan_text(plan: AttentionPlan) -> str:
     spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ""
     lines = [
         f"{plan.kind}, {plan.num_positions:,} positions × {plan.batch_size}, {heads}, {', '.join(flags)}{spread}",
-        f"on {plan.device} with {readable(plan.device_memory)} ({plan.device_source})",
+        f"on {plan.device} with {readable(plan.device_memory)} (from: {plan.device_source})",
     ]
     if plan.pattern != "every key":
         lines.append(f"pattern: {plan.pattern}")
@@ -47,8 +47,8 @@ def plan_text(plan: AttentionPlan) -> str:
             lines.append(f"  backward   receives {told}{readable(moved.backward_received)}, sends {told}{readable(moved.backward_sent)}")
     lines.append("")
     if plan.passes:
-        total = sum(one.seconds for one in plan.passes)
-        lines.append(f"time         {seconds_text(total)} (an estimate)")
+        whole = plan.seconds or 0.0
+        lines.append(f"time         {seconds_text(whole)} (an estimate)")
         for name, one in zip(("forward", "backward"), plan.passes, strict=False):
             lines.append(
                 f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
@@ -64,7 +64,7 @@ def plan_text(plan: AttentionPlan) -> str:
 
 def fit_text(plan: AttentionPlan) -> str:
     part = plan.peak / plan.device_memory
-    told = f"{'yes' if plan.fits else 'no'}, {part:.0%} of the memory (90 % can be used)"
+    told = f"{'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used"
     at_least = "at least " if plan.longest >= 2**31 else ""
     return f"{told}; the longest that does: {at_least}{plan.longest:,} positions"
 

@@ -137,7 +137,7 @@ def _norm_linear(args: tuple[Any, ...], on_gpu: bool) -> int:
 
 
 def _norm_linear_backward(args: tuple[Any, ...], out: list[torch.Tensor], on_gpu: bool) -> int:
-    dys, x, gate, _, _, weights, _, stats, needs, activation, norm, _, dtype, wide = args
+    dys, x, _, _, _, weights, _, stats, needs, *_, dtype, wide = args
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     size, width = dtype.itemsize, sum(w.shape[0] for w in weights)
     joined = width * columns * size if len(weights) > 1 or weights[0].dtype is not dtype else 0
