@@ -190,13 +190,15 @@ class Extreme(Suite):
             fits = sorted((row for row in tried if row.values.get("ms")), key=lambda row: row.case["N"])
             if fits:
                 label, lengths = f"{name}, {_PASS[which]}", [row.case["N"] for row in fits]
-                memory.append(Line(label, lengths, [row.values["peak_bytes"] / 2**30 for row in fits]))
-                speed.append(Line(label, lengths, [row.values["tokens_per_s"] / 1e6 for row in fits]))
+                memory.append(Line(label, lengths, [row.values["bytes_per_token"] for row in fits]))
+                speed.append(Line(label, lengths, [row.values["tokens_per_s"] for row in fits]))
         if not memory:
             return []
         return [
-            Plot(name="memory", title="Peak memory of one call to the longest that fits", x_label="tokens", y_label="GiB", lines=memory, log_x=True, log_y=True),
-            Plot(name="throughput", title="Throughput to the longest that fits", x_label="tokens", y_label="million tokens/s", lines=speed, log_x=True, log_y=True),
+            Plot(name="memory", title="Peak memory of one call, to the longest that fits", x_label="tokens", y_label="bytes per token",
+                 lines=memory, log_x=True),
+            Plot(name="throughput", title="Throughput, to the longest that fits", x_label="tokens", y_label="tokens per second",
+                 lines=speed, log_x=True, log_y=True),
         ]  # fmt: skip
 
 
