@@ -188,3 +188,8 @@ def test_magneto_gain_reaches_the_weights() -> None:
     assert block.attention.q_proj.weight.std().item() == pytest.approx(xavier, rel=0.05)
     assert block.attention.v_proj.weight.std().item() == pytest.approx(xavier * gain, rel=0.05)
     assert block.ffn.up.weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 512)) * gain, rel=0.05)
+
+
+def test_targets_may_be_as_narrow_as_tokens() -> None:
+    lm, tokens = model(), torch.randint(50, (2, 30))
+    assert torch.equal(lm(tokens.int(), targets=tokens.int()), lm(tokens, targets=tokens))

@@ -146,7 +146,9 @@ class Chunk(Use):
         if tables is not None:
             q, k = rotate(q, tables[0]), rotate(k, tables[1])
         held = self._held(layer, k, v)
-        out: torch.Tensor = attention(q, *held, is_causal=True, query_offset=self.start - self.origin)
+        # a ring's layer of one process: a model that others share is refused
+        attend = getattr(attention, "alone", attention)
+        out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.start - self.origin)
         cached = self.cache.cached(layer, self.requests)
         for first, last in self._kept(cached):
             new = slice(first - self.start, last - self.start)
