@@ -145,6 +145,9 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"dilation_rates": (1, 25)}, "dilation_rates"),
+        ({"positions": "none", "rotary_base": 500.0}, "rotary_base is 500.0 and positions is 'none'"),
+        ({"positions": "none", "xpos_scale_base": 50.0}, "xpos_scale_base is 50.0 and positions is 'none'"),
+        ({"xpos_scale_base": 50.0}, "positions is 'rotary', which has none; leave it out, or use positions='xpos'"),
     ):
         with pytest.raises(ValueError, match=text):
             LongNetConfig(**{**values, **changes})
