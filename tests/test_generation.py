@@ -322,3 +322,14 @@ def test_a_step_is_captured_anew_where_another_pass_has_made_larger_tables(monke
         found = step(token)[0] if at % 64 else lm(token, cache=cache)[0, 0]
         torch.testing.assert_close(found, full[0, at], atol=1e-5, rtol=0)
     assert len(captured) > 1
+
+
+@pytest.mark.parametrize(("name", "before"), [("window", 13), ("global", 5 + 13), ("longnet", 16), ("llama", 160)])
+def test_a_chunk_takes_along_no_more_keys_than_its_rows_can_read(name: str, before: int) -> None:
+    lm = model(name).requires_grad_(False)
+    tokens, lengths = torch.randint(50, (1, 176)), []
+    lm.decoder.blocks[0].attention.attention.register_forward_pre_hook(lambda _, args: lengths.append(args[1].shape[1]))
+    found = prefill(lm, tokens, KVCache(lm.config, 1, 200), chunk=16)
+    # of LongNet's branches, segments of 24 begin at 144
+    assert lengths[0] == 16 and lengths[-1] == before + 16
+    torch.testing.assert_close(found, lm(tokens)[:, -1], atol=1e-5, rtol=0)

@@ -76,6 +76,7 @@ class RowKeys(ABC):
         span: rows read none but the last ``span`` positions up to their own; ``max_length`` where that is all that can be said.
         num_needed: ``needed`` names no more positions than this, the row's own included.
         fixed: the first positions, which rows read wherever they are.
+        closes_up: rows read the same where the stretches of ``needed`` lie side by side, and their own positions behind them.
         generation: of the tables that ``runs`` reads; they are other tensors in the next one, so that a graph captured before has to go.
     """
 
@@ -85,6 +86,7 @@ class RowKeys(ABC):
 
     fixed: int = 0
     generation: int = 0
+    closes_up: bool = False
 
     @property
     def num_needed(self) -> int:
@@ -152,9 +154,13 @@ class DilatedKeys(RowKeys):
 class WindowKeys(RowKeys):
     """The row's own key and the ``left`` before it, in one run; all keys before it with ``left`` None: dense attention.
 
+    A window moves with its row, and the first positions are first wherever it is.
+
     Args:
         first_keys: so many first positions besides (global tokens), a run of their own.
     """
+
+    closes_up = True
 
     def __init__(self, left: int | None, max_length: int, device: torch.device, *, first_keys: int = 0) -> None:
         super().__init__(max_length, device)
@@ -184,10 +190,6 @@ class WindowKeys(RowKeys):
         if low <= self.first_keys:
             return ((0, position),)
         return ((0, self.first_keys), (low, position)) if self.first_keys else ((low, position),)
-
-    def align(self, position: int) -> int:
-        # a window moves with its row, but the first positions stay where they are
-        return 0 if self.first_keys else position
 
 
 class BlockKeys(RowKeys):
