@@ -11,7 +11,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed import cost
 from dilated_attention.distributed.group import members_named
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.need import Need, Setting, Terms, held_bytes, shapes_text
+from dilated_attention.engine.need import Need, Setting, Terms, held_bytes, of_training, shapes_text
 from dilated_attention.engine.needs import pattern_among, results, setting_of
 from dilated_attention.engine.room import size_text
 from dilated_attention.pattern import DilatedPattern
@@ -46,7 +46,7 @@ def ring_need(arguments: Mapping[str, Any]) -> Need:
 
     return Need(
         op="ring_attention" if is_dense else "ring_dilated_attention",
-        is_backward="dout" in x,
+        **of_training(x),
         device=q.device,
         shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}, layout={x['layout']!r}, exchange={x['exchange']!r}",
         held=held_bytes(x, q.device),
@@ -64,7 +64,7 @@ def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
     members = members_named(x["group_name"])
     return Need(
         op="ring_block_sparse_attention",
-        is_backward="dout" in x,
+        **of_training(x),
         device=q.device,
         shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}",
         held=held_bytes(x, q.device),

@@ -14,7 +14,7 @@ from dilated_attention.backends.base import ALL_FLOATS, accumulation_dtype
 from dilated_attention.engine import decode as torch_decode
 from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import Runs
-from dilated_attention.engine.need import Need, Setting, Terms, dtype_text, held_bytes
+from dilated_attention.engine.need import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes
 from dilated_attention.engine.watched import watched
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -93,7 +93,7 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
 
 
-def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
+def request_of(q: torch.Tensor | TensorFacts, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
     return Request(
         hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
     )
@@ -102,21 +102,21 @@ def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = N
 def _need(arguments: Mapping[str, Any]) -> Need:
     """The decoder in plain torch makes copies of the keys and values that each row reads, in the accumulation dtype; kernels make none."""
     q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
-    (B, H, D), K = q.shape, cached.k.shape[2]
+    (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
     request = request_of(q, K)
-    chosen = explain(request, runs.dense is not None, arguments.get("backend", "auto")).chosen
+    chosen = explain(request, is_dense, arguments.get("backend", "auto")).chosen
     keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
 
     def terms(setting: Setting) -> Terms:
         e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
-        rows = setting.batch * (K if runs.num_groups == 1 else runs.num_groups) * setting.length
+        rows = setting.batch * (K if G == 1 else G) * setting.length
         # the values are looked up while the copy of the keys is there
         copies = rows * D * (2 * a + (e if e != a else 0))
         # int64 each: the positions, and where they lie
         return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
 
     def kernels(_: int) -> Iterator[str]:
-        if not why_not("triton", request, dense=runs.dense is not None):
+        if not why_not("triton", request, dense=is_dense):
             yield 'backend="triton" in place of "torch": reads the keys where they lie'
 
     cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys a row"

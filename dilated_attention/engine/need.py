@@ -44,6 +44,8 @@ class Need:
         setting: as it is.
         terms: (what, bytes) at the highest point of the call, both passes looked at if there are two, at a setting; None where nothing is known.
         least: ``terms`` are results and copies that are made in any case, while kernels may take more.
+        needs_grad: a backward is to come, or this is it.
+        lse_gradient: of a backward, that a gradient of lse came in.
         can_shorten: whether fewer positions, or another dtype, are a way out.
         ways: more ways to need less than smaller settings have: functions of the bytes that are there for the call, each giving sentences.
     """
@@ -56,34 +58,70 @@ class Need:
     setting: Setting
     terms: Callable[[Setting], Terms] | None = None
     least: bool = False
+    needs_grad: bool = False
+    lse_gradient: bool = False
     can_shorten: bool = True
     ways: tuple[Callable[[int], Iterable[str]], ...] = ()
 
     @property
+    def pass_name(self) -> str:
+        return "backward" if self.is_backward else "forward"
+
+    @property
     def name(self) -> str:
-        return f"the {'backward' if self.is_backward else 'forward'} of {self.op}"
+        return f"the {self.pass_name} of {self.op}"
 
     def bytes_at(self, setting: Setting) -> int:
         assert self.terms is not None
         return sum(size for _, size in self.terms(setting))
 
 
-def tensors_of(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor without its memory. ``held``: bytes that it holds, which are fewer than it shows where it is expanded."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    held: int
+
+
+def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An op's arguments with their tensors' facts in place of the tensors, so that what is kept of a call holds no memory."""
+
+    def facts(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+            return TensorFacts(tuple(x.shape), x.dtype, x.device, held)
+        return [facts(one) for one in x] if isinstance(x, (list, tuple)) else x
+
+    return {name: facts(x) for name, x in arguments.items()}
+
+
+def tensors_of(arguments: Mapping[str, Any]) -> dict[str, TensorFacts]:
     """The tensors among an op's arguments, by name."""
-    return {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    return {name: x for name, x in arguments.items() if isinstance(x, TensorFacts)}
 
 
 def held_bytes(arguments: Mapping[str, Any], device: torch.device) -> int:
-    """Of the tensors that were handed in; an expanded one holds less than it shows."""
-    tensors = [x for x in tensors_of(arguments).values() if x.device == device]
-    return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+    return sum(x.held for x in tensors_of(arguments).values() if x.device == device)
 
 
 def shapes_text(arguments: Mapping[str, Any], names: tuple[str, ...] = ("q", "k", "v")) -> str:
     """ "q (1, 8, 2, 4), k (1, 8, 2, 4), v (1, 8, 2, 4) in float32" """
     found = {name: x for name, x in tensors_of(arguments).items() if name in names}
     first = next(iter(found.values()))
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in found.items()) + f" in {dtype_text(first.dtype)}"
+    return ", ".join(f"{name} {x.shape}" for name, x in found.items()) + f" in {dtype_text(first.dtype)}"
+
+
+def of_training(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """``is_backward``, ``needs_grad`` and ``lse_gradient`` of an attention's op."""
+    is_backward = "dout" in arguments
+    return {
+        "is_backward": is_backward,
+        "needs_grad": is_backward or bool(arguments["needs_grad"]),
+        "lse_gradient": arguments.get("dlse") is not None,
+    }
 
 
 def dtype_text(dtype: torch.dtype) -> str:

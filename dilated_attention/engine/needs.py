@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.need import Need, Setting, Terms, held_bytes, shapes_text
+from dilated_attention.engine.need import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes, of_training, shapes_text
 from dilated_attention.engine.prepare import pattern_of
 from dilated_attention.engine.schedule import FUSED_DEVICES, kept_budget
 from dilated_attention.pattern import DilatedPattern
@@ -64,7 +62,7 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
 
     return Need(
         op="attention" if is_dense else "dilated_attention",
-        is_backward="dout" in x,
+        **of_training(x),
         device=q.device,
         shapes=_shapes(x, pattern, is_dense),
         held=held_bytes(x, q.device),
@@ -75,7 +73,7 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
     )
 
 
-def kept_bytes(pattern: DilatedPattern, setting: Setting, q: torch.Tensor, k: torch.Tensor) -> int:
+def kept_bytes(pattern: DilatedPattern, setting: Setting, q: TensorFacts, k: TensorFacts) -> int:
     """What a forward with detached mixing keeps for its backward on a GPU, as ``prepare.kept_elements`` decides it."""
     if q.device.type not in FUSED_DEVICES or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
         return 0
@@ -103,7 +101,7 @@ def blocks_need(arguments: Mapping[str, Any]) -> Need:
 
     return Need(
         op="block_sparse_dilated_attention" if both else "block_sparse_attention",
-        is_backward="dout" in x,
+        **of_training(x),
         device=q.device,
         shapes=f"{shapes_text(x)}, pattern {_shortened(x['spec'])}",
         held=held_bytes(x, q.device),
@@ -134,8 +132,8 @@ def rows_need(op: str) -> Callable[[Mapping[str, Any]], Need]:
         x = arguments
         first = x["x"] if x.get("x") is not None else x["y"]
         rows = math.prod(first.shape[:-1])
-        weights = [tuple(w.shape) for w in x.get("weights", ())]
-        shapes = f"x {tuple(first.shape)} in {str(first.dtype).removeprefix('torch.')}" + (f", weights {weights}" if weights else "")
+        weights = [w.shape for w in x.get("weights", ())]
+        shapes = f"x {first.shape} in {dtype_text(first.dtype)}" + (f", weights {weights}" if weights else "")
         return Need(
             op=op,
             is_backward="dys" in x,
@@ -148,7 +146,7 @@ def rows_need(op: str) -> Callable[[Mapping[str, Any]], Need]:
     return need
 
 
-def results(setting: Setting, q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> Terms:
+def results(setting: Setting, q: TensorFacts, k: TensorFacts, needs_grad: bool) -> Terms:
     """Inputs and results alone, in training those of the backward: what any kernel needs."""
     Q, K = _elements(setting, q, k)
     e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
@@ -158,7 +156,7 @@ def results(setting: Setting, q: torch.Tensor, k: torch.Tensor, needs_grad: bool
     return (("q, k, v", (Q + 2 * K) * e), ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * e))
 
 
-def _elements(setting: Setting, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+def _elements(setting: Setting, q: TensorFacts, k: TensorFacts) -> tuple[int, int]:
     """Of q, and of k: queries stay as long in comparison to keys as they are."""
     rows = setting.length * q.shape[1] // max(1, k.shape[1])
     return setting.batch * rows * math.prod(q.shape[2:]), setting.batch * setting.length * math.prod(k.shape[2:])

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dilated_attention.engine.need import Need
+from dilated_attention.engine.need import Need, without_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,14 +26,14 @@ def watched(need_of: NeedOf) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of an op's implementation. Where memory runs out inside, the error's text is put into words (``shortage.py``).
 
     Args:
-        need_of: what a call needs, of its arguments by name. Asked only when memory has run out, or by a profile.
+        need_of: what a call needs, of its arguments by name, tensors as ``TensorFacts``. Asked only when memory has run out, or by a profile.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
         def need(*args: Any, **kwargs: Any) -> Need:
-            return need_of(signature.bind(*args, **kwargs).arguments)
+            return need_of(without_memory(signature.bind(*args, **kwargs).arguments))
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
