@@ -90,10 +90,9 @@ def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Settin
         rows = sum(min(H // Hk, r) * -(-(min(w, n * size) - n) // r) for w, r in pattern.branches if w > n)
         share = e if q.device.type == "cuda" else accumulation_dtype(setting.dtype).itemsize
         return 2 * setting.batch * Hk * D * rows * (e + (share if needs_grad else 0))
-    shape = (setting.batch, n, *q.shape[2:]), (setting.batch, n, *k.shape[2:])
-    views = (torch.empty(each, dtype=setting.dtype, device="meta") for each in shape)
+    rows_q, rows_k = (torch.empty((setting.batch, n, *x.shape[2:]), dtype=setting.dtype, device="meta") for x in (q, k))
     question = cost.question_of(
-        *views, pattern, size=size, layout=x.get("layout", "zigzag"), seq_len=n * size, is_causal=x["is_causal"],
+        rows_q, rows_k, pattern, size=size, layout=x.get("layout", "zigzag"), seq_len=n * size, is_causal=x["is_causal"],
         has_window=bool(x["window"]), needs_grad=needs_grad,
     )  # fmt: skip
     offers = cost.offers(question)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -114,8 +114,15 @@ def shapes_text(arguments: Mapping[str, Any], names: tuple[str, ...] = ("q", "k"
     return ", ".join(f"{name} {x.shape}" for name, x in found.items()) + f" in {dtype_text(first.dtype)}"
 
 
-def of_training(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """``is_backward``, ``needs_grad`` and ``lse_gradient`` of an attention's op."""
+class Training(TypedDict):
+    """What of a ``Need`` is about gradients."""
+
+    is_backward: bool
+    needs_grad: bool
+    lse_gradient: bool
+
+
+def of_training(arguments: Mapping[str, Any]) -> Training:
     is_backward = "dout" in arguments
     return {
         "is_backward": is_backward,
