@@ -193,7 +193,7 @@ def test_commands_of_the_package_parse(page: Path, capsys: pytest.CaptureFixture
         if not words:
             continue
         try:
-            cli.parser().parse_args(words)
+            cli._parser().parse_args(words)
         except SystemExit as ended:
             assert ended.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
 
