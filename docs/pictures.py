@@ -156,7 +156,7 @@ def layouts() -> Figure:
     kinds = ("contiguous", "zigzag", "striped")
     for row, kind in enumerate(kinds):
         for rank, colour in enumerate(colours):
-            held = [int(n) for n in positions_of(32, rank, 4, kind)]
+            held = [int(n) for n in positions_of(32, rank, 4, kind, None)]
             left.broken_barh([(n, 1) for n in held], (row + 0.1, 0.8), color=colour, edgecolor="white", lw=0.4)
             right.bar(row + (rank - 1.5) * 0.2, sum(n + 1 for n in held), width=0.18, color=colour)
     left.set(xlim=(0, 32), ylim=(3, 0), xlabel="position", yticks=[0.5, 1.5, 2.5], yticklabels=kinds)
@@ -195,7 +195,7 @@ def keys() -> Figure:
 
 def reach() -> Figure:
     """After how many layers a position can depend on how many others: 1,024 positions, all heads together."""
-    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
     panel = figure.subplots()
     length, heads, layers = 1024, 8, 12
     patterns: dict[str, Pattern] = {
@@ -216,7 +216,7 @@ def reach() -> Figure:
         panel.plot(range(layers + 1), [100 * share for share in shares], style, marker="o", ms=3, label=f"{name}: {_share(pattern, length, heads):.0%} of the pairs")
     panel.set(xlabel="layers", ylabel="% of positions that a position can see, mean", xticks=range(layers + 1))
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=9, loc="lower right")
+    figure.legend(fontsize=9, loc="outside lower center", ncols=2, frameon=False)
     panel.set_title(f"{length:,} positions, {heads} heads, not causal", fontsize=10)
     return figure
 
