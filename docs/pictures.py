@@ -106,7 +106,11 @@ def tail() -> Figure:
         panel.set_xlim(-0.5, length + width + 0.5)
         panel.axvline(length - 0.5, color="#444444", lw=1)
         panel.set_title(f'tail="{kind}"', fontsize=10)
-    figure.legend(handles=[Patch(color=ORANGE, label="zero keys, score 0 and value 0, beside the real ones")], loc="outside lower center", frameon=False)
+    figure.legend(
+        handles=[Patch(color=ORANGE, label="zero keys, score 0 and value 0, beside the real ones")],
+        loc="outside lower center",
+        frameon=False,
+    )
     figure.suptitle("20 positions, head 0, branches (8, 1) and (16, 4): segments 8, 8, 4 and 16, 4", fontsize=11)
     return figure
 
@@ -163,7 +167,9 @@ def layouts() -> Figure:
     left.set_title("Who holds which position", fontsize=10)
     right.set(xticks=range(3), xticklabels=kinds, ylabel="(query, key) pairs")
     right.set_title("Pairs of each process, dense causal attention", fontsize=10)
-    figure.legend(handles=[Patch(color=c, label=f"process {r}") for r, c in enumerate(colours)], loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        handles=[Patch(color=c, label=f"process {r}") for r, c in enumerate(colours)], loc="outside lower center", ncols=4, frameon=False
+    )
     return figure
 
 
@@ -213,7 +219,14 @@ def reach() -> Figure:
         for _ in range(layers):
             seen = ((step @ seen) > 0).float()
             shares.append(float(seen.mean()))
-        panel.plot(range(layers + 1), [100 * share for share in shares], style, marker="o", ms=3, label=f"{name}: {_share(pattern, length, heads):.0%} of the pairs")
+        panel.plot(
+            range(layers + 1),
+            [100 * share for share in shares],
+            style,
+            marker="o",
+            ms=3,
+            label=f"{name}: {_share(pattern, length, heads):.0%} of the pairs",
+        )
     panel.set(xlabel="layers", ylabel="% of positions that a position can see, mean", xticks=range(layers + 1))
     panel.grid(alpha=0.3)
     figure.legend(fontsize=9, loc="outside lower center", ncols=2, frameon=False)
@@ -223,7 +236,11 @@ def reach() -> Figure:
 
 def _share(pattern: Pattern, length: int, heads: int) -> float:
     """Kept (query, key) pairs of a head; a pair that several branches name once."""
-    return pattern.density(length, heads) if isinstance(pattern, BlockPattern) else float(pattern.dense_mask(length, length, heads).bool().float().mean())
+    return (
+        pattern.density(length, heads)
+        if isinstance(pattern, BlockPattern)
+        else float(pattern.dense_mask(length, length, heads).bool().float().mean())
+    )
 
 
 def _counts(panel: Any, counts: torch.Tensor) -> Any:

@@ -11,7 +11,10 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 
 def capabilities() -> str:
     """One row a backend, in the order of registration."""
-    rows = ["| backend | device | dtypes | head dim | padding | window | dropout | backward | repeats | blocks |", "|---|---|---|---|---|---|---|---|---|---|"]
+    rows = [
+        "| backend | device | dtypes | head dim | padding | window | dropout | backward | repeats | blocks |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for name, facts in [*((name, registry.get(name).facts) for name in registry.names()), (NESTED, NESTED_FACTS)]:
         rows.append(f"| `{name}` | {' | '.join(_row(facts))} |")
     return "\n".join(rows)
@@ -20,7 +23,8 @@ def capabilities() -> str:
 def _row(facts: Facts) -> list[str]:
     return [
         _devices(facts),
-        ", ".join(short for dtype, short in SHORT.items() if dtype in facts.dtypes) + (", computes fp8" if "native" not in facts.precisions else ""),
+        ", ".join(short for dtype, short in SHORT.items() if dtype in facts.dtypes)
+        + (", computes fp8" if "native" not in facts.precisions else ""),
         _head_dims(facts),
         *(_yes(able) for able in (facts.key_mask, facts.window, facts.dropout, facts.backward, facts.backward and facts.deterministic)),
         "only" if facts.blocks_only else _yes(bool(facts.block_sizes)),
@@ -51,4 +55,4 @@ def _yes(able: bool) -> str:
 
 
 if __name__ == "__main__":
-    print(capabilities())  # noqa: T201
+    print(capabilities())

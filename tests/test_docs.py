@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import matplotlib.image as plt_image
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<reason>(?:(?!-->).)*) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
+needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install "dilated-attention[docs]"')
 # what a page's code has to print; the rest of the pages assert what they claim, or only run
 PRINTED = {"README.md": ["forward: ", "% of all pairs", "2010 tokens, slides (2, 768)"], "docs/block_sparse.md": ["of the pairs"]}
 
@@ -148,7 +150,9 @@ def tracked() -> frozenset[str]:
     return frozenset(found)
 
 
-OURS = re.compile(r"^(?:[\w.-]+/)*[\w.*<>-]+\.(?:py|md|sh|jsonl|toml|yml|txt|png)$|^(?:dilated_attention|benchmarks|examples|tests|docs)/[\w/.*-]*$")
+OURS = re.compile(
+    r"^(?:[\w.-]+/)*[\w.*<>-]+\.(?:py|md|sh|jsonl|toml|yml|txt|png)$|^(?:dilated_attention|benchmarks|examples|tests|docs)/[\w/.*-]*$"
+)
 
 
 def test_named_files_exist(page: Path) -> None:
@@ -166,14 +170,14 @@ def command_lines(page: Path) -> Iterator[str]:
     for block in blocks(page):
         if block.language != "python":
             yield from block.code.splitlines()
-    yield from (line.strip() for line in re.findall(r"^    (\S.*)$", prose(page), re.M))
-    yield from re.findall(r"torchrun: (.*)$|^# (torchrun .*)$", page.read_text(encoding="utf-8"), re.M)[0:0]
+    # blocks by indentation
+    yield from re.findall(r"^    (\S.*)$", prose(page), re.M)
 
 
 def arguments(line: str) -> list[str]:
-    """The words of a command line without its comment and environment, empty if it is none."""
+    """The words of a command line without its comment and environment; empty if the quotes of a line show that it is none."""
     try:
-        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        words = shlex.split(line, comments=True)
     except ValueError:
         return []
     while words and re.match(r"^[A-Z_][A-Z_0-9]*=", words[0]):
@@ -211,7 +215,9 @@ def test_scripts_have_the_options_named(page: Path) -> None:
             continue
         script = ROOT / scripts[0]
         assert script.is_file(), f"{page.name}: {line}"
-        text = "\n".join(file.read_text(encoding="utf-8") for file in [script, *script.parent.glob("_*.py"), *(ROOT / "examples").glob("train_genome.py")])
+        # genome_h200.sh hands its options on
+        beside = [script, *script.parent.glob("_*.py"), ROOT / "examples" / "train_genome.py"]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in beside)
         for option in (word for word in words[words.index(scripts[0]) + 1 :] if word.startswith("--")):
             assert f'"{option.partition("=")[0]}"' in text, f"{page.name}: {line}: {option}"
 
@@ -255,7 +261,60 @@ def test_reference_has_every_public_name() -> None:
     assert {f"dilated_attention.{name}" for name in dilated_attention.__all__} <= documented()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install "dilated-attention[docs]"')
+def test_table_of_backends_is_what_they_declare() -> None:
+    assert loaded("tables").capabilities() in (ROOT / "docs" / "backends.md").read_text(encoding="utf-8"), "python docs/tables.py prints it"
+
+
+def test_pictures_are_small_drawn_by_the_script_and_shown() -> None:
+    drawn = {picture.__name__ for picture in loaded("pictures").PICTURES}
+    files = {file.stem: file for file in (ROOT / "docs" / "pictures").iterdir()}
+    shown = set(re.findall(r"!\[[^\]]+\]\((?:\.\./)?pictures/(\w+)\.png\)", "".join(prose(page) for page in PAGES)))
+    assert drawn == set(files) == shown
+    for file in files.values():
+        assert file.stat().st_size < 150_000, file.name
+
+
+def test_cheap_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are in the repository, to a few pixels of an edge: matplotlib's fonts differ between versions, the patterns do not."""
+    pictures = loaded("pictures")
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main(["branches", "offsets", "tail"])
+    for file in tmp_path.iterdir():
+        mine, theirs = (plt_image.imread(path)[..., :3] for path in (file, ROOT / "docs" / "pictures" / file.name))
+        assert mine.shape == theirs.shape and abs(mine - theirs).mean() < 0.02, file.name
+    with pytest.raises(SystemExit, match="no picture cat"):
+        pictures.main(["cat"])
+
+
+@needs_mkdocs
+def test_runs_of_the_suites_become_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = loaded("hooks")
+    assert hooks.listed(tmp_path) == "There is none yet."
+    for name in ("2026-01-02-cpu", "2026-01-03-h200", "of-raw-lines-only"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed.jsonl").write_text("{}")
+    (tmp_path / "2026-01-02-cpu" / "speed.md").write_text("# Speed of things\n\n![time](speed.png)\n")
+    (tmp_path / "2026-01-02-cpu" / "speed.png").write_bytes(b"")
+    (tmp_path / "2026-01-03-h200" / "memory.md").write_text("no heading")
+    assert hooks.listed(tmp_path).splitlines() == [
+        "* **2026-01-03-h200**: [memory](results/2026-01-03-h200/memory.md)",
+        "* **2026-01-02-cpu**: [Speed of things](results/2026-01-02-cpu/speed.md)",
+    ]
+    monkeypatch.setattr(hooks, "RESULTS", tmp_path)
+    config = SimpleNamespace(nav=[{"Start": "index.md"}, {"Performance": ["performance.md"]}])
+    assert hooks.on_config(config).nav[1]["Performance"][1] == {"2026-01-03-h200": [{"memory": "results/2026-01-03-h200/memory.md"}]}
+
+
+def loaded(name: str) -> ModuleType:
+    """A script of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_mkdocs
 def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     # not --quiet: mkdocs then drops the warnings that --strict counts
