@@ -197,7 +197,7 @@ def test_commands_of_the_package_parse(page: Path, capsys: pytest.CaptureFixture
         if not words:
             continue
         try:
-            cli._parser().parse_args(words)
+            cli._parser().parse_args(cli._spelled(words))
         except SystemExit as ended:
             assert ended.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
 
