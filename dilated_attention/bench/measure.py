@@ -121,7 +121,7 @@ def _timed(
     for name, (contender, attend, _) in able.items():
         if which != "forward" and not contender.trains:
             continue
-        prepared = attempt(functools.partial(_call, contender, attend, problem, which, shared))
+        prepared = attempt(functools.partial(call_of, contender, attend, problem, which, shared))
         note = prepared.note
         if prepared.value is not None:
             # a first call by itself: what does not fit is left out before the turns begin
@@ -153,8 +153,11 @@ def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[s
     return {} if pairs is None else {"tflops": FLOPS[which] * pairs * head_dim / timing.ms / 1e9}
 
 
-def _call(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
-    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand."""
+def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
+    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand.
+
+    ``shared``: sets of inputs, which calls of one problem have in common; {} at first.
+    """
     if contender.inputs not in shared:
         shared[contender.inputs] = [inputs_of(contender, problem, i) for i in range(sets_of(problem))]
         shared["dout"] = shared.get("dout") or [problem.draw(problem.num_heads, 1000)]

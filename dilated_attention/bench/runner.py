@@ -51,7 +51,7 @@ def run(
     here = machine(session.device, session.world_size)
     writes = session.rank == 0
     path = output / f"{suite.name}.json" if output is not None else None
-    results = Results.open(path, suite.name, here, suite.settings(session), fresh=fresh)
+    results = Results.open(path, suite.name, here, suite.settings(session), fresh=fresh or not suite.resumes)
     if not writes:
         results.path = None
     groups = suite.groups(session)
@@ -71,6 +71,8 @@ def run(
     started(len(groups), len(groups), "")
     if output is not None and writes:
         outcome.written = write(suite, results, output, plots=plots)
+    if writes and not outcome.left_out:
+        outcome.written += suite.finish(results, session)
     return outcome
 
 

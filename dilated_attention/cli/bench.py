@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     tuning.set_defaults(run=tune.run)
     for name, suite in SUITES.items():
         _add_suite(suites.add_parser(name, help=suite.about, description=f"{suite.about}."), suite())
-    everything = suites.add_parser("all", help="every suite above but tune, one after another, each with its defaults")
+    everything = suites.add_parser("all", help="every suite above but tune and regression, one after another, each with its defaults")
     _add_common(everything)
     everything.set_defaults(run=_run_all, parser=everything)
 
@@ -55,7 +55,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _run_all(args: argparse.Namespace) -> int:
     codes = []
-    for suite in (suite() for suite in SUITES.values()):
+    for suite in (suite() for suite in SUITES.values() if suite.in_all):
         own = argparse.ArgumentParser(add_help=False)
         suite.add_arguments(own)
         codes.append(_run_one(suite, argparse.Namespace(**vars(own.parse_args([])) | vars(args))))

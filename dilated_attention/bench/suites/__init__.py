@@ -3,8 +3,9 @@
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.bandwidth import Bandwidth
 from dilated_attention.bench.suites.extreme import Extreme
+from dilated_attention.bench.suites.regression import Regression
 from dilated_attention.bench.suites.speed import Speed
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Bandwidth, Extreme)}
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Bandwidth, Extreme, Regression)}
 
 __all__ = ["SUITES"]
