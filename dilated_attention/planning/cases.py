@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dilated_attention.engine.memory import attention_memory
+import torch
+
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
-from dilated_attention.models.summary import cache_rows, footprint
+from dilated_attention.models.summary import USABLE, cache_rows, footprint
 from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning import reasons, rules, running
 from dilated_attention.planning.code import call_text, imports, mesh_options, processes, shown
+from dilated_attention.planning.plan import AttentionPlan, plan_attention
 from dilated_attention.planning.recommendation import Recommendation, Setting
 
 KINDS = ("dense", "dilated", "block_sparse")
@@ -53,15 +55,10 @@ class Case:
         if heads is None:
             heads = rules.language_model(self.parameters, None, self.head_dim, self.causal, {"attention": "dense"}).config.num_heads
         pattern = self.pattern(base, heads, longest)
-        fields: dict[str, Any] = {"attention": base} if base != "dilated" else _listed(pattern)
+        changes: dict[str, Any] = {"attention": base} if base != "dilated" else _listed(pattern)
         if base == "block_sparse":
-            fields["block_pattern"] = pattern
-        return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, fields)
-
-    @property
-    def most_context(self) -> int:
-        """Processes that one sequence can be shared among and leave each enough to do."""
-        return next(c for c in range(self.gpus, 0, -1) if self.gpus % c == 0 and (c == 1 or self.length / c >= rules.TOKENS_PER_GPU))
+            changes["block_pattern"] = pattern
+        return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,56 +82,35 @@ def training(case: Case) -> Recommendation:
     """A model's training."""
     base, model = case.base, case.model(case.base)
     laid = rules.spread(model, case.length, case.batch, case.gpus, case.machine.memory)
-    config = model.config
+    config, context = model.config, laid.mesh.context
     what = f"{_billions(model.num_parameters)} parameters with AdamW, {_count(laid.sequences, 'sequence')} at a time"
     if not laid.fits:
         what += f"; a sequence of {laid.longest:,} positions would fit" if laid.longest else "; not even the weights do"
     chosen = _Chosen(
-        kind=_RING[base] if laid.context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // laid.context), memory=laid.memory, fits=laid.fits,
+        kind=_RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory, fits=laid.fits,
     )  # fmt: skip
+    plan = _planned(case, chosen, laid.sequences, context, find_longest=False)
     settings = [
         running.memory(laid.memory, case.machine, laid.fits, what, f"{reasons.MODELS}, Memory"),
+        *running.time(plan, config.num_layers),
         running.checkpointing(laid.checkpointed, laid.fits),
-        *_shared(case, base, laid, model.num_parameters > rules.SHARDED),
+        *_shared(case, base, laid.mesh, model.num_parameters > rules.SHARDED),
         running.batch(case.length, laid.sequences),
         *([reasons.known_encoders()] if case.name == "encoder" else []),
     ]
     options = {"checkpoint_activations": True} if laid.checkpointed else {}
-    arguments = model.overrides | options | (mesh_options(base, case.causal) if laid.context > 1 else {})
-    return _told(
-        case,
-        chosen,
-        settings,
-        [*imports("create_model", base), *processes(case.gpus, laid, case.machine.is_cuda)],
-        call_text("create_model", model.preset, arguments),
-    )
+    arguments = model.overrides | options | (mesh_options(base, case.causal) if context > 1 else {})
+    setup = [*imports("create_model", base), *processes(laid.mesh, case.machine.is_cuda)]
+    return _told(case, chosen, settings, setup, call_text("create_model", model.preset, arguments))
 
 
 def layer(case: Case) -> Recommendation:
     """One attention layer, of a model that the caller has."""
-    base, heads, head_dim, context = case.base, case.heads or 16, case.head_dim or 64, case.most_context
-    pattern = case.pattern(base, heads)
-    sequences = max(1, case.batch * context // case.gpus)
-    needed = None
-    settings: list[Setting] = []
-    if isinstance(pattern, DilatedPattern):
-        needed = attention_memory(
-            pattern, -(-case.length // context), heads, head_dim, batch_size=sequences, dtype=case.machine.dtype,
-            device_type=case.machine.hardware.device_type, is_causal=case.causal,
-        ).peak  # fmt: skip
-        what = "of one layer's attention: q, k, v, result, gradients and what its calls need beside them, without keys of other processes"
-        settings.append(running.memory(needed, case.machine, needed <= rules.USABLE * case.machine.memory, what, reasons.COMPUTED))
-    fits = None if needed is None else needed <= rules.USABLE * case.machine.memory
-    laid = rules.Spread(
-        data=case.gpus // context,
-        context=context,
-        sequences=sequences,
-        checkpointed=False,
-        memory=needed or 0,
-        fits=fits is True,
-        longest=0,
-    )
+    base, heads, head_dim = case.base, case.heads or 16, case.head_dim or 64
+    context = rules.most_context(case.length, case.gpus)
+    mesh = rules.Mesh(case.gpus // context, context)
+    pattern, sequences = case.pattern(base, heads), max(1, case.batch // mesh.data)
     kind, constructor = (_RING[base] if context > 1 else base), "multihead_block_sparse" if base == "block_sparse" else "multihead_dilated"
     arguments: dict[str, Any] = {"embed_dim": heads * head_dim, "num_heads": heads}
     if kind == "ring":
@@ -149,21 +125,29 @@ def layer(case: Case) -> Recommendation:
         arguments |= mesh_options(base, case.causal)
     chosen = _Chosen(
         kind=kind, base=base, pattern=pattern, heads=heads, kv_heads=None, head_dim=head_dim, needs_grad=True,
-        positions=-(-sequences * case.length // context), memory=needed, fits=fits,
+        positions=-(-sequences * case.length // context),
     )  # fmt: skip
+    settings: list[Setting] = []
+    plan = _planned(case, chosen, sequences, context, find_longest=base != "block_sparse")
+    if plan is not None:
+        chosen = replace(chosen, memory=plan.peak, fits=plan.fits)
+        what = "of one layer's attention: q, k, v, result, gradients and what its calls need beside them"
+        if plan.longest > case.length or not plan.fits:
+            what += f"; at most {plan.longest:,} positions would fit"
+        settings = [running.memory(plan.peak, case.machine, plan.fits, what, reasons.COMPUTED), *running.time(plan, 1)]
     settings += [
-        *_shared(case, base, laid, False),
+        *_shared(case, base, mesh, False),
         running.batch(case.length, sequences),
         *([reasons.known_encoders()] if case.name == "encoder" else []),
     ]
-    setup = [*imports("create_attention", base), *processes(case.gpus, laid, case.machine.is_cuda)]
+    setup = [*imports("create_attention", base), *processes(mesh, case.machine.is_cuda)]
     return _told(case, chosen, settings, setup, call_text("create_attention", constructor, arguments))
 
 
 def decoding(case: Case) -> Recommendation:
     """Continuing sequences from a cache: the longest segments whose keys fit beside the weights, for all requests of a GPU."""
     requests = -(-case.users // case.gpus) if case.name == "serving" else 1
-    itemsize, usable = case.machine.dtype.itemsize, int(rules.USABLE * case.machine.memory)
+    itemsize, usable = case.machine.dtype.itemsize, int(USABLE * case.machine.memory)
     base, longest = case.base, case.length
     while True:
         model = case.model(base, longest)
@@ -229,10 +213,10 @@ def torchscale(case: Case) -> Recommendation:
 def huggingface(case: Case) -> Recommendation:
     """A transformers model, which keeps its own weights, caches and trainer."""
     base, heads, head_dim = case.base, case.heads or 32, case.head_dim or 128
-    context = case.most_context if base != "block_sparse" else 1
+    context = rules.most_context(case.length, case.gpus) if base != "block_sparse" else 1
+    mesh = rules.Mesh(case.gpus // context, context)
     pattern = case.pattern(base, heads)
     kind = _RING[base] if context > 1 else base
-    laid = rules.Spread(data=case.gpus // context, context=context, sequences=1, checkpointed=False, memory=0, fits=True, longest=0)
     chosen = _Chosen(
         kind=kind,
         base=base,
@@ -243,7 +227,7 @@ def huggingface(case: Case) -> Recommendation:
         needs_grad=True,
         positions=-(-case.length // context),
     )
-    settings = [*reasons.transformers(base), *_shared(case, base, laid, False), running.batch(case.length, 1)]
+    settings = [*reasons.transformers(base), *_shared(case, base, mesh, False), running.batch(case.length, 1)]
     if kind == "dense":
         return _told(case, chosen, settings, [], 'model.set_attn_implementation("sdpa")')
     arguments: dict[str, Any] = {"segment_lengths": (case.length,), "dilation_rates": (1,)} if base == "dense" else _listed(pattern)
@@ -255,7 +239,7 @@ def huggingface(case: Case) -> Recommendation:
     setup = [
         "from dilated_attention.integrations.huggingface import register",
         *imports("", base),
-        *processes(case.gpus, laid, case.machine.is_cuda),
+        *processes(mesh, case.machine.is_cuda),
     ]
     return _told(
         case, chosen, settings, [*setup, call_text("register", name, arguments, bound="")], f'model.set_attn_implementation("{name}")'
@@ -292,8 +276,7 @@ def _told(case: Case, chosen: _Chosen, middle: list[Setting], setup: list[str], 
         ]
     settings += [reasons.allocator(machine), reasons.head_dim(machine, chosen.head_dim, explanation) if case.name != "torchscale" else None]
     has_branches = isinstance(pattern, DilatedPattern) and chosen.base == "dilated"
-    request = asdict(case)
-    request["machine"] = machine.name
+    request = {field.name: getattr(case, field.name) for field in fields(case)} | {"machine": machine.name, "memory": machine.memory}
     return Recommendation(
         use_case=case.name,
         request=request,
@@ -323,12 +306,25 @@ def _branches(case: Case, chosen: _Chosen, keys: float, dense: float) -> Setting
     return reasons.branches(chosen.pattern, case.length, chosen.heads, case.causal)
 
 
-def _shared(case: Case, base: str, laid: rules.Spread, is_sharded: bool) -> list[Setting]:
+def _planned(case: Case, chosen: _Chosen, sequences: int, context: int, *, find_longest: bool) -> AttentionPlan | None:
+    """One layer's attention; None for a CPU that is asked about on a machine with a GPU, which would be planned for instead."""
+    machine = case.machine
+    if machine.gpu is None and (machine.is_cuda or torch.cuda.is_available()):
+        return None
+    return plan_attention(
+        chosen.kind, num_positions=case.length, num_heads=chosen.heads, num_kv_heads=chosen.kv_heads, head_dim=chosen.head_dim,
+        batch_size=sequences, dtype=machine.dtype, world_size=context, layout=mesh_options(chosen.base, case.causal)["layout"] if context > 1 else None,
+        is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu, memory=machine.memory,
+        find_longest=find_longest,
+    )  # fmt: skip
+
+
+def _shared(case: Case, base: str, mesh: rules.Mesh, is_sharded: bool) -> list[Setting]:
     """Several GPUs: the mesh, and how the parts of a sequence meet."""
     if case.gpus == 1:
         return []
-    exchange = running.exchange(base, case.causal) if laid.context > 1 else ()
-    return [running.parallel(base, laid, case.gpus, case.length, case.batch, is_sharded), *exchange]
+    exchange = running.exchange(base, case.causal) if mesh.context > 1 else ()
+    return [running.parallel(base, mesh, case.length, case.batch, is_sharded), *exchange]
 
 
 def _listed(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dilated_attention.pattern import GlobalLocal
-from dilated_attention.planning.rules import Spread
+from dilated_attention.planning.rules import Mesh
 
 
 class _Text(str):
@@ -25,15 +25,16 @@ def imports(function: str, base: str) -> list[str]:
     return lines + (["from dilated_attention.pattern import GlobalLocal"] if base == "block_sparse" else [])
 
 
-def processes(gpus: int, laid: Spread, is_cuda: bool) -> list[str]:
+def processes(mesh: Mesh, is_cuda: bool) -> list[str]:
     """Lines that start the processes of several GPUs and lay them out."""
-    if gpus == 1:
+    count = mesh.data * mesh.context
+    if count == 1:
         return []
     device = "cuda" if is_cuda else "cpu"
     return [
         "import torch.distributed as dist",
-        f"dist.init_process_group()  # torchrun --nproc_per_node={gpus}",
-        f'mesh = dist.init_device_mesh("{device}", ({laid.data}, {laid.context}), mesh_dim_names=("dp", "cp"))',
+        f"dist.init_process_group()  # torchrun --nproc_per_node={count}" if count <= 8 else "dist.init_process_group()",
+        f'mesh = dist.init_device_mesh("{device}", ({mesh.data}, {mesh.context}), mesh_dim_names=("dp", "cp"))',
     ]
 
 

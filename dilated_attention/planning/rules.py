@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass, replace
@@ -9,11 +10,11 @@ from typing import Any
 
 import torch
 
-from dilated_attention.factory import EXAMPLES, Hardware, create_model, detect
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import Footprint, Summary, footprint
+from dilated_attention.models.summary import Footprint, Summary, footprint, summarise
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
-from dilated_attention.planning.gpus import detected_gpu, find_gpu
+from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 SHORT, LONG = 4096, 8192
@@ -26,8 +27,6 @@ TOKENS_PER_GPU = 4096
 LARGE = 7 * 10**9
 # parameters from which their optimiser alone takes 16 GB
 SHARDED = 10**9
-# of a device's memory, as models.summary has it: the rest is gaps, kernels and the framework
-USABLE = 0.9
 # width and heads of language models of up to so many parameters
 _WIDTHS = (
     (2e8, 768, 12),
@@ -50,6 +49,7 @@ class Machine:
     hardware: Hardware
     memory: int
     is_here: bool
+    gpu: Gpu | None
 
     @property
     def is_cuda(self) -> bool:
@@ -74,11 +74,13 @@ def machine_of(gpu: str | None, memory: float | None) -> Machine:
         here = detect() if gpu is None else EXAMPLES["cpu"]
         found = detected_gpu() if here.device_type == "cuda" else None
         size = found.memory if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        machine = Machine(name="CPU" if here.device_type == "cpu" else here.name, hardware=here, memory=size, is_here=gpu is None)
+        machine = Machine(
+            name="CPU" if here.device_type == "cpu" else here.name, hardware=here, memory=size, is_here=gpu is None, gpu=found
+        )
     else:
         named = find_gpu(gpu)
         hardware = replace(EXAMPLES["hopper"], capability=named.capability, name=named.name)
-        machine = Machine(name=named.name, hardware=hardware, memory=named.memory, is_here=False)
+        machine = Machine(name=named.name, hardware=hardware, memory=named.memory, is_here=False, gpu=named)
     return machine if memory is None else replace(machine, memory=int(memory * 2**30))
 
 
@@ -153,14 +155,37 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
     if wanted < 1e9:
         # of 128,256 tokens the embedding alone would be most of so small a model
         overrides["vocab_size"] = 32768
-    one, two = (_model("llama-1b", overrides | {"num_layers": layers}).num_parameters for layers in (1, 2))
-    layers = max(1, round((wanted - (2 * one - two)) / (two - one)))
-    return _model("llama-1b", overrides | {"num_layers": layers})
+    embedding, block = _parameters("llama-1b", tuple(sorted(overrides.items(), key=lambda item: item[0])))
+    return _model("llama-1b", overrides | {"num_layers": max(1, round((wanted - embedding) / block))})
 
 
 def _model(preset: str, overrides: dict[str, Any]) -> Model:
-    summary = create_model(preset, **overrides, device="meta").summary((1,), memory=1)
-    return Model(preset=preset, overrides=overrides, summary=summary)
+    """The model's figures, from one and two of its blocks: so many as a large one has take seconds to make even without memory."""
+    fields = {name: value for name, value in overrides.items() if name != "num_layers"}
+    embedding, block = _parameters(preset, tuple(sorted(fields.items(), key=lambda item: item[0])))
+    usual = MODEL_PRESETS[preset]
+    assert isinstance(usual, LongNetConfig)
+    made: LongNetConfig = create_model(preset, **fields, num_layers=1, device="meta").config
+    config = replace(made, num_layers=overrides.get("num_layers", usual.num_layers))
+    sizes = {"embedding.weight": embedding, "blocks": config.num_layers * block}
+    return Model(preset=preset, overrides=overrides, summary=summarise(preset, config, sizes, (1,), memory=1))
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(preset: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[int, int]:
+    """(parameters beside the blocks, of a block) of a preset with fields replaced."""
+    one, two = (
+        sum(p.numel() for p in create_model(preset, **dict(overrides), num_layers=layers, device="meta").parameters()) for layers in (1, 2)
+    )
+    return 2 * one - two, two - one
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """GPUs that hold different sequences × GPUs that hold parts of one; their product is the number of GPUs."""
+
+    data: int
+    context: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,20 +193,23 @@ class Spread:
     """How a training step is laid over GPUs.
 
     Args:
-        data, context: GPUs that hold different sequences, and parts of one; their product is the number of GPUs.
         sequences: of a context group at a time; the rest of its batch follows by accumulating gradients.
         checkpointed: whether blocks are computed again in the backward.
         memory: bytes a GPU.
         longest: positions of a sequence that would still fit.
     """
 
-    data: int
-    context: int
+    mesh: Mesh
     sequences: int
     checkpointed: bool
     memory: int
     fits: bool
     longest: int
+
+
+def most_context(length: int, gpus: int) -> int:
+    """Processes that one sequence can be shared among and leave each enough to do."""
+    return next(c for c in range(gpus, 0, -1) if gpus % c == 0 and (c == 1 or length / c >= TOKENS_PER_GPU))
 
 
 def spread(model: Model, length: int, batch: int, gpus: int, memory: int) -> Spread:
@@ -190,19 +218,19 @@ def spread(model: Model, length: int, batch: int, gpus: int, memory: int) -> Spr
 
     Weights, gradients and the optimiser are divided among all GPUs, as FSDP2 does.
     """
-    most_context = next(c for c in range(gpus, 0, -1) if gpus % c == 0 and (c == 1 or length / c >= TOKENS_PER_GPU))
-    least_context = min(gpus // math.gcd(batch, gpus), most_context)
+    most = most_context(length, gpus)
+    least = min(gpus // math.gcd(batch, gpus), most)
     fixed = model.footprint(checkpointed=False).fixed // gpus
     wanted: Spread | None = None
     for checkpointed in (False, True):
         needs = replace(model.footprint(checkpointed=checkpointed), fixed=fixed)
-        for context in (c for c in range(least_context, most_context + 1) if gpus % c == 0):
+        for context in (c for c in range(least, most + 1) if gpus % c == 0):
             data = gpus // context
             for sequences in dict.fromkeys((max(1, batch // data), 1)):
-                positions = -(-sequences * length // context)
+                positions, room = -(-sequences * length // context), needs.fits(memory)
                 wanted = Spread(
-                    data=data, context=context, sequences=sequences, checkpointed=checkpointed, memory=needs.total(positions),
-                    fits=positions <= needs.fits(memory), longest=needs.fits(memory) * context // sequences,
+                    mesh=Mesh(data, context), sequences=sequences, checkpointed=checkpointed, memory=needs.total(positions),
+                    fits=positions <= room, longest=room * context // sequences,
                 )  # fmt: skip
                 if wanted.fits:
                     return wanted

@@ -6,9 +6,10 @@ import torch
 
 from dilated_attention.functional import explain_decode
 from dilated_attention.models.summary import readable
+from dilated_attention.planning.plan import AttentionPlan
 from dilated_attention.planning.reasons import COMPUTED, DECODING, GENOME, HUGGING_FACE, PERFORMANCE, RING, SLIDES
 from dilated_attention.planning.recommendation import Setting
-from dilated_attention.planning.rules import LONG, TOKENS_PER_GPU, Machine, Spread
+from dilated_attention.planning.rules import LONG, TOKENS_PER_GPU, Machine, Mesh
 
 
 def memory(value: int, machine: Machine, fits: bool, what: str, source: str) -> Setting:
@@ -21,6 +22,18 @@ def memory(value: int, machine: Machine, fits: bool, what: str, source: str) -> 
     )
 
 
+def time(plan: AttentionPlan | None, layers: int) -> list[Setting]:
+    """Of attention alone, forward and backward; nothing where no rate is known."""
+    if plan is None or plan.seconds is None:
+        return []
+    value = f"{1e3 * plan.seconds:.3g} ms forward + backward" + (
+        f" of attention, {1e3 * plan.seconds * layers:.3g} in {layers} layers" if layers > 1 else ""
+    )
+    bounds = ", ".join(f"{name} by {one.bound}" for name, one in zip(("forward", "backward"), plan.passes, strict=False))
+    reason = f"an estimate of plan_attention, bound {bounds}, at {plan.passes[0].rate / 1e12:.3g} TFLOP/s forward: {plan.passes[0].source}"
+    return [Setting(name="attention time", value=value, reason=reason, source=COMPUTED)]
+
+
 def checkpointing(taken: bool, fits: bool) -> Setting:
     if taken:
         reason = "without it the activations do not fit; a training step of GigaPath's encoder went from 189 to 289 ms and from 11.9 to 4.2 GB by it on an H200"
@@ -31,27 +44,27 @@ def checkpointing(taken: bool, fits: bool) -> Setting:
     return Setting(name="checkpoint_activations", value=str(taken), reason=reason, source=f"{SLIDES}, NVIDIA H200")
 
 
-def parallel(base: str, chosen: Spread, gpus: int, length: int, batch: int, is_large: bool) -> Setting:
-    mesh = f"{chosen.data} × {chosen.context} (sequences × parts of one)"
-    if chosen.context == 1:
+def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> Setting:
+    value, gpus = f"{mesh.data} × {mesh.context} (sequences × parts of one)", mesh.data * mesh.context
+    if mesh.context == 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if length / gpus < TOKENS_PER_GPU and batch < gpus:
             reason += f"; sharing one would leave less than {TOKENS_PER_GPU:,} tokens a GPU: give at least {gpus} sequences a step"
         source = f"{RING}, Figures"
     else:
-        part = -(-length // chosen.context)
+        part = -(-length // mesh.context)
         reason = f"{part:,} tokens a GPU; on four H200 "
         reason += {
             "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens a GPU on",
             "dilated": "forward + backward had 0.92 to 0.98 of one GPU's speed from 32,768 tokens a GPU on in a CUDA graph, 0.41 to 0.87 as called",
             "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens a GPU",
         }[base]
-        if chosen.context > 8:
+        if mesh.context > 8:
             reason += "; several nodes were not measured"
         source = f"{RING}, Figures"
     share = "FSDP2 (fully_shard)" if is_large else "FSDP2 or DDP"
     reason += f". {share} over all {gpus}" + (", since weights, gradients and AdamW's moments are 16 bytes a parameter" if is_large else "")
-    return Setting(name="mesh", value=mesh, reason=reason, source=source)
+    return Setting(name="mesh", value=value, reason=reason, source=source)
 
 
 def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
