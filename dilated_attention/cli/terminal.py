@@ -42,8 +42,8 @@ def drawing(
         if alike is None:
             panels.append((f"head {head}", pairs[head], symbols[head]))
         else:
-            title, *rest = panels[alike]
-            panels[alike] = (f"{title}, {head}", *rest)
+            title, attended, drawn = panels[alike]
+            panels[alike] = (f"{title}, {head}", attended, drawn)
     lines = []
     across = pairs.shape[-1]
     beside = max(1, (width - margin + len(_BETWEEN)) // (across + len(_BETWEEN)))

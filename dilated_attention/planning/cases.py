@@ -90,7 +90,7 @@ def training(case: Case) -> Recommendation:
         kind=_RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory, fits=laid.fits,
     )  # fmt: skip
-    plan = _planned(case, chosen, laid.sequences, context, find_longest=False)
+    plan = _planned(case, chosen, laid.sequences, context)
     settings = [
         running.memory(laid.memory, case.machine, laid.fits, what, f"{reasons.MODELS}, Memory"),
         *running.time(plan, config.num_layers),
@@ -128,12 +128,10 @@ def layer(case: Case) -> Recommendation:
         positions=-(-sequences * case.length // context),
     )  # fmt: skip
     settings: list[Setting] = []
-    plan = _planned(case, chosen, sequences, context, find_longest=base != "block_sparse")
+    plan = _planned(case, chosen, sequences, context)
     if plan is not None:
         chosen = replace(chosen, memory=plan.peak, fits=plan.fits)
         what = "of one layer's attention: q, k, v, result, gradients and what its calls need beside them"
-        if plan.longest > case.length or not plan.fits:
-            what += f"; at most {plan.longest:,} positions would fit"
         settings = [running.memory(plan.peak, case.machine, plan.fits, what, reasons.COMPUTED), *running.time(plan, 1)]
     settings += [
         *_shared(case, base, mesh, False),
@@ -306,7 +304,7 @@ def _branches(case: Case, chosen: _Chosen, keys: float, dense: float) -> Setting
     return reasons.branches(chosen.pattern, case.length, chosen.heads, case.causal)
 
 
-def _planned(case: Case, chosen: _Chosen, sequences: int, context: int, *, find_longest: bool) -> AttentionPlan | None:
+def _planned(case: Case, chosen: _Chosen, sequences: int, context: int) -> AttentionPlan | None:
     """One layer's attention; None for a CPU that is asked about on a machine with a GPU, which would be planned for instead."""
     machine = case.machine
     if machine.gpu is None and (machine.is_cuda or torch.cuda.is_available()):
@@ -315,7 +313,7 @@ def _planned(case: Case, chosen: _Chosen, sequences: int, context: int, *, find_
         chosen.kind, num_positions=case.length, num_heads=chosen.heads, num_kv_heads=chosen.kv_heads, head_dim=chosen.head_dim,
         batch_size=sequences, dtype=machine.dtype, world_size=context, layout=mesh_options(chosen.base, case.causal)["layout"] if context > 1 else None,
         is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu, memory=machine.memory,
-        find_longest=find_longest,
+        find_longest=False,
     )  # fmt: skip
 
 
