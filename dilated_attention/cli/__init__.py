@@ -1,0 +1,56 @@
+"""``python -m dilated_attention``, or ``dilated-attention``: one module a command, each with ``add``, which makes its parser and names its function."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dilated_attention.cli import bench, info, show
+
+_COMMANDS = (info, show, bench)
+# what a shell reports for a process that SIGINT or SIGPIPE ended: 128 + the signal's number
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code.
+
+    0: done · 1: what was asked cannot be done, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has gone, as ``head`` does.
+    Wrong usage raises ``SystemExit(2)``, as argparse does.
+    """
+    args = _parser().parse_args(_spelled(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code: int = args.run(args)
+        # here, not at exit, where nobody could catch that the reader has gone
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # what is still buffered must go somewhere when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return code
+
+
+def _spelled(arguments: Sequence[str]) -> list[str]:
+    """``bench --tune`` is ``bench tune``, as it was first called."""
+    if arguments[:1] == ["bench"] and "--tune" in arguments:
+        return ["bench", "tune", *(word for word in arguments[1:] if word != "--tune")]
+    return list(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    called = Path(sys.argv[0]).name if sys.argv else ""
+    program = "dilated-attention" if called.startswith("dilated-attention") else "python -m dilated_attention"
+    parser = argparse.ArgumentParser(prog=program, description="Exact long-sequence attention on PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser

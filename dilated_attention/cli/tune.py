@@ -1,0 +1,56 @@
+"""``bench tune``, also ``bench --tune``: measure every usable backend here; what is fastest is preferred from then on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from dilated_attention.backends import preference
+from dilated_attention.cli.arguments import size
+from dilated_attention.factory import detect, tune
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``bench tune`` takes."""
+    parser.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
+    parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
+    parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
+    parser.add_argument("--dtypes", choices=("half", "float32"), nargs="+", help="default: both")
+    parser.add_argument("--backends", nargs="+", help="default: all that can; those left out come after those measured")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it is there")
+    parser.add_argument("--json", action="store_true", help="print the table's rows as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        hardware = detect(args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device is {args.device!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>"
+        ) from error
+    path = args.output or preference.cache_path(hardware)
+    default = tune.default_sweep(hardware)
+    sweep = replace(
+        default,
+        head_dims=tuple(args.head_dims or default.head_dims),
+        lengths=tuple(args.lengths or default.lengths),
+        dtypes=tuple(args.dtypes or default.dtypes),
+        backends=tuple(args.backends or default.backends),
+        seconds=default.seconds if args.seconds is None else args.seconds,
+    )
+    table = tune.measure(sweep, device=args.device, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    preference.save(table, path)
+    preference.refresh()
+    if args.json:
+        rows = [preference.as_dict(row) for row in table.rows]
+        print(json.dumps({"file": str(path), "source": table.source, "date": table.date, "rows": rows}, indent=2, ensure_ascii=False))
+        return 0
+    print(tune.winners(table))
+    print(f"written to {path}")
+    if path != preference.cache_path(hardware):
+        print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {preference.cache_path(hardware)}")
+    return 0
