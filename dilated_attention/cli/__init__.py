@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Wrong usage raises ``SystemExit(2)``, as argparse does.
     """
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(_spelled(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = args.run(args)
         # here, not at exit, where nobody could catch that the reader has gone
@@ -41,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return code
+
+
+def _spelled(arguments: Sequence[str]) -> list[str]:
+    """``bench --tune`` is ``bench tune``, as it was first called."""
+    if arguments[:1] == ["bench"] and "--tune" in arguments:
+        return ["bench", "tune", *(word for word in arguments[1:] if word != "--tune")]
+    return list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,11 +7,23 @@ from typing import Any
 
 import torch
 
+from dilated_attention.bench.arguments import size
 from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 PATTERN_KINDS = ("dense", "dilated", "block_sparse")
-_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+__all__ = [
+    "DTYPES",
+    "PATTERN_KINDS",
+    "UsageError",
+    "add_json",
+    "add_pattern",
+    "add_shape",
+    "add_tensors",
+    "count",
+    "pattern_from",
+    "size",
+]
 _OF_KIND = {
     "dense": (),
     "dilated": ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
@@ -22,15 +34,6 @@ _WITH_DENSITY = ("density", "density_kind", "block_size", "seed")
 
 class UsageError(ValueError):
     """Arguments that do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
-
-
-def size(text: str) -> int:
-    """A whole number from 1, or one in powers of two: ``65536``, ``64k``, ``1M``, ``1G`` are 65536, 65536, 1048576, 1073741824."""
-    unit = _UNITS.get(text[-1:].lower())
-    digits = text[:-1] if unit else text
-    if not (digits.isascii() and digits.isdecimal()) or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a whole number from 1, or one with k, M or G: 64k is 65536")
-    return int(digits) * (unit or 1)
 
 
 def count(text: str) -> int:
