@@ -257,7 +257,7 @@ def _told(case: Case, chosen: _Chosen, middle: list[Setting], setup: list[str], 
     dense = (case.length + 1) / 2 if case.causal else case.length
     keys = pattern.pairs(case.length, chosen.heads, is_causal=case.causal) / (case.length * chosen.heads)
     settings: list[Setting | None] = [
-        reasons.kind(chosen.kind, chosen.base, case.length, case.attention, chosen.needs_grad)
+        reasons.kind(chosen.kind, chosen.base, case.length, case.attention, chosen.needs_grad, keys / dense)
         if case.name != "torchscale"
         else reasons.checkpoint_kind(),
         reasons.quality(chosen.base) if case.name != "torchscale" else None,

@@ -19,8 +19,8 @@ COMPUTED = "computed"
 _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
 
 
-def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bool) -> Setting:
-    """Why dense, dilated or block-sparse. ``base`` is the kind of the whole sequence, ``wanted`` what was asked for."""
+def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bool, share: float) -> Setting:
+    """Why dense, dilated or block-sparse. ``base`` is the kind of the whole sequence, ``wanted`` what was asked for, ``share`` its part of the pairs."""
     if wanted is not None:
         reason = "asked for; a model keeps the attention that it was trained with, another one computes another function"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{HUGGING_FACE}, Transformers models")
@@ -39,7 +39,7 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
             "window + global positions of each: on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 at 65,536"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
-    reason = "every query attends to all near keys and to fewer, the further off they are, in time that grows with N and not with N²"
+    reason = f"every query attends to all near keys and to fewer, the further off they are: {share:.2%} of dense attention's pairs"
     if not needs_grad:
         reason += ", and a step of decoding reads these keys alone: 1,125 tokens/s a million positions in on an H200, dense attention 107"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
