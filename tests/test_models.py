@@ -137,6 +137,10 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
     assert json.loads(json.dumps(values)) == values
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
+    with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
+        LongNetConfig.from_dict({name: value for name, value in values.items() if name not in ("embed_dim", "num_layers")})
+    with pytest.raises(TypeError, match=r"configuration is \[1\] \(list\)"):
+        LongNetConfig.from_dict([1])  # type: ignore[arg-type]
     for changes, text in (
         ({"vocab_size": 0}, "vocab_size"),
         ({"embed_dim": 30}, "embed_dim is 30 and num_heads is 4"),
@@ -145,6 +149,9 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"dilation_rates": (1, 25)}, "dilation_rates"),
+        ({"positions": "none", "rotary_base": 500.0}, "rotary_base is 500.0 and positions is 'none'"),
+        ({"positions": "none", "xpos_scale_base": 50.0}, "xpos_scale_base is 50.0 and positions is 'none'"),
+        ({"xpos_scale_base": 50.0}, "positions is 'rotary', which has none; leave it out, or use positions='xpos'"),
     ):
         with pytest.raises(ValueError, match=text):
             LongNetConfig(**{**values, **changes})
@@ -188,3 +195,8 @@ def test_magneto_gain_reaches_the_weights() -> None:
     assert block.attention.q_proj.weight.std().item() == pytest.approx(xavier, rel=0.05)
     assert block.attention.v_proj.weight.std().item() == pytest.approx(xavier * gain, rel=0.05)
     assert block.ffn.up.weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 512)) * gain, rel=0.05)
+
+
+def test_targets_may_be_as_narrow_as_tokens() -> None:
+    lm, tokens = model(), torch.randint(50, (2, 30))
+    assert torch.equal(lm(tokens.int(), targets=tokens.int()), lm(tokens, targets=tokens))

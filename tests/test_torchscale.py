@@ -364,6 +364,22 @@ def test_weights_that_are_missing_or_wrong() -> None:
     features = {"embed_tokens.weight": torch.zeros(9, 32)}
     with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
         load_torchscale(weights | features, kind="decoder", **STACK)
+    with pytest.raises(ValueError, match=r"(?s)not of one model: .*norm\.weight"):
+        load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    weights = encoder_weights()
+    theirs, ours = ({prefix + name: value for name, value in weights.items()} for prefix in ("encoder.", "decoder."))
+    for names, kind in ((theirs, "decoder"), (ours, "encoder")):
+        with pytest.raises(ValueError, match=rf"kind is '{kind}' and the names of these weights start with"):
+            load_torchscale(names, kind=kind, **STACK)
+    # of a file with both, the one that is asked for
+    both = {**{name: value + 1 for name, value in theirs.items()}, **ours}
+    found = load_torchscale(both, kind="decoder", ignore=["encoder."], **STACK)
+    assert torch.equal(found.norm.weight, weights["layer_norm.weight"])
+    with pytest.raises(ValueError, match=r"have no place in this model: encoder\."):
+        load_torchscale(both, kind="decoder", **STACK)
 
 
 class Bomb:
@@ -491,6 +507,20 @@ def test_from_a_module() -> None:
     wrapped = nn.Module()
     wrapped.module = stack_stub(weights, arguments(), encoder_attn=None)
     assert isinstance(from_torchscale(wrapped, mixture_grad="exact"), LongNetDecoder)
+
+
+def test_a_base_of_xpos_belongs_to_weights_that_have_it() -> None:
+    # TorchScale's arguments name it whether or not there is XPOS
+    assert from_torchscale(stack_stub(encoder_weights(), arguments(xpos_scale_base=256))).config.positions == "none"
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and positions is 'none'"):
+        load_torchscale(encoder_weights(), kind="encoder", **STACK, xpos_scale_base=256.0)
+    alone = {
+        name.removeprefix("layers.0.self_attn."): value
+        for name, value in encoder_weights().items()
+        if name.startswith("layers.0.self_attn.")
+    }
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and these weights have no xpos\.scale"):
+        load_torchscale(alone, **STACK, xpos_scale_base=256.0)
 
 
 @pytest.mark.parametrize("name", ["multiway", "deepnorm", "moe_freq", "rel_pos_buckets", "layernorm_embedding", "activation_dropout"])

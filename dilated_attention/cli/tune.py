@@ -1,4 +1,4 @@
-"""``bench --tune``: measure every usable backend here; what is fastest is preferred from then on."""
+"""``bench tune``, also ``bench --tune``: measure every usable backend here; what is fastest is preferred from then on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dilated_attention.factory import detect, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``bench --tune`` takes."""
-    parser.add_argument("--tune", action="store_true", help="write the preference table of this machine")
+    """What ``bench tune`` takes."""
     parser.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
     parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
     parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
@@ -23,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", nargs="+", help="default: all that can; those left out come after those measured")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it is there")
+    parser.add_argument("--json", action="store_true", help="print the table's rows as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

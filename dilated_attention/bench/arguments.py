@@ -1,0 +1,16 @@
+"""How sizes are written on a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def size(text: str) -> int:
+    """A whole number from 1, or one in powers of two: ``65536``, ``64k``, ``1M``, ``1G`` are 65536, 65536, 1048576, 1073741824."""
+    unit = _UNITS.get(text[-1:].lower())
+    digits = text[:-1] if unit else text
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a whole number from 1, or one with k, M or G: 64k is 65536")
+    return int(digits) * (unit or 1)

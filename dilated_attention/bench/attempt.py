@@ -1,0 +1,68 @@
+"""What cannot be measured is said and passed by: out of memory, refused by a backend, wrong."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """Raised by a contender that cannot do a case; its text becomes the row's note."""
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """``value`` where it went well, else None and a ``note``."""
+
+    value: T | None
+    note: str = ""
+
+
+def attempt(function: Callable[[], T]) -> Attempt[T]:
+    """Call; out of memory and refusals become a note, with the memory given back. Other errors are bugs and pass through."""
+    try:
+        return Attempt(function())
+    except torch.OutOfMemoryError:
+        note = "out of memory"
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            if not isinstance(error, BackendUnavailable):
+                raise
+            note = _reason(error)
+        else:
+            note = "out of memory"
+    except Refused as refusal:
+        note = _first_line(refusal)
+    # the frames of a caught error keep its tensors alive until here
+    release()
+    return Attempt(None, note)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "can't allocate memory" in text
+
+
+def release() -> None:
+    """Give what nobody holds back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _reason(error: BackendUnavailable) -> str:
+    """Why the backend that was asked for cannot: the second line of the error, without the backend's name."""
+    lines = str(error).splitlines()
+    return lines[1].strip().split(": ", 1)[-1][:200] if len(lines) > 1 else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,106 @@
+"""Right first: results against softmax attention in float64, of all rows where they are few, of sampled ones where they are many.
+
+A relative error is ‖found − true‖ / ‖true‖ over the rows looked at. Nothing that misses its bound gets a figure of speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dilated_attention.bench.problem import Problem
+from dilated_attention.engine.block_lists import block_lists
+from dilated_attention.engine.sampled import partners
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+
+Pattern = DilatedPattern | BlockPattern
+Attend = Callable[..., torch.Tensor]
+
+# ‖found − true‖ / ‖true‖ that rounding explains, several times over; float32 products may be TF32 on a GPU
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 6e-3, torch.bfloat16: 2e-2}
+FP8_BOUND = 0.15
+# positions up to which every row and every gradient is compared
+WHOLE = 512
+
+
+def wrong(errors: dict[str, float], bound: float) -> str:
+    """A note that names what is beyond ``bound``, NaN included; empty if nothing is."""
+    beyond = {name: error for name, error in errors.items() if not error <= bound}
+    return f"wrong: {', '.join(f'{name} off by {error:.1e}' for name, error in beyond.items())}, allowed {bound:.0e}" if beyond else ""
+
+
+def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradients: bool = True) -> dict[str, float]:
+    """Errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``, which must be short: N² of memory."""
+    leaves = problem.qkv(7)
+    dout = problem.draw(problem.num_heads, 101)
+    with torch.set_grad_enabled(gradients):
+        out = attend(*leaves)
+    found = [out.detach(), *(torch.autograd.grad(out, leaves, dout) if gradients else ())]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    true_out = _exact(exact[0], exact[1], exact[2], _log_multiplicity(pattern, problem))
+    true = [true_out.detach(), *(torch.autograd.grad(true_out, exact, dout.double()) if gradients else ())]
+    return {name: _relative(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), found, true, strict=False)}
+
+
+def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_m: torch.Tensor) -> torch.Tensor:
+    """softmax(q kᵀ / √D + log m) v in the inputs' dtype; rows without keys are 0."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
+    empty = torch.isneginf(log_m).all(-1, keepdim=True)
+    # a softmax over nothing has NaN for a gradient, which no later zero takes away
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5 + log_m.masked_fill(empty, 0.0)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _log_multiplicity(pattern: Pattern, problem: Problem) -> torch.Tensor:
+    n = problem.num_positions
+    m = pattern.dense_mask(n, n, problem.num_heads).to(problem.device, torch.float64)
+    if problem.is_causal:
+        m = m.tril()
+    return m.log()
+
+
+def sampled_error(pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], out: torch.Tensor, *, count: int = 24) -> float:
+    """Error of ``out`` in ``count`` rows drawn over batch, positions and heads, the first and the last position among them."""
+    generator = torch.Generator().manual_seed(problem.num_positions)
+
+    def draw(high: int, how_many: int = count) -> list[int]:
+        return torch.randint(high, (how_many,), generator=generator).tolist()
+
+    places = [0, problem.num_positions - 1, *draw(problem.num_positions, count - 2)]
+    q, k, v = (x.detach() for x in leaves)
+    difference = norm = 0.0
+    for b, i, h in zip(draw(problem.batch_size), places, draw(problem.num_heads), strict=True):
+        keys = keys_of(pattern, problem, i, h)
+        kv = h * problem.kv_heads // problem.num_heads
+        scores = k[b, keys, kv].double() @ q[b, i, h].double() * problem.head_dim**-0.5
+        true = scores.softmax(0) @ v[b, keys, kv].double()
+        difference += float((out[b, i, h].detach().double() - true).square().sum())
+        norm += float(true.square().sum())
+    return (difference / norm) ** 0.5 if norm else float(difference > 0)
+
+
+def keys_of(pattern: Pattern, problem: Problem, position: int, head: int) -> torch.Tensor:
+    """Positions that (position, head) attends to, as often as it does, on the problem's device."""
+    if isinstance(pattern, DilatedPattern):
+        keys = partners(pattern, position, head, problem.num_heads, problem.num_positions)
+        return (keys[keys <= position] if problem.is_causal else keys).to(problem.device)
+    lists = block_lists(pattern, problem.num_positions, problem.num_heads, is_causal=problem.is_causal, device=problem.device)
+    row = (head if lists.num_heads > 1 else 0) * lists.num_rows + position // lists.q_block
+    first, last = lists.row_starts[row : row + 2].tolist()
+    columns = lists.columns[first:last].long()
+    keys = columns[:, None] * lists.k_block + torch.arange(lists.k_block, device=problem.device)
+    kept = keys < problem.num_positions
+    if lists.masks is not None:
+        assert lists.bits is not None
+        numbers = lists.masks[first:last]
+        words = lists.bits[numbers.clamp(min=0).long(), position % lists.q_block]
+        bits = ((words[..., None] >> torch.arange(32, device=problem.device)) & 1).flatten(-2).bool()
+        kept &= bits | (numbers < 0)[:, None]
+    return keys[kept]
+
+
+def _relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm().clamp(min=torch.finfo(torch.float64).tiny))

@@ -1,0 +1,129 @@
+"""Plots of results: what is drawn is data, how it is drawn is the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# one colour and one mark a contender, in the order of lines; told apart without colour too
+_COLOURS = (
+    "#1b6ca8",
+    "#d1495b",
+    "#2e8b57",
+    "#edae49",
+    "#7b5ea7",
+    "#00798c",
+    "#8d6a4f",
+    "#5b5b5b",
+    "#c2185b",
+    "#6a994e",
+    "#3d405b",
+    "#e07a5f",
+)
+_MARKS = "osD^vP*X<>hd"
+
+
+@dataclass(frozen=True)
+class Line:
+    """y over x; ``low`` and ``high`` shade the spread where they are given. ``dashed`` is for bounds and estimates."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+    marked: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A picture named ``<suite>-<name>.png``. Axis labels carry the unit."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line] = field(default_factory=tuple)
+    # with bars, x is their labels, and each line one colour of them
+    bars: Sequence[str] | None = None
+    log_x: bool = False
+    log_y: bool = False
+    note: str = ""
+
+    def draw(self, path: Path) -> None:
+        """Raises ModuleNotFoundError, with the extra to install, where matplotlib is missing."""
+        try:
+            import matplotlib
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError('plots need matplotlib: pip install "dilated-attention[plot]"') from missing
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
+            # no pyplot: it would open a window's backend, and keep every figure
+            figure = Figure(figsize=(9, 5), layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.add_subplot()
+            self._bars(axes) if self.bars is not None else self._lines(axes)
+            axes.set_title(self.title, loc="left")
+            axes.set_xlabel(self.x_label)
+            axes.set_ylabel(self.y_label)
+            axes.grid(True, which="major", axis="both" if self.bars is None else "y", alpha=0.25)
+            axes.set_axisbelow(True)
+            if len(self.lines) > 1:
+                # beside the axes: contenders are many, and no corner is free in all plots
+                axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+            if self.note:
+                figure.supxlabel(self.note, fontsize=8, x=0.01, ha="left", color="#555555")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=110, metadata={"Software": None})
+
+    def _lines(self, axes: Any) -> None:
+        for i, line in enumerate(self.lines):
+            colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
+            axes.plot(
+                line.x, line.y, "--" if line.dashed else "-", color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
+            )
+            if line.low is not None and line.high is not None:
+                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+        if self.log_x:
+            self._log_ticks(axes)
+        if self.log_y:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+
+    def _log_ticks(self, axes: Any) -> None:
+        """Every measured x is a tick where they are few, written as 4k or 1M."""
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for line in self.lines if line.marked for x in line.x})
+        if 0 < len(ticks) <= 16 and all(x == int(x) for x in ticks):
+            axes.set_xticks(ticks, [short(int(x)) for x in ticks])
+            axes.minorticks_off()
+
+    def _bars(self, axes: Any) -> None:
+        assert self.bars is not None
+        width = 0.8 / max(1, len(self.lines))
+        for i, line in enumerate(self.lines):
+            places = [at - 0.4 + width * (i + 0.5) for at in range(len(self.bars))]
+            errors = None
+            if line.low is not None and line.high is not None:
+                errors = [
+                    [y - low for y, low in zip(line.y, line.low, strict=True)],
+                    [high - y for y, high in zip(line.y, line.high, strict=True)],
+                ]
+            axes.bar(places, line.y, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=line.label, yerr=errors, ecolor="#444444")
+        axes.set_xticks(range(len(self.bars)), self.bars, rotation=30 if max(map(len, self.bars), default=0) > 12 else 0, ha="center")
+        if self.log_y:
+            axes.set_yscale("log")
+
+
+def short(size: int) -> str:
+    """65536 → 64k, 1048576 → 1M, 1000 → 1,000."""
+    for unit, power in (("G", 30), ("M", 20), ("k", 10)):
+        if size >= 2**power and size % 2 ** (power - 2) == 0:
+            return f"{size / 2**power:g}{unit}"
+    return f"{size:,}"

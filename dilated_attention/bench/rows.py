@@ -1,0 +1,171 @@
+"""What a benchmark leaves: rows of figures, the machine they are of, and the file that holds them, written after every group."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dilated_attention
+from dilated_attention.backends import detect
+
+SCHEMA = 1
+_PACKAGES = ("triton", "flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contender in one case.
+
+    Args:
+        name: of the contender: ``"flash4"``, ``"DilatedAttention"``.
+        case: what identifies the case beside the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
+        values: figures; each key ends in its unit: ``ms``, ``spread`` (share of the median), ``tflops``, ``peak_bytes``.
+        errors: relative errors against float64.
+        note: why figures are missing: ``"out of memory"``, ``"wrong: …"``, the reason of a refusal.
+    """
+
+    name: str
+    case: dict[str, Any]
+    values: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        return json.dumps([self.name, dict(sorted(self.case.items()))])
+
+    def as_dict(self) -> dict[str, Any]:
+        whole: dict[str, Any] = {"name": self.name, "case": self.case}
+        whole |= {key: _rounded(getattr(self, key)) for key in ("values", "errors") if getattr(self, key)}
+        return whole | ({"note": self.note} if self.note else {})
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Row:
+        return cls(**stored)
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    """Five digits: more than any measurement has. Whole numbers stay whole."""
+    return {key: value if isinstance(value, int) else float(f"{value:.5g}") for key, value in figures.items()}
+
+
+def machine(device: torch.device, world_size: int = 1) -> dict[str, Any]:
+    """Hardware, versions and date. ``hardware`` alone decides whether two results may be compared."""
+    hardware: dict[str, Any] = {"device": detect(device).name or device.type, "devices": world_size}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    else:
+        # threads change a CPU's figures as another CPU would
+        hardware |= {"device": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "hardware": hardware, "versions": versions}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass
+class Results:
+    """Groups of rows of one suite, and the file they are in. A group that is in the file is not measured again."""
+
+    suite: str
+    machine: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, list[Row]] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def open(cls, path: Path | None, suite: str, here: dict[str, Any], settings: dict[str, Any], *, fresh: bool = False) -> Results:
+        """Continue the file at ``path`` if there is one of this hardware, these versions and these settings.
+
+        Raises:
+            ValueError: the file is another suite's, of another machine or version, or made with other settings.
+        """
+        if path is None or fresh or not path.exists():
+            return cls(suite, here, settings, path=path)
+        found = cls.load(path)
+        for what, theirs, ours in (
+            ("suite", found.suite, suite),
+            ("hardware", found.machine["hardware"], here["hardware"]),
+            ("versions", found.machine["versions"], here["versions"]),
+            ("settings", found.settings, settings),
+        ):
+            if theirs != ours:
+                raise ValueError(
+                    f"{path} was made with other {what}: {_difference(theirs, ours)}; --fresh replaces the file, or choose another --output"
+                )
+        found.path = path
+        return found
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Raises ValueError where the file is no result of this schema."""
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            if whole["schema"] != SCHEMA:
+                raise ValueError(f"schema {whole['schema']}")
+            groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
+            return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for rows in self.groups.values() for row in rows]
+
+    def add(self, label: str, rows: Iterable[Row]) -> None:
+        self.groups[label] = list(rows)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file whole beside itself and put it in place, so that an interrupted run leaves the last complete one."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(self.text(), encoding="utf-8")
+        beside.replace(self.path)
+
+    def text(self) -> str:
+        """JSON with one row a line: readable, and a change of one row is one line of a diff."""
+        head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine, "settings": self.settings}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}," for key, value in head.items()]
+        groups = []
+        for label, rows in self.groups.items():
+            inside = ",\n".join("   " + json.dumps(row.as_dict(), ensure_ascii=False) for row in rows)
+            groups.append(f"  {json.dumps(label, ensure_ascii=False)}: [" + (f"\n{inside}\n  ]" if rows else "]"))
+        return "{\n" + "\n".join(lines) + '\n "groups": {\n' + ",\n".join(groups) + "\n }\n}\n"
+
+
+def _difference(theirs: Any, ours: Any) -> str:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+        return ", ".join(f"{key} {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys)
+    return f"{theirs!r} there, {ours!r} here"

@@ -1,0 +1,132 @@
+"""Run a suite: group by group, resuming, within a time limit; then write JSON, Markdown and plots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dilated_attention.bench.attempt import is_out_of_memory, release
+from dilated_attention.bench.rows import Results, Row, machine
+from dilated_attention.bench.suite import Group, Session, Suite
+
+
+@dataclass
+class Outcome:
+    """What a run left: results, files written, and groups that the time limit cut off."""
+
+    results: Results
+    written: list[Path] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    measured: int = 0
+
+
+def run(
+    suite: Suite,
+    session: Session,
+    *,
+    output: Path | None,
+    minutes: float | None = None,
+    fresh: bool = False,
+    plots: bool = True,
+    started: Callable[[int, int, str], None] = lambda done, total, label: None,
+) -> Outcome:
+    """Measure what ``output`` does not hold yet.
+
+    Args:
+        output: folder of ``<suite>.json``, ``<suite>.md`` and plots; None writes nothing.
+        minutes: no group is begun after so long; what is left is named, and measured by the next run.
+        fresh: begin anew, whatever ``output`` holds.
+        started: called with (groups done, groups in all, label) before each group and after the last, then with label "".
+
+    Raises:
+        ValueError: ``output`` holds results of other hardware, versions or settings.
+        ModuleNotFoundError: plots are asked for and matplotlib is missing; nothing is measured then.
+    """
+    if plots and output is not None:
+        _need_matplotlib()
+    here = machine(session.device, session.world_size)
+    writes = session.rank == 0
+    path = output / f"{suite.name}.json" if output is not None else None
+    results = Results.open(path, suite.name, here, suite.settings(session), fresh=fresh)
+    if not writes:
+        results.path = None
+    groups = suite.groups(session)
+    assert len({group.label for group in groups}) == len(groups), "labels of groups are unique"
+    outcome = Outcome(results)
+    begun = time.monotonic()
+    for i, group in enumerate(groups):
+        if _agreed(group.label in results.groups, session):
+            continue
+        if _agreed(minutes is not None and time.monotonic() - begun > 60 * minutes, session):
+            outcome.left_out.append(group.label)
+            continue
+        started(i, len(groups), group.label)
+        results.add(group.label, _rows(group))
+        outcome.measured += 1
+        release()
+    started(len(groups), len(groups), "")
+    if output is not None and writes:
+        outcome.written = write(suite, results, output, plots=plots)
+    return outcome
+
+
+def _rows(group: Group) -> list[Row]:
+    try:
+        return list(group.run())
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # where not even the inputs fit
+    release()
+    return [Row(name="all", case={"group": group.label}, note="out of memory")]
+
+
+def _agreed(mine: bool, session: Session) -> bool:
+    """The first process's answer, which all follow: a group's exchanges need every process."""
+    if session.world_size == 1:
+        return mine
+    answer = torch.tensor([int(mine)], device=session.device)
+    torch.distributed.broadcast(answer, 0)
+    return bool(answer.item())
+
+
+def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
+    """``<suite>.json``, ``<suite>.md`` and, if asked for, ``<suite>-<name>.png``; the paths."""
+    output.mkdir(parents=True, exist_ok=True)
+    results.path = output / f"{suite.name}.json"
+    results.save()
+    written = [results.path]
+    drawn = []
+    if plots:
+        for plot in suite.plots(results):
+            path = output / f"{suite.name}-{plot.name}.png"
+            plot.draw(path)
+            drawn.append((plot, path))
+    lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]
+    lines += [table.markdown() for table in suite.tables(results)]
+    lines += [f"![{plot.title}]({path.name})\n" for plot, path in drawn]
+    markdown = output / f"{suite.name}.md"
+    markdown.write_text("\n".join(lines), encoding="utf-8")
+    return [*written, markdown, *(path for _, path in drawn)]
+
+
+def headline(results: Results) -> str:
+    """Hardware, versions, date, in a line."""
+    hardware, versions = results.machine["hardware"], results.machine["versions"]
+    device = hardware["device"] if hardware["devices"] == 1 else f"{hardware['devices']} × {hardware['device']}"
+    threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dilated_attention")
+    return f"{device}{threads} · {known} · {results.machine['date']}"
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            'plots need matplotlib: pip install "dilated-attention[plot]", or leave them out by --no-plots'
+        ) from missing

@@ -1,0 +1,8 @@
+"""One file a suite. A new one is a file here and a line below."""
+
+from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.suites.speed import Speed
+
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed,)}
+
+__all__ = ["SUITES"]

@@ -1,0 +1,119 @@
+"""Time and memory of functions that take turns, so that a clock or a neighbour that changes does so for all of them.
+
+On a GPU a turn is ``triton.testing.do_bench``: CUDA events, the cache emptied before each call; on a CPU it is a
+``torch.utils.benchmark.Timer``. A call that takes long is timed once a turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import benchmark
+
+# seconds of a call beyond which it is timed once a turn: do_bench calls a function six times before it measures, Timer twice. A GPU's
+# cache is filled anew, and its launch latency nothing, within a hundredth of that
+_LONG = {"cuda": 0.005, "cpu": 0.05}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of one call: the median, the 10th and 90th percentile, in milliseconds, and the number of turns or calls behind them."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """Of times in milliseconds."""
+        ordered = sorted(times)
+        last = len(ordered) - 1
+        return cls(
+            ms=statistics.median(ordered), low_ms=ordered[round(0.1 * last)], high_ms=ordered[round(0.9 * last)], samples=len(ordered)
+        )
+
+    @property
+    def spread(self) -> float:
+        """(90th − 10th percentile) / median."""
+        return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
+
+    def values(self) -> dict[str, float]:
+        return {"ms": self.ms, "low_ms": self.low_ms, "high_ms": self.high_ms, "samples": self.samples}
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 20
+) -> dict[str, Timing]:
+    """Time every function in turn, again and again, for about ``seconds`` each, and at least ``least`` turns.
+
+    Args:
+        functions: results are thrown away. Each is called twice before it is timed: the first call may compile.
+        device: what they run on.
+        most: turns at most.
+    """
+    if not functions:
+        return {}
+    once: dict[str, float] = {}
+    for name, function in functions.items():
+        function()
+        once[name] = _one_call(function, device)
+    longest = max(once.values())
+    turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+            samples[name] += _turn(function, device, once[name], min(seconds / turns, 0.1))
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def _one_call(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds by the wall clock, the device waited for."""
+    synchronise(device)
+    start = time.perf_counter()
+    function()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def _turn(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    """Milliseconds of some calls."""
+    if device.type != "cuda":
+        if once >= _LONG["cpu"]:
+            return [1000 * _one_call(function, device)]
+        timer = benchmark.Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+        return [1000 * timer.timeit(max(1, int(seconds / max(once, 1e-9)))).median]
+    with torch.cuda.device(device):
+        if once < _LONG["cuda"]:
+            from triton.testing import do_bench
+
+            return list(do_bench(function, warmup=1, rep=max(1, int(1000 * seconds)), return_mode="all"))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return [float(start.elapsed_time(end))]
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes allocated at the highest point of a call beyond those before it, results included; None off CUDA, where torch does not count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = function()
+    torch.cuda.synchronize(device)
+    del kept
+    return torch.cuda.max_memory_allocated(device) - before
