@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dilated_attention.models.summary import USABLE, readable
 
 if TYPE_CHECKING:
+    from dilated_attention.planning.model_plan import ModelPlan
     from dilated_attention.planning.plan import AttentionPlan
 
 
@@ -82,3 +83,40 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def model_text(plan: ModelPlan) -> str:
+    """A ``ModelPlan``."""
+    weights = "float32 weights under autocast" if plan.autocast else f"{plan.dtype} weights"
+    flags = [f"{plan.dtype}", weights, "training" if plan.training else "inference"]
+    if plan.checkpoint_activations:
+        flags.append("activations checkpointed")
+    if plan.world_size > 1:
+        flags.append(f"{plan.world_size} processes share a sequence")
+    if plan.weight_shards > 1:
+        flags.append(f"weights over {plan.weight_shards} processes")
+    lines = [
+        f"{plan.preset}, {plan.num_positions:,} positions × {plan.batch_size}, {', '.join(flags)}",
+        f"on {plan.device} with {readable(plan.device_memory)}",
+        "",
+        f"parameters   {plan.parameters:,} in {plan.layers} blocks",
+        f"FLOPs        {flops_text(plan.flops)} a {'step' if plan.training else 'forward'}",
+        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", a process" if plan.world_size * plan.weight_shards > 1 else ""),
+    ]
+    lines += [f"  {readable(size):>9}  {what}" for what, size in plan.terms]
+    if plan.world_size > 1:
+        moved = plan.exchange.bytes
+        back = f", {readable(moved.backward_received)} backward" if plan.training else ""
+        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, a layer")
+    if plan.seconds is None:
+        lines.append(f"time         no estimate: {plan.no_time}")
+    else:
+        rate = plan.batch_size * plan.num_positions / plan.seconds
+        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s: {plan.time_source}")
+    part = plan.peak / plan.device_memory
+    at_least = "at least " if plan.longest >= 2**31 else ""
+    lines.append(
+        f"fits         {'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used; the longest that does: "
+        f"{at_least}{plan.longest:,} positions"
+    )
+    return "\n".join(lines)
