@@ -15,8 +15,8 @@ from dilated_attention.pattern import LocalWindow
 # of its published configuration: width, layers, heads, feed-forward layer, tokens
 FULL: dict[str, Any] = {"embed_dim": 4096, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
 LAYERS = 32
-# the same proportions at an eighth of the width, for a CPU
-SMALL: dict[str, Any] = {"embed_dim": 512, "num_heads": 8, "ffn_dim": 1376, "vocab_size": 4000}
+# the same proportions at a sixteenth of the width, for a CPU
+SMALL: dict[str, Any] = {"embed_dim": 256, "num_heads": 4, "ffn_dim": 688, "vocab_size": 2000}
 _SHAPE: dict[str, Any] = {"num_kv_heads": None, "tie_embeddings": False, "qk_norm": False}
 _PRESET = "llama-1b"
 ATTENTION: dict[str, dict[str, Any]] = {
