@@ -62,7 +62,7 @@ def interleaved(
     once: dict[str, float] = {}
     for name, function in functions.items():
         function()
-        once[name] = _one_call(function, device)
+        once[name] = one_call(function, device)
     longest = max(once.values())
     turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in functions}
@@ -72,7 +72,7 @@ def interleaved(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def _one_call(function: Callable[[], Any], device: torch.device) -> float:
+def one_call(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds by the wall clock, the device waited for."""
     synchronise(device)
     start = time.perf_counter()
@@ -85,7 +85,7 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
     """Milliseconds of some calls."""
     if device.type != "cuda":
         if once >= _LONG["cpu"]:
-            return [1000 * _one_call(function, device)]
+            return [1000 * one_call(function, device)]
         timer = benchmark.Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
         return [1000 * timer.timeit(max(1, int(seconds / max(once, 1e-9)))).median]
     with torch.cuda.device(device):
