@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,14 @@ def pivot(
     scale: float = 1.0,
     caption: str = "",
     baseline: str | Mapping[Any, float] | None = None,
+    share: Callable[[Row], float | None] = lambda row: None,
 ) -> Table:
     """Names down, the case's ``across`` to the right, ``values[value] · scale`` in the cells; a note where a figure is missing.
 
     Args:
         baseline: name of a contender, or a figure for each of the heads; cells get "(x ×)" behind them: its figure over theirs, so that
             above 1 is faster.
+        share: of a row, from 0 to 1; cells get "(x %)" behind them where it is one.
     """
     rows = list(rows)
     # a whole group that failed has a note and no place in the table
@@ -83,7 +85,8 @@ def pivot(
         text = figure(row.values[value] * scale)
         if head in bases and name != baseline and row.values[value]:
             text += f" ({figure(bases[head] / row.values[value])} ×)"
-        return text
+        part = share(row)
+        return text if part is None else f"{text} ({figure(100 * part)} %)"
 
     body = [[name, *(cell(name, head) for head in heads)] for name in names]
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())

@@ -48,7 +48,13 @@ class Timing:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 20
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    seconds: float = 0.5,
+    least: int = 3,
+    most: int = 20,
+    warm: bool = False,
 ) -> dict[str, Timing]:
     """Time every function in turn, again and again, for about ``seconds`` each, and at least ``least`` turns.
 
@@ -56,12 +62,14 @@ def interleaved(
         functions: results are thrown away. Each is called twice before it is timed: the first call may compile.
         device: what they run on.
         most: turns at most.
+        warm: they were called before, and are called once before they are timed.
     """
     if not functions:
         return {}
     once: dict[str, float] = {}
     for name, function in functions.items():
-        function()
+        if not warm:
+            function()
         once[name] = one_call(function, device)
     longest = max(once.values())
     turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
