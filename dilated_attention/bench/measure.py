@@ -39,7 +39,7 @@ def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, f
     if contender.inputs == "qkv" and pattern is not None and problem.num_positions > small.num_positions:
         leaves = problem.qkv(7)
         with torch.no_grad():
-            out = attend(*leaves)
+            out = whole(attend)(*leaves)
         errors["sampled out"] = correct.sampled_error(pattern, problem, leaves, out)
     return errors
 
@@ -47,7 +47,7 @@ def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, f
 @functools.lru_cache(maxsize=1024)
 def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, float], ...]:
     """Errors where all is compared; once a process, as all longer sequences of a suite have the same one."""
-    attend = contender.make(small)
+    attend = whole(contender.make(small))
     if contender.chooses is not None:
         single = replace(small, batch_size=1)
         q, k, _ = (x.detach() for x in single.qkv(7))
@@ -68,9 +68,10 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
     leaves = inputs_of(contender, problem, 7)
     dout = torch.randn_like(leaves[0]).detach()
     copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    reference = contender.make(exact)
-    if isinstance(attend, OfEmbedded) and isinstance(reference, OfEmbedded):
-        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in attend.module.state_dict().items()})
+    reference = (contender.reference or contender.make)(exact)
+    module = module_of(attend)
+    if module is not None and isinstance(reference, OfEmbedded):
+        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in module.state_dict().items()})
     found = attend(*leaves)
     true = reference(*copies)
     grads = torch.autograd.grad(found, leaves, dout)
@@ -82,7 +83,21 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
     }
 
 
+def whole(attend: Attend) -> Attend:
+    """``attend`` as a function of whole sequences, where it is one of this process's part."""
+    found: Attend = getattr(attend, "whole", attend)
+    return found
+
+
+def module_of(attend: Attend) -> torch.nn.Module | None:
+    """The module with projections behind ``attend``, if there is one."""
+    inner = getattr(attend, "__self__", attend)
+    inner = getattr(inner, "part", inner)
+    return inner.module if isinstance(inner, OfEmbedded) else None
+
+
 def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+    """x, or q, k and v."""
     return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
 
 
@@ -94,6 +109,7 @@ def measure(
     seconds: float = 0.5,
     memory: bool = False,
     longest: float | None = None,
+    agree: Callable[[float], float] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> list[Row]:
     """A row for each contender and pass: ``ms``, its percentiles, ``tflops``, with ``memory`` also ``peak_bytes`` beyond the inputs.
@@ -103,12 +119,13 @@ def measure(
     Args:
         longest: seconds that a call may take; what an eighth of the positions tells to take longer is not run, and its note says how long
             it would take. None for no limit.
+        agree: as of ``interleaved``: where several processes measure together, all of them call this.
     """
     rows: list[Row] = []
     able: dict[str, _Able] = {}
     case = problem.case | (extra or {})
     for contender in contenders:
-        found = attempt(functools.partial(_checked, contender, problem, longest), foreign=True)
+        found = attempt(functools.partial(_checked, contender, problem, longest, agree), foreign=True)
         one = found.value
         if one is None:
             rows.append(Row(name=contender.name, case=case, note=found.note))
@@ -121,7 +138,7 @@ def measure(
             able[contender.name] = one
     release()
     for which in passes:
-        rows += _timed(able, problem, which, case, seconds, memory, longest)
+        rows += _timed(able, problem, which, case, seconds, memory, longest, agree)
         release()
     return rows
 
@@ -137,11 +154,13 @@ class _Able:
     note: str = ""
 
 
-def _checked(contender: Contender, problem: Problem, longest: float | None) -> _Able:
+def _checked(contender: Contender, problem: Problem, longest: float | None, agree: Callable[[float], float] | None) -> _Able:
     attend = contender.make(problem)
     able = _Able(contender, attend)
     if longest is not None:
         able.expected = expected_seconds(contender, problem)
+        if able.expected is not None and agree is not None:
+            able.expected = agree(able.expected)
         able.note = _too_long(able, "forward", longest)
     if not able.note:
         able.errors = check(contender, problem, attend)
@@ -155,7 +174,7 @@ def expected_seconds(contender: Contender, problem: Problem) -> float | None:
     if 4 * problem.dense_pairs * problem.head_dim < _WORTH_A_PROBE.get(problem.device.type, 0.0) or short.num_positions < correct.WHOLE:
         return None
     attend = contender.make(short)
-    leaves = inputs_of(contender, short)
+    leaves = inputs_of(contender, _part(contender, short))
     with torch.no_grad():
         attend(*leaves)
         seconds = min(one_call(lambda: attend(*leaves), problem.device) for _ in range(2))
@@ -187,6 +206,7 @@ def _timed(
     seconds: float,
     memory: bool,
     longest: float | None,
+    agree: Callable[[float], float] | None,
 ) -> list[Row]:
     rows: list[Row] = []
     # contenders share the sets of inputs, and each goes through them in its own turns
@@ -215,13 +235,13 @@ def _timed(
                     del first
                     continue
             rows.append(Row(name=one.contender.name, case=case | {"pass": which}, note=note))
-        for name, timing in interleaved(calls, problem.device, seconds=seconds, warm=True).items():
+        for name, timing in interleaved(calls, problem.device, seconds=seconds, warm=True, agree=agree).items():
             contender = able[name].contender
             values = timing.values() | rate(contender.pairs(problem), problem.head_dim, which, timing)
             if memory and problem.device.type == "cuda":
                 values["peak_bytes"] = peaks[name]
             if which == "forward" and able[name].expected is not None:
-                able[name].expected = timing.ms / 1000
+                able[name].expected = timing.ms / 1000 if agree is None else agree(timing.ms / 1000)
             rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors=able[name].errors))
     return rows
 
@@ -247,8 +267,8 @@ def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[s
 def _call(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
     """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand."""
     _share(contender, problem, shared)
-    sets = shared[contender.inputs]
-    dout = shared["dout"][0] if contender.inputs == "qkv" else shared["dout"][0].flatten(2)
+    kind = _kind(contender)
+    sets, (dout,) = shared[kind], shared[f"dout of {kind}"]
     number = 0
 
     def following() -> int:
@@ -286,10 +306,21 @@ def _call(contender: Contender, attend: Attend, problem: Problem, which: str, sh
 
 def _share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
     """Make the inputs that contenders of this kind go through, once."""
-    if contender.inputs not in shared:
-        shared[contender.inputs] = [inputs_of(contender, problem, i) for i in range(sets_of(problem))]
-    if "dout" not in shared:
-        shared["dout"] = [problem.draw(problem.num_heads, 1000)]
+    kind = _kind(contender)
+    if kind not in shared:
+        shared[kind] = [inputs_of(contender, _part(contender, problem), i) for i in range(sets_of(problem))]
+    if f"dout of {kind}" not in shared:
+        dout = _part(contender, problem).draw(problem.num_heads, 1000)
+        shared[f"dout of {kind}"] = [dout.flatten(2) if contender.inputs == "x" else dout]
+
+
+def _part(contender: Contender, problem: Problem) -> Problem:
+    """What this process holds of the problem."""
+    return problem if contender.local is None else contender.local(problem)
+
+
+def _kind(contender: Contender) -> str:
+    return contender.inputs if contender.local is None else f"{contender.inputs} in parts"
 
 
 def sets_of(problem: Problem) -> int:

@@ -55,6 +55,7 @@ def interleaved(
     least: int = 3,
     most: int = 20,
     warm: bool = False,
+    agree: Callable[[float], float] | None = None,
 ) -> dict[str, Timing]:
     """Time every function in turn, again and again, for about ``seconds`` each, and at least ``least`` turns.
 
@@ -63,6 +64,8 @@ def interleaved(
         device: what they run on.
         most: turns at most.
         warm: they were called before, and are called once before they are timed.
+        agree: gives all processes the first one's number, where functions exchange between processes: all call them equally often then,
+            one by one.
     """
     if not functions:
         return {}
@@ -70,13 +73,14 @@ def interleaved(
     for name, function in functions.items():
         if not warm:
             function()
-        once[name] = one_call(function, device)
+        once[name] = one_call(function, device) if agree is None else agree(one_call(function, device))
     longest = max(once.values())
     turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            samples[name] += _turn(function, device, once[name], min(seconds / turns, 0.1))
+            mine = min(seconds / turns, 0.1)
+            samples[name] += _turn(function, device, once[name], mine) if agree is None else _counted(function, device, once[name], mine)
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
@@ -107,6 +111,11 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
         end.record()
         end.synchronize()
         return [float(start.elapsed_time(end))]
+
+
+def _counted(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    """Milliseconds of as many calls as ``once`` tells, whatever they take."""
+    return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(seconds / max(once, 1e-9)))))]
 
 
 def synchronise(device: torch.device) -> None:

@@ -227,7 +227,8 @@ def _lines(rows: Iterable[Row], names: Iterable[str], value: str) -> list[Line]:
         if mine:
             at = [row.case["N"] for row in mine]
             if value == "ms":
-                lines.append(Line(name, at, *([row.values[key] / row.case["B"] for row in mine] for key in ("ms", "low_ms", "high_ms"))))
+                ms, low, high = ([row.values[key] / row.case["B"] for row in mine] for key in ("ms", "low_ms", "high_ms"))
+                lines.append(Line(name, at, ms, low, high))
             else:
                 lines.append(Line(name, at, [row.values[value] for row in mine]))
     return lines
