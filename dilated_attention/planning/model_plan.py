@@ -23,14 +23,16 @@ from dilated_attention.planning.plan import MOST_POSITIONS, machine_of, search
 from dilated_attention.planning.problem import Problem, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.speed import passes_of
-from dilated_attention.planning.timeline import Point, Timeline, timeline
+from dilated_attention.planning.timeline import Point, Timeline, Traced, timeline
 from dilated_attention.planning.trace import Tape, fake_tensors
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
 _LENGTHS = (2048, 3072)
-# share of the peak that linear layers are taken to reach: not measured
-_LINEAR_SHARE = 0.6
+# shares of the peaks that linear layers, and what is read and written between them, are taken to reach: with them a training step of Prov-GigaPath's
+# encoder on 45,681 tiles comes out as an H200 measured it (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
+_BANDWIDTH_SHARE = 0.5
+_LINEAR_SHARE = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,7 @@ def plan_model(
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "batch_size": batch_size, "world_size": world_size, "weight_shards": weight_shards}
     sizes = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
-    with fake_tensors():
-        model = create_model(preset, **overrides)
+    model = create_model(preset, **overrides, device="meta")
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     problem = _attention_of(config, machine.gpu, sizes, dtype, training)
     half = problem.dtype in (torch.float16, torch.bfloat16)
@@ -274,6 +275,9 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
     model, rows = _model_of(run.preset, run.overrides), -(-problem.num_positions // problem.world_size)
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     terms: list[tuple[str, int]] = [("weights", fixed.weights)]
+    if problem.gpu is not None:
+        # one for each thread that multiplies: the caller's, and autograd's
+        terms.append(("cuBLAS's workspaces", (1 + run.training) * (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20))
     if fixed.whole:
         terms.append(("two blocks whole", fixed.whole))
     if not run.training:
@@ -284,14 +288,14 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
                 at_a_time = min(rows, PREFILL)
                 row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * run.dtype.itemsize
                 cached = run.batch_size * config.num_layers * row * kept
-        inside = _insides(problem if at_a_time == rows else problem.of_length(at_a_time))
+        inside = insides(problem if at_a_time == rows else problem.of_length(at_a_time))
         top, point = _trace(run).highest(at_a_time, lambda p: p.inside.at(at_a_time) + inside.get(p.attention, 0))
         extra = inside.get(point.attention, 0)
         terms += [("keys and values of the cache", cached), ("activations", top - extra), ("inside attention", extra)]
         return tuple(term for term in terms if term[1]), "in the forward"
     terms.append(("optimizer's moments", fixed.moments))
     base = sum(size for _, size in terms)
-    inside, kept = _insides(problem), _kept_bytes(problem)
+    inside, kept = insides(problem), _kept_bytes(problem)
     line = _trace(run)
     loss, loss_grads = _loss_of(run, rows) if isinstance(model, LongNetLM) else (0, 0)
 
@@ -318,7 +322,7 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
     ), "in the backward" if point.grads or point.attention == "backward" else "in the forward"
 
 
-def _insides(problem: Problem) -> dict[str, int]:
+def insides(problem: Problem) -> dict[str, int]:
     """Bytes of attention beside its inputs and results, which the trace has: forward, and backward."""
     found = memory_of(problem)
     rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
@@ -346,19 +350,20 @@ def _kept_bytes(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
-    with fake_tensors():
-        return create_model(preset, **dict(overrides))
+    return create_model(preset, **dict(overrides), device="meta")
 
 
 @functools.lru_cache(maxsize=32)
 def _trace(run: _Run) -> Timeline:
     """The stack's step, from its input to the input's gradient; the loss is traced apart."""
-    return timeline(lambda rows: _moments(run, rows), _LENGTHS)
+    config: Any = _model_of(run.preset, run.overrides).config
+    return timeline(lambda rows, blocks: _moments(run, rows, blocks), _LENGTHS, getattr(config, "encoder", config).num_layers)
 
 
-def _moments(run: _Run, rows: int) -> tuple[list[Any], int]:
+def _moments(run: _Run, rows: int, blocks: int) -> Traced:
+    overrides = dict(run.overrides) | {"num_layers": blocks}
     with fake_tensors():
-        model = create_model(run.preset, **dict(run.overrides), checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
+        model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
         model.train(run.training)
         tape = Tape(on_gpu=run.on_gpu)
         tape.ignore(model.parameters())
@@ -384,7 +389,8 @@ def _stack_forward(model: Pretrained, batch: int, rows: int, dtype: torch.dtype)
     width = embedding.in_features if isinstance(embedding, nn.Linear) else embedding.in_channels * embedding.kernel_size[0] ** 2
     tiles = torch.empty((batch, rows, width), dtype=dtype)
     x = nn.functional.linear(tiles, embedding.weight.flatten(1), embedding.bias)
-    return model.encoder(x + torch.empty_like(x[:1])), tiles  # type: ignore[operator]
+    # places are added in the parameters' dtype, which makes that of the residual stream
+    return model.encoder(x + torch.empty_like(x[:1], dtype=dtype)), tiles  # type: ignore[operator]
 
 
 def _loss_of(run: _Run, rows: int) -> tuple[int, int]:
@@ -461,9 +467,9 @@ def _seconds(run: _Run, problem: Problem, exchange: Exchange, flops: float) -> t
     attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
     linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     rows = -(-problem.num_positions // problem.world_size)
-    moved = _trace(run).moved.at(rows) / gpu.bandwidth
+    moved = _trace(run).moved.at(rows) / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
-        f"attention {attention * 1e3:,.3g} ms ({passes[0].source}); linear layers {linear * 1e3:,.3g} ms, assumed at {_LINEAR_SHARE:.0%} of the peak; "
-        f"what is read and written between {moved * 1e3:,.3g} ms, at the full bandwidth"
+        f"attention {attention * 1e3:,.3g} ms ({passes[0].source}); linear layers {linear * 1e3:,.3g} ms, taken at {_LINEAR_SHARE:.0%} of the peak; "
+        f"what is read and written between {moved * 1e3:,.3g} ms, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
     )
     return attention + linear + moved, source, ""

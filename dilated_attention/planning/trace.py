@@ -53,7 +53,7 @@ class Moment:
 
 
 class Tape(TorchDispatchMode):
-    """Notes a ``Moment`` for each operation.
+    """Notes a ``Moment`` for each operation that makes something.
 
     Args:
         on_gpu: whether the tensors, which lie on a CPU as far as torch is told, stand for a GPU's.
@@ -103,7 +103,9 @@ class Tape(TorchDispatchMode):
         if made and not attention:
             self._moved += made + sum(x.numel() * x.element_size() for x in tree_iter(args) if isinstance(x, torch.Tensor))
         inside = _inside(name, args, out, self.on_gpu)
-        self.moments.append(Moment(self._alive, self._grads, inside, attention, self._kept, self._moved))
+        if made or inside or attention:
+            # between two allocations nothing is higher
+            self.moments.append(Moment(self._alive, self._grads, inside, attention, self._kept, self._moved))
         return out
 
     def _free(self, size: int) -> None:
