@@ -16,7 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, decode_attention, dilated_attention
+from dilated_attention import (
+    DilatedPattern,
+    attention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    decode_attention,
+    dilated_attention,
+)
 from dilated_attention.backends import registry
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.engine import decode as torch_decode
@@ -31,7 +38,7 @@ from tests.pool import pool_of
 GIB = 2**30
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."
-CPU_NAMES = ("cpu", "math")
+CPU_NAMES = ("sdpa_cpu", "math")
 
 
 def fails(kind: type[RuntimeError] = torch.OutOfMemoryError, text: str = TORCH) -> Callable[..., Any]:
@@ -59,9 +66,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def breaks(pass_: str, **how: Any) -> None:
         for name in CPU_NAMES:
-            if name in registry.names():
-                for method in (pass_, f"{pass_}_blocks"):
-                    monkeypatch.setattr(type(registry.get(name)), method, fails(**how))
+            for method in (pass_, f"{pass_}_blocks"):
+                monkeypatch.setattr(type(registry.get(name)), method, fails(**how))
 
     return breaks
 
@@ -87,7 +93,9 @@ def test_every_attention_says_it(name: str, pass_: str, kind: type[RuntimeError]
 def test_a_decoder_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_decode.Cached, "places", fails())
     q, cache = torch.randn(3, 1, 4, 16), torch.randn(3, 100, 2, 16)
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)the forward of decode_attention.*places \(engine/decode.py\).*cache of \(3, 100, 2, 16\)"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)the forward of decode_attention.*decode \(engine/decode.py\).*cache of \(3, 100, 2, 16\)"
+    ):
         decode_attention(q, cache, cache, torch.tensor([7, 99, 50]), DilatedPattern((32, 64), (1, 2)))
 
 
@@ -143,10 +151,6 @@ def test_through_torch_compile(broken: Callable[..., None]) -> None:
     broken("forward")
     with pytest.raises(torch.OutOfMemoryError, match="the forward of dilated_attention ran out"):
         compiled(q, k, v)
-    positions, cache = torch.tensor([7, 9]), torch.randn(2, 100, 2, 16)
-    decoder = torch.compile(lambda q: decode_attention(q, cache, cache, positions), fullgraph=True, backend="aot_eager")
-    query = torch.randn(2, 1, 4, 16)
-    assert torch.allclose(decoder(query), decode_attention(query, cache, cache, positions))
 
 
 def arguments(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", **changes: Any) -> dict[str, Any]:
@@ -181,7 +185,11 @@ def test_suggestions_fit_and_are_the_largest(left: int) -> None:
     assert need.bytes_at(dataclasses.replace(need.setting, length=length)) <= there
     assert need.bytes_at(dataclasses.replace(need.setting, length=length + 2**12)) > there
     for batch in numbers(ways, r"^(\d) in place of 4 sequences"):
-        assert need.bytes_at(dataclasses.replace(need.setting, batch=batch)) <= there < need.bytes_at(dataclasses.replace(need.setting, batch=batch + 1))
+        assert (
+            need.bytes_at(dataclasses.replace(need.setting, batch=batch))
+            <= there
+            < need.bytes_at(dataclasses.replace(need.setting, batch=batch + 1))
+        )
     half = need.bytes_at(dataclasses.replace(need.setting, dtype=torch.bfloat16))
     assert any("bfloat16 in place of float32" in way for way in ways) == (half <= there)
     (gpus,) = numbers(ways, r"^ring_dilated_attention over (\d+) GPUs")
@@ -228,7 +236,13 @@ def test_asked_bytes_and_bisection() -> None:
         for step in (1, 3):
             fitting = [n for n in range(step, 15, step) if n <= limit]
             assert largest(lambda n, limit=limit: n <= limit, 15, step) == (fitting[-1] if fitting else None)
-    assert [size_text(x) for x in (0, 1023, 1024, 1536 * 2**20, 2**50)] == ["0 bytes", "1,023 bytes", "1.00 KiB", "1.50 GiB", "1,024.00 TiB"]
+    assert [size_text(x) for x in (0, 1023, 1024, 1536 * 2**20, 2**50)] == [
+        "0 bytes",
+        "1,023 bytes",
+        "1.00 KiB",
+        "1.50 GiB",
+        "1,024.00 TiB",
+    ]
 
 
 def test_the_decoder_in_torch_is_counted() -> None:
@@ -251,18 +265,18 @@ from dilated_attention import dilated_attention
 torch.set_num_threads(1)
 def step(batch, length):
     q, k, v = (torch.randn(batch, length, 4, 64, requires_grad=True) for _ in range(3))
-    dilated_attention(q, k, v, [2048, 65536], [1, 4]).backward(torch.ones(batch, length, 4, 64))
+    dilated_attention(q, k, v, [64, 256], [1, 4]).backward(torch.ones(batch, length, 4, 64))
 step(1, 128)
 used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-limit = used + 700 * 2**20
+limit = used + 350 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
-    step(2, 65536)
+    step(2, 32768)
 except RuntimeError as error:
     assert type(error) is RuntimeError
     said = str(error)
 print(said)
-length = int(re.search(r"([\\d,]+) in place of 65,536 positions", said)[1].replace(",", ""))
+length = int(re.search(r"([\\d,]+) in place of 32,768 positions", said)[1].replace(",", ""))
 step(2, length)
 print("fits:", length)
 """
@@ -276,7 +290,7 @@ def test_a_process_with_a_limit_is_told_a_length_that_fits() -> None:
     assert done.returncode == 0, done.stderr
     assert "RLIMIT_AS" in done.stdout and "DefaultCPUAllocator" in done.stdout
     length = int(done.stdout.rsplit("fits:", 1)[1])
-    assert 8192 < length < 65536
+    assert 4096 < length < 32768
 
 
 def test_room_of_this_machine() -> None:
@@ -312,4 +326,5 @@ def test_a_rank_that_runs_out_is_named_by_the_others() -> None:
     own = others.pop(1)
     assert own.startswith("OutOfMemoryError: the forward of ring_attention ran out of memory: it asked for 2.00 GiB")
     assert "on rank 1 of 3" in own and "keys of other ranks" in own and "over 4 ranks in place of 3" in own
-    assert all(other.startswith("RingError: ") and "rank 1 has not reported" in other for other in others), others
+    # rank 2 has had all that it needs of rank 1 by then
+    assert others[0].startswith("RingError: rank 0: forward, hop 2") and "rank 1 has not reported" in others[0]

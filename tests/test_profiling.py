@@ -53,7 +53,7 @@ def test_every_byte_of_a_known_program() -> None:
     assert 4 * MIB <= add.allocated < 4 * MIB + 64 and add.largest == 4 * MIB and add.at_peak == 4 * MIB
     assert (cat.allocated, cat.peak, cat.kept, cat.scratch, cat.at_peak) == (8 * MIB, 8 * MIB, 8 * MIB, 0, 8 * MIB)
     assert profile.ops[0].name == "aten::cat"
-    with pytest.raises(KeyError, match="aten::mm.*allocated nothing.*aten::cat"):
+    with pytest.raises(KeyError, match=r"aten::mm.*allocated nothing.*aten::cat"):
         profile.op("aten::mm")
 
 
@@ -125,9 +125,9 @@ def test_the_process_is_seen_to_grow() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="snapshot is given for the CPU.*GPUs only"):
+    with pytest.raises(ValueError, match=r"snapshot is given for the CPU.*GPUs only"):
         profile_memory(device="cpu", snapshot="memory.pickle")
-    with pytest.raises(ValueError, match="ops=False on the CPU"):
+    with pytest.raises(ValueError, match=r"ops=False on the CPU"):
         profile_memory(device="cpu", ops=False)
     with pytest.raises(ValueError, match="device is meta"):
         profile_memory(device="meta")
