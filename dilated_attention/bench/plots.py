@@ -105,8 +105,8 @@ class Plot:
         if low < 1e-3 or high > 1e6:
             return
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        if high / low < 30:
-            axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
+        if high / low < 100:
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0) if high / low > 10 else (2.0, 3.0, 5.0)))
             axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.10g}")
         else:
             axes.yaxis.set_minor_formatter(NullFormatter())

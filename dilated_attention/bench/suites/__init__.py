@@ -1,9 +1,10 @@
 """One file a suite. A new one is a file here and a line below."""
 
 from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.suites.accuracy import Accuracy
 from dilated_attention.bench.suites.implementations import Implementations
 from dilated_attention.bench.suites.speed import Speed
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Implementations)}
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Implementations, Accuracy)}
 
 __all__ = ["SUITES"]

@@ -55,7 +55,7 @@ class Implementations(Suite):
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
-        compared = {"modules": sorted(options.modules) if options.modules else "all"}
+        compared: dict[str, Any] = {"modules": sorted(options.modules) if options.modules else "all"}
         compared |= {"contenders": {other.name: other.target for other in options.contender}} if options.contender else {}
         return super().settings(session) | compared | {"longest": self.longest(session)}
 
@@ -113,8 +113,9 @@ class Implementations(Suite):
         )
         shares = {contender.name: _share(contender, problem) for contender in contenders}
         for row in rows:
-            if row.values and shares[row.name] is not None:
-                row.values["pairs_share"] = shares[row.name]
+            share = shares.get(row.name)
+            if row.values and share is not None:
+                row.values["pairs_share"] = share
         return rows
 
     def tables(self, results: Results) -> list[Table]:
