@@ -54,6 +54,9 @@ def pivot(
         baseline: name of a contender; cells get "(x ×)" behind them: its figure over theirs, so that above 1 is faster.
     """
     rows = list(rows)
+    # a whole group that failed has a note and no place in the table
+    failed = [f"{row.case.get('group', row.name)}: {row.note}." for row in rows if across not in row.case]
+    rows = [row for row in rows if across in row.case]
     heads = list(dict.fromkeys(row.case[across] for row in rows))
     if all(isinstance(head, int) and not isinstance(head, bool) for head in heads):
         heads.sort()
@@ -76,7 +79,7 @@ def pivot(
     body = [[name, *(cell(name, head) for head in heads)] for name in names]
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
     columns = [across, *(f"{head:,}" if isinstance(head, int) else str(head) for head in heads)]
-    return Table(title, columns, body, "\n".join(filter(None, [caption, legend, absent(rows, value)])))
+    return Table(title, columns, body, "\n".join(filter(None, [caption, legend, absent(rows, value), *failed])))
 
 
 def absent(rows: Iterable[Row], value: str) -> str:

@@ -46,7 +46,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", choices=list(DTYPES), nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU"
     )
-    parser.add_argument("--seconds", type=float, help="of timing for each contender and pass; default 0.5 on a GPU, 0.2 on a CPU")
+    parser.add_argument("--seconds", type=float, help="of timing for each contender and pass; default 0.2")
     parser.add_argument("--minutes", type=float, help="begin nothing after so long; another run of the same command goes on")
     parser.add_argument("--no-plots", action="store_true", help="JSON and Markdown only")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -99,7 +99,7 @@ def _session(args: argparse.Namespace) -> Session:
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     dtypes = tuple(DTYPES[name] for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
     full = args.size == "full" if args.size else on_gpu
-    seconds = args.seconds if args.seconds is not None else 0.5 if on_gpu else 0.2
+    seconds = 0.2 if args.seconds is None else args.seconds
     if seconds <= 0:
         raise ValueError(f"--seconds is {seconds:g}; expected more than 0")
     return Session(device=device, full=full, dtypes=dtypes, seconds=seconds, options=args, rank=rank, world_size=world_size)
