@@ -1,8 +1,9 @@
 """One file a suite. A new one is a file here and a line below."""
 
 from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.suites.scaling import Scaling
 from dilated_attention.bench.suites.speed import Speed
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed,)}
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Scaling)}
 
 __all__ = ["SUITES"]
