@@ -1,10 +1,10 @@
-# make demo · make test · make lint · make bench: each makes .venv and installs what it needs.
+# make demo · make test · make lint · make bench · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
@@ -26,6 +26,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_speed.py
+
+# into build/site; a broken link, a page outside of the navigation or a docstring that cannot be read stops it
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "the site: build/site/index.html"
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -38,17 +37,6 @@ def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
         (x @ x)[0, 0].item()
         seconds.append(time.perf_counter() - start)
     return 2 * 2048**3 / min(seconds), "a product of two 2048 x 2048 matrices on this machine"
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB: of a GPU what tensors took at most, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    # which Windows lacks
-    import resource
-
-    # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def plot(log: dict[str, Any], path: Path) -> None:

@@ -11,11 +11,10 @@ Last line: ``N = …: predicted … measured … (…%)``; exit code 1 if they d
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 
 import torch
+from _memory import measured
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.engine.memory import attention_memory
@@ -35,19 +34,6 @@ def branches(length: int) -> tuple[list[int], list[int]]:
 def predicted(length: int, args: argparse.Namespace, device: str, dtype: torch.dtype) -> int:
     pattern = DilatedPattern(*branches(length))
     return attention_memory(pattern, length, args.heads, args.head_dim, dtype=dtype, device_type=device, is_causal=args.causal).peak
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def highest_resident() -> int:
-    # not getrusage: its peak counts the process that started this one, if that was larger
-    with open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["VmHWM"].split()[0]) * 1024
 
 
 def available(device: str) -> int:
@@ -89,21 +75,11 @@ def main() -> int:
 
     # kernels, thread pools and plans of the same kind, so that what they hold is not counted as the tensors'
     attend(4096, args, device, dtype)
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = resident()
-    start = time.perf_counter()
-    attend(length, args, device, dtype)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    measured = (torch.cuda.max_memory_allocated() if device == "cuda" else highest_resident()) - before
-    difference = measured / expected - 1
-    print(f"forward + backward in {seconds:.1f} s, {length / seconds:,.0f} tokens/s, {measured / length:.0f} bytes a token")
-    print(f"N = {length:,}: predicted {expected / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB ({difference:+.1%})")
+    _, seconds, before, peak = measured(lambda: attend(length, args, device, dtype), device)
+    taken = peak - before
+    difference = taken / expected - 1
+    print(f"forward + backward in {seconds:.1f} s, {length / seconds:,.0f} tokens/s, {taken / length:.0f} bytes a token")
+    print(f"N = {length:,}: predicted {expected / GIB:.3f} GiB, measured {taken / GIB:.3f} GiB ({difference:+.1%})")
     return 0 if abs(difference) <= 0.10 else 1
 
 

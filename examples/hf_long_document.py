@@ -13,14 +13,11 @@ Last line: ``done: dilated reads … bytes … times as fast as sdpa, at … bit
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import math
 import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from _memory import measured
 from _text import random_windows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -77,32 +75,6 @@ def train(model: Any, text: torch.Tensor, args: argparse.Namespace) -> int:
     return step
 
 
-def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """(what ``work`` returns, its seconds, MiB at its peak beyond what was there before); MiB is NaN where nobody counts them."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20
-    else:
-        # what was freed goes back to the system, and Linux forgets a process's peak when it is told so
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-    start = time.perf_counter()
-    result = work()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    return result, seconds, (torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else resident("VmHWM")) - before
-
-
-def resident(line: str) -> float:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((float(x.split()[1]) / 1024 for x in lines if x.startswith(line)), math.nan)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
@@ -125,16 +97,17 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             loss_of(model, end[:, :1025])
-            loss, seconds, peak = measured(lambda model=model: loss_of(model, end).item())
+            loss, seconds, before, peak = measured(lambda model=model: loss_of(model, end).item(), DEVICE)
         found[name] = seconds, loss / math.log(2)
-        print(f"{name:<10} {steps:6d} {seconds:8.2f} {peak:6.0f} {found[name][1]:10.3f}", flush=True)
+        print(f"{name:<10} {steps:6d} {seconds:8.2f} {(peak - before) / 2**20:6.0f} {found[name][1]:10.3f}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="dilated").to(DEVICE).eval()
     prompt = end[:, :-1].to(DEVICE)
     torch.manual_seed(0)
-    written, seconds, _ = measured(
-        lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.write, do_sample=True, temperature=0.7)
+    written, seconds, *_ = measured(
+        lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.write, do_sample=True, temperature=0.7),
+        DEVICE,
     )
     print(f"\nit writes on, {args.write} bytes in {seconds:.1f} s: {bytes(written[0, prompt.shape[1] :].tolist())!r}")
     (dense, bits_dense), (dilated, bits) = found["sdpa"], found["dilated"]

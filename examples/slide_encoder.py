@@ -16,17 +16,14 @@ import argparse
 import importlib.util
 import math
 import os
-import resource
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 # threads that wait for each other sleep instead of spinning
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from _memory import measured
 from torch import nn
 
 from dilated_attention import create_model
@@ -56,19 +53,8 @@ def make_slide(tiles: int, seed: int, lesion: bool) -> Slide:
     return embeddings.to(DEVICE), (place * TILE).float().to(DEVICE)
 
 
-def measured(work: Callable[[], Any]) -> tuple[Any, str, float]:
-    """(result, "seconds and peak memory", seconds)."""
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    result = work()
-    # of the whole process so far on a CPU, in kilobytes but on macOS
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
-    seconds = time.perf_counter() - start
-    return result, f"{seconds:.2f} s, peak {peak / 1e9:.2f} GB", seconds
+def told(seconds: float, peak: float) -> str:
+    return f"{seconds:.2f} s, peak {peak / 1e9:.2f} GB"
 
 
 @torch.no_grad()
@@ -117,8 +103,8 @@ def fine_tune(model: SlideEncoder, tiles: int, steps: int) -> float:
 
     seconds = 0.0
     for i in range(steps):
-        loss, figures, seconds = measured(step)
-        print(f"  step {i + 1} on slides of {sizes} tiles: loss {loss:.3f}, {figures}", flush=True)
+        loss, seconds, _, peak = measured(step, DEVICE)
+        print(f"  step {i + 1} on slides of {sizes} tiles: loss {loss:.3f}, {told(seconds, peak)}", flush=True)
     model.eval()
     return seconds
 
@@ -135,8 +121,8 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {DEVICE}, {'float32' if DEVICE == 'cpu' else 'bfloat16 autocast'}")
     for tiles in args.tiles:
         slide = make_slide(tiles, seed=7, lesion=True)
-        (vector, weights), figures, _ = measured(lambda slide=slide: embed(model, slide))
-        print(f"{tiles} tiles: vector of norm {vector.norm():.2f} and the class token's attention in {figures}", flush=True)
+        (vector, weights), seconds, _, peak = measured(lambda slide=slide: embed(model, slide), DEVICE)
+        print(f"{tiles} tiles: vector of norm {vector.norm():.2f} and the class token's attention in {told(seconds, peak)}", flush=True)
         if importlib.util.find_spec("matplotlib"):
             draw(slide, weights, args.out / f"slide_attention_{tiles}.png")
         seconds = fine_tune(model, tiles // 2 if DEVICE == "cpu" else tiles, args.steps)

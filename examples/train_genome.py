@@ -34,7 +34,8 @@ import _markov
 import torch
 import torch.distributed as dist
 from _genome import LETTERS, Chromosome, GenomeLM, find_fasta, geometric_branches, read_fasta
-from _measure import flops_per_base, peak_flops, peak_memory, plot
+from _measure import flops_per_base, peak_flops, plot
+from _memory import peak_memory
 from _muon import Muon
 from _parallel import Processes
 
@@ -213,7 +214,7 @@ class Run:
         bases = length * self.processes.rows / seconds
         peak, source = peak_flops(self.processes.device, args.peak_tflops)
         flops = flops_per_base(self.model, length)
-        memory = torch.tensor(peak_memory(self.processes.device), device=self.processes.device)
+        memory = torch.tensor(peak_memory(self.processes.device) / 2**30, device=self.processes.device)
         if self.processes.distributed:
             dist.all_reduce(memory, dist.ReduceOp.MAX)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -255,3 +256,80 @@ def test_generation_leaves_each_module_in_its_mode() -> None:
         lm.generate(torch.randint(50, (1, 5)), 2, stop_token=50)
     logits = torch.tensor([[1.0, 900.0, 2.0]])
     assert Sampling(temperature=1e-29).draw(logits).item() == Sampling(temperature=1e-40).draw(logits).item() == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "ring_dilated", **DILATED},
+        {"attention": "ring"},
+        {"attention": "ring_block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
+    ],
+    ids=lambda changes: changes["attention"],
+)
+def test_a_model_of_a_ring_decodes_on_one_process(changes: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    lm = LongNetLM(LongNetConfig(**{**SHAPE, **changes})).eval().requires_grad_(False)
+    tokens = torch.randint(50, (1, 60))
+    full, cache = lm(tokens), KVCache(lm.config, 1, 60)
+    torch.testing.assert_close(prefill(lm, tokens[:, :40], cache, chunk=17)[0], full[0, 39], atol=1e-5, rtol=0)
+    step = Stepper(lm, cache)
+    for at in range(40, 60):
+        torch.testing.assert_close(step(tokens[:, at : at + 1])[0], full[0, at], atol=1e-5, rtol=0)
+
+
+def test_a_step_takes_one_token_of_each_request_and_a_prompt_has_one_at_least() -> None:
+    lm = model().requires_grad_(False)
+    step = Stepper(lm, KVCache(lm.config, 3, 40))
+    with pytest.raises(ValueError, match=r"tokens has shape \(1, 1\); expected one token for each request, \(3, 1\)"):
+        step(torch.ones(1, 1, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"dtype torch\.float32"):
+        step(torch.full((3, 1), 1.7))
+    with pytest.raises(ValueError, match="at least one position"):
+        prefill(lm, torch.ones(3, 0, dtype=torch.int64), step.cache)
+    assert step.cache.lengths == [0, 0, 0]
+
+
+def test_of_equally_likely_tokens_no_more_than_k_are_drawn() -> None:
+    draw = Sampling(top_k=2, generator=torch.Generator().manual_seed(0))
+    assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
+
+
+def test_a_step_is_captured_anew_where_another_pass_has_made_larger_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads the tables that there were. Here it is played by a function that notes them."""
+    lm = model("blocks").requires_grad_(False)
+    cache, captured = KVCache(lm.config, 1, 500), []
+    step = Stepper(lm, cache)
+    monkeypatch.setattr(step, "uses_graph", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+    class Graph:
+        def __init__(self) -> None:
+            self.tables = cache.row_keys._columns
+            step._logits = torch.empty(0)
+            captured.append(self)
+
+        def replay(self) -> None:
+            assert self.tables is cache.row_keys._columns
+            step._logits = step._forward()
+
+    monkeypatch.setattr(step, "_capture", lambda: setattr(step, "_graph", Graph()))
+    tokens = torch.randint(50, (1, 500))
+    full = lm(tokens)
+    for at in range(330):
+        token = tokens[:, at : at + 1]
+        # where a new row of blocks begins, whose tables may be larger, in a pass of the model itself
+        found = step(token)[0] if at % 64 else lm(token, cache=cache)[0, 0]
+        torch.testing.assert_close(found, full[0, at], atol=1e-5, rtol=0)
+    assert len(captured) > 1
+
+
+@pytest.mark.parametrize(("name", "before"), [("window", 13), ("global", 5 + 13), ("longnet", 16), ("llama", 160)])
+def test_a_chunk_takes_along_no_more_keys_than_its_rows_can_read(name: str, before: int) -> None:
+    lm = model(name).requires_grad_(False)
+    tokens, lengths = torch.randint(50, (1, 176)), []
+    lm.decoder.blocks[0].attention.attention.register_forward_pre_hook(lambda _, args: lengths.append(args[1].shape[1]))
+    found = prefill(lm, tokens, KVCache(lm.config, 1, 200), chunk=16)
+    # of LongNet's branches, segments of 24 begin at 144
+    assert lengths[0] == 16 and lengths[-1] == before + 16
+    torch.testing.assert_close(found, lm(tokens)[:, -1], atol=1e-5, rtol=0)

@@ -145,6 +145,9 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"dilation_rates": (1, 25)}, "dilation_rates"),
+        ({"positions": "none", "rotary_base": 500.0}, "rotary_base is 500.0 and positions is 'none'"),
+        ({"positions": "none", "xpos_scale_base": 50.0}, "xpos_scale_base is 50.0 and positions is 'none'"),
+        ({"xpos_scale_base": 50.0}, "positions is 'rotary', which has none; leave it out, or use positions='xpos'"),
     ):
         with pytest.raises(ValueError, match=text):
             LongNetConfig(**{**values, **changes})
@@ -188,3 +191,8 @@ def test_magneto_gain_reaches_the_weights() -> None:
     assert block.attention.q_proj.weight.std().item() == pytest.approx(xavier, rel=0.05)
     assert block.attention.v_proj.weight.std().item() == pytest.approx(xavier * gain, rel=0.05)
     assert block.ffn.up.weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 512)) * gain, rel=0.05)
+
+
+def test_targets_may_be_as_narrow_as_tokens() -> None:
+    lm, tokens = model(), torch.randint(50, (2, 30))
+    assert torch.equal(lm(tokens.int(), targets=tokens.int()), lm(tokens, targets=tokens))

@@ -482,6 +482,7 @@ BAD_PROJECTIONS: list[Bad] = [
     ({"rotary": 1}, TypeError, "rotary is 1"),
     ({"rotary_base": 1.0}, ValueError, "rotary_base is 1.0"),
     ({"rotary_base": "1e4"}, TypeError, "rotary_base is '1e4'"),
+    ({"rotary_base": 500.0}, ValueError, "rotary_base is 500.0 and rotary is False"),
     ({"gamma_init": 0.0}, ValueError, "gamma_init is 0.0"),
     ({"gamma_init": math.nan}, ValueError, "gamma_init is nan"),
     ({"gamma_init": None}, TypeError, "gamma_init is None"),

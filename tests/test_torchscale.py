@@ -493,6 +493,20 @@ def test_from_a_module() -> None:
     assert isinstance(from_torchscale(wrapped, mixture_grad="exact"), LongNetDecoder)
 
 
+def test_a_base_of_xpos_belongs_to_weights_that_have_it() -> None:
+    # TorchScale's arguments name it whether or not there is XPOS
+    assert from_torchscale(stack_stub(encoder_weights(), arguments(xpos_scale_base=256))).config.positions == "none"
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and positions is 'none'"):
+        load_torchscale(encoder_weights(), kind="encoder", **STACK, xpos_scale_base=256.0)
+    alone = {
+        name.removeprefix("layers.0.self_attn."): value
+        for name, value in encoder_weights().items()
+        if name.startswith("layers.0.self_attn.")
+    }
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and these weights have no xpos\.scale"):
+        load_torchscale(alone, **STACK, xpos_scale_base=256.0)
+
+
 @pytest.mark.parametrize("name", ["multiway", "deepnorm", "moe_freq", "rel_pos_buckets", "layernorm_embedding", "activation_dropout"])
 def test_a_module_that_does_what_models_here_do_not(name: str) -> None:
     with pytest.raises(ValueError, match=f"args.{name} is"):

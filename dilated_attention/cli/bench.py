@@ -23,7 +23,7 @@ _OUTPUT = Path("bench-results")
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure: suites of benchmarks, or which backend is fastest here (tune)")
-    suites = parser.add_subparsers(dest="suite", required=True, metavar="suite")
+    suites = parser.add_subparsers(dest="suite", required=True)
     tuning = suites.add_parser("tune", help="measure every usable backend; what is fastest is preferred from then on (also: bench --tune)")
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run)

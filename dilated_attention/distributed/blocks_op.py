@@ -12,12 +12,15 @@ import torch
 
 from dilated_attention.distributed.agreement import RingCall
 from dilated_attention.distributed.blocks_call import BlockArguments, BlockMasks, ring_blocks_backward, ring_blocks_forward
+from dilated_attention.distributed.needs import ring_blocks_need
 from dilated_attention.engine.block_op import new_like, new_lse
 from dilated_attention.engine.block_run import BlockSettings
+from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::ring_block_sparse_attention", mutates_args=())
+@watched(ring_blocks_need)
 def ring_block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,6 +54,7 @@ def ring_block_sparse_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::ring_block_sparse_attention_backward", mutates_args=())
+@watched(ring_blocks_need)
 def ring_block_sparse_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -13,10 +13,16 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.agreement import RingCall
 from dilated_attention.distributed.call import ring_backward, ring_forward
+from dilated_attention.distributed.needs import over_gpus, ring_need
+from dilated_attention.engine.needs import more_ways
 from dilated_attention.engine.prepare import Settings, pattern_of
+from dilated_attention.engine.watched import watched
+
+more_ways.append(over_gpus)
 
 
 @torch.library.custom_op("dilated_attention::ring_attention", mutates_args=())
+@watched(ring_need)
 def ring_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,6 +61,7 @@ def ring_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::ring_attention_backward", mutates_args=())
+@watched(ring_need)
 def ring_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -14,11 +14,14 @@ from dilated_attention.engine import schedule
 from dilated_attention.engine.block_op import as_new, new_like, new_lse, register_gradients
 from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
 from dilated_attention.engine.merge import merge_onto
+from dilated_attention.engine.needs import blocks_need
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
+from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_dilated_attention", mutates_args=())
+@watched(blocks_need)
 def block_sparse_dilated_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,6 +63,7 @@ def block_sparse_dilated_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_dilated_attention_backward", mutates_args=())
+@watched(blocks_need)
 def block_sparse_dilated_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

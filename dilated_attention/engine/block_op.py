@@ -13,11 +13,14 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
+from dilated_attention.engine.needs import blocks_need
 from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_attention", mutates_args=())
+@watched(blocks_need)
 def block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,6 +54,7 @@ def block_sparse_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_attention_backward", mutates_args=())
+@watched(blocks_need)
 def block_sparse_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -20,7 +20,9 @@ from dilated_attention.engine.block_lists import block_lists
 from dilated_attention.engine.choose_grid import Document, Grid, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.kept import MOST_COLUMNS, bits_of_lists, pack, unpack
 from dilated_attention.engine.merge import has_kernels
+from dilated_attention.engine.needs import choice_need
 from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.content import share_of
 
@@ -53,6 +55,7 @@ class Part(NamedTuple):
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
+@watched(choice_need)
 def choose_blocks_op(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -76,6 +76,8 @@ class RowKeys(ABC):
         span: rows read none but the last ``span`` positions up to their own; ``max_length`` where that is all that can be said.
         num_needed: ``needed`` names no more positions than this, the row's own included.
         fixed: the first positions, which rows read wherever they are.
+        closes_up: rows read the same where the stretches of ``needed`` lie side by side, and their own positions behind them.
+        generation: of the tables that ``runs`` reads; they are other tensors in the next one, so that a graph captured before has to go.
     """
 
     num_groups: int
@@ -83,6 +85,8 @@ class RowKeys(ABC):
     span: int
 
     fixed: int = 0
+    generation: int = 0
+    closes_up: bool = False
 
     @property
     def num_needed(self) -> int:
@@ -96,9 +100,9 @@ class RowKeys(ABC):
     def runs(self, positions: torch.Tensor) -> Runs:
         """The runs of rows at ``positions`` (B,) int64, elementwise on the device."""
 
-    def prepare(self, positions: Sequence[int]) -> bool:
-        """Look up what rows at these positions need; True if tables have new shapes since, so that a captured graph has to go."""
-        return False
+    def prepare(self, positions: Sequence[int]) -> int:
+        """Look up what rows at these positions need; the generation of the tables that hold it."""
+        return self.generation
 
     def needed(self, position: int) -> tuple[tuple[int, int], ...]:
         """Stretches [low, high) of positions before ``position`` that rows from it on may read: all others can be forgotten."""
@@ -150,9 +154,13 @@ class DilatedKeys(RowKeys):
 class WindowKeys(RowKeys):
     """The row's own key and the ``left`` before it, in one run; all keys before it with ``left`` None: dense attention.
 
+    A window moves with its row, and the first positions are first wherever it is.
+
     Args:
         first_keys: so many first positions besides (global tokens), a run of their own.
     """
+
+    closes_up = True
 
     def __init__(self, left: int | None, max_length: int, device: torch.device, *, first_keys: int = 0) -> None:
         super().__init__(max_length, device)
@@ -183,10 +191,6 @@ class WindowKeys(RowKeys):
             return ((0, position),)
         return ((0, self.first_keys), (low, position)) if self.first_keys else ((low, position),)
 
-    def align(self, position: int) -> int:
-        # a window moves with its row, but the first positions stay where they are
-        return 0 if self.first_keys else position
-
 
 class BlockKeys(RowKeys):
     """The kept blocks of the row's query block, a run each, cut by what the pattern keeps for this row.
@@ -208,26 +212,26 @@ class BlockKeys(RowKeys):
         self._columns = torch.zeros(0, self.num_groups, 1, dtype=torch.int64, device=device)
         self._stride = torch.ones(1, dtype=torch.int32, device=device)
 
-    def prepare(self, positions: Sequence[int]) -> bool:
+    def prepare(self, positions: Sequence[int]) -> int:
         rows = [position // self.pattern.q_block for position in positions]
         if rows == self._rows:
-            return False
+            return self.generation
         listed = {row: self._columns_of(row) for row in set(rows)}
         width = max(x.shape[1] for x in listed.values())
-        grown = self._columns.shape[0] != len(rows) or width > self._columns.shape[2]
-        if grown:
+        if self._columns.shape[0] != len(rows) or width > self._columns.shape[2]:
             # with room to spare: every growth costs a graph
             wide = min(2 ** math.ceil(math.log2(width)), -(-self.max_length // self.pattern.k_block))
             self._columns = torch.full((len(rows), self.num_groups, max(wide, width)), -1, device=self.device)
             self._stride = torch.ones(self._columns.shape[2], dtype=torch.int32, device=self.device)
             self._rows = [-1] * len(rows)
+            self.generation += 1
         for request, (before, row) in enumerate(zip(self._rows, rows, strict=True)):
             if before != row:
                 columns = listed[row]
                 self._columns[request, :, : columns.shape[1]] = columns
                 self._columns[request, :, columns.shape[1] :] = -1
         self._rows = rows
-        return grown
+        return self.generation
 
     def _columns_of(self, row: int) -> torch.Tensor:
         """(G, width) kept columns of a row of blocks, −1 behind the last."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, flash3_decode, reasons_of
-from dilated_attention.backends.base import ALL_FLOATS
+from dilated_attention.backends.base import ALL_FLOATS, accumulation_dtype
 from dilated_attention.engine import decode as torch_decode
 from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import Runs
+from dilated_attention.engine.need import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes
+from dilated_attention.engine.watched import watched
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,12 +93,48 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
 
 
-def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
+def request_of(q: torch.Tensor | TensorFacts, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
     return Request(
         hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
     )
 
 
+def _need(arguments: Mapping[str, Any]) -> Need:
+    """The decoder in plain torch makes copies of the keys and values that each row reads, in the accumulation dtype; kernels make none."""
+    q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
+    (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
+    request = request_of(q, K)
+    chosen = explain(request, is_dense, arguments.get("backend", "auto")).chosen
+    keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
+
+    def terms(setting: Setting) -> Terms:
+        e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
+        rows = setting.batch * (K if G == 1 else G) * setting.length
+        # the values are looked up while the copy of the keys is there
+        copies = rows * D * (2 * a + (e if e != a else 0))
+        # int64 each: the positions, and where they lie
+        return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
+
+    def kernels(_: int) -> Iterator[str]:
+        if not why_not("triton", request, dense=is_dense):
+            yield 'backend="triton" in place of "torch": reads the keys where they lie'
+
+    cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys a row"
+    return Need(
+        op="decode_attention",
+        is_backward=False,
+        device=q.device,
+        shapes=f"q {(B, 1, H, D)}, {cache}, in {dtype_text(q.dtype)}, by {chosen}",
+        held=held_bytes({"q": q}, q.device),
+        setting=Setting(batch=B, length=keys, dtype=q.dtype),
+        terms=terms if chosen == "torch" else None,
+        least=True,
+        can_shorten=False,
+        ways=(kernels,) if chosen == "torch" else (),
+    )
+
+
+@watched(_need)
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
     """(out (B, H, D), lse (B, H)) by the preferred decoder that can, or the one named.
 

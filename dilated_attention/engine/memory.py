@@ -3,10 +3,12 @@
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
 
-On a GPU (``schedule.py``), with parts = the layers of the chunks that are alive together:
+On a GPU (``schedule.py``), with parts = the layers of a chunk, which are freed as soon as its kernels are issued, so that those of the lane
+beside it are the allocator's reserve (as measured: ``tests/test_gpu_engine.py``, benchmarks/extreme.py):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
-    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, and the chunks' lse
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, and the chunk's lse, and what a launch sums
+              in float32: dq, and dk and dv where query heads share them (FlashAttention's kernels)
 
 On a CPU (``run.py``):
 
@@ -17,18 +19,22 @@ On a CPU (``run.py``):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.chunks import Cut, make_tiers
+from dilated_attention.engine.families import Piece, make_pieces
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES
 from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
+
+# rows that a kernel's sums are padded to
+_TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +96,13 @@ def attention_memory(
     is_causal: bool = False,
     needs_grad: bool = True,
     key_padding_mask: bool = False,
+    nested: bool = False,
 ) -> MemoryEstimate:
     """Peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
-    Counted: tensors of the call, its caller's included. Not counted: what a kernel allocates beside its results, or for results
-    that it does not write where it is told (bounded by a launch, see ``PART_BYTES``), cached or fragmented memory of an
-    allocator, and torch itself.
+    Counted: tensors of the call, its caller's included, and the float32 sums that backward kernels keep on a GPU, of one long problem as
+    large as a gradient. Not counted: what else a kernel allocates beside its results, or for results that it does not write where it is
+    told (bounded by a launch, see ``PART_BYTES``), cached or fragmented memory of an allocator, and torch itself.
 
     Args:
         pattern: branches and head offsets.
@@ -107,6 +114,7 @@ def attention_memory(
         dtype: of q, k, v.
         device_type: ``"cpu"``, ``"cuda"``: it sets how much one launch may return.
         is_causal, key_padding_mask: as in the call.
+        nested: the forward visits pairs of nested branches once (``families.py``), where they nest: it has no parts of theirs.
         needs_grad: with the backward. Its gradient is the exact one (``mixture_grad="exact"``), no gradient enters through lse.
 
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
@@ -128,7 +136,8 @@ def attention_memory(
 
     if device_type in FUSED_DEVICES and dtype is not torch.float64:
         terms = [*common, ("out", Q * e), ("lse", R * a)]
-        terms.append(("parts", _parts(pattern, shape, lambda tier: forward_cut(tier, shape, queries, keys), B, D * e, a)))
+        pieces = make_pieces(pattern, H, N) if nested else (Piece(0, N, None),)
+        terms.append(("parts", max(_forward_parts(pattern, piece, shape, queries, keys, a) for piece in pieces)))
         if not needs_grad:
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
         grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
@@ -137,9 +146,10 @@ def attention_memory(
             grads.append(("parts", _parts(pattern, shape, lambda tier: backward_cut(tier, shape, queries, keys), B, 3 * D * e, 0)))
         else:
             cut = backward_cut(pattern, shape, queries, keys, in_layers=False)
-            share = cut.lanes * cut.heads * cut.positions / (H * N)
+            share = cut.heads * cut.positions / (H * N)
             grads.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
-        grads.append(("lse of the chunks", B * cut.lanes * cut.heads * cut.positions * a))
+        grads.append(("lse of the chunks", B * cut.heads * cut.positions * a))
+        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, cut, B, D)))
         return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
 
     running = list(_forward_launches(plan, queries, keys, max_bytes, sizes))
@@ -159,17 +169,46 @@ def attention_memory(
 
 
 def _parts(pattern: DilatedPattern, shape: Shape, cut: Callable[[DilatedPattern], Cut], batch: int, row_bytes: int, lse_bytes: int) -> int:
-    """Bytes of the layers of the chunks that are alive together, in the tier that has most."""
+    """Bytes of the layers of a chunk, in the tier that has most."""
     if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
         return 0
-    most = 0
-    for tier in make_tiers(pattern, shape.num_heads, cut):
-        chunks = list(cut(tier).chunks(shape.num_heads, shape.queries[1]))
-        first = chunks[0]
-        layers = make_layers(tier, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
-        rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
-        most = max(most, batch * layers.heads * rows * min(cut(tier).lanes, len(chunks)))
-    return most
+    tiers = make_tiers(pattern, shape.num_heads, cut)
+    return max(_layer_bytes(tier, shape, cut(tier), batch, row_bytes, lse_bytes) for tier in tiers)
+
+
+def _layer_bytes(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, row_bytes: int, lse_bytes: int) -> int:
+    first = next(cut.chunks(shape.num_heads, shape.queries[1]))
+    layers = make_layers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
+    rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
+    return batch * layers.heads * rows
+
+
+def _forward_parts(pattern: DilatedPattern, piece: Piece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int) -> int:
+    """Of a stretch of the sequence; of one whose nested branches are visited together, the layers of the others."""
+    positions = (0, piece.length)
+    shape = replace(whole, queries=positions, keys=positions, documents=(positions,))
+    q, k = queries[:, : piece.length], keys[:, : piece.length]
+    row_bytes = q.shape[3] * q.element_size()
+    if piece.split is None:
+        return _parts(pattern, shape, lambda tier: forward_cut(tier, shape, q, k), q.shape[0], row_bytes, lse_bytes)
+    if piece.split.others is None:
+        return 0
+    cut = forward_cut(pattern, shape, q, k, waiting=piece.split.layers)
+    return _layer_bytes(piece.split.layers, shape, cut, q.shape[0], row_bytes, lse_bytes)
+
+
+def _kernel_sums(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, head_dim: int) -> int:
+    """Bytes that the largest backward launch accumulates: dq, two numbers a row, and dk and dv of heads that share them."""
+    positions = (0, min(cut.positions, shape.queries[1]))
+    part = replace(shape, queries=positions, keys=positions, documents=(positions,), heads=(0, min(cut.heads, shape.num_heads)))
+    sizes = []
+    for problem in make_plan(pattern, part).problems:
+        rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))
+        launch = PART_BYTES["cuda"] // (4 * head_dim * problem.heads.count)
+        segments = min(batch * problem.segments, max(1, launch // max(rows, keys)))
+        shared = 2 * keys * problem.heads.kv_count * head_dim if shape.num_kv_heads < shape.num_heads else 0
+        sizes.append(4 * segments * (rows * problem.heads.count * (head_dim + 2) + shared))
+    return max(sizes, default=0)
 
 
 def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
@@ -195,11 +234,18 @@ def _backward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: 
 
 
 def _rows_of_launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """(query rows, key rows) of each launch, cut as the engine cuts them: on views of tensors without memory."""
+    """(query rows, key rows) of the launches, cut as the engine cuts them, on views of tensors without memory.
+
+    Of a row of equal launches two are named: what is alive at a time is a launch's results and those of the one before it.
+    """
     views = [query_rows(problem, 0).of(q), key_rows(problem, 0).of(k)]
     max_rows = max_bytes // (4 * q.shape[-1] * problem.heads.count)
-    for q_PLGD, k_PSKD in launches(views, max_batch=None, max_extent=None, max_rows=max_rows):
-        yield q_PLGD.shape[0] * q_PLGD.shape[1], k_PSKD.shape[0] * k_PSKD.shape[1]
+    for q_PLGD, k_PSKD in launches(views, max_batch=None, max_extent=None, max_rows=None):
+        (P, L), S = q_PLGD.shape[:2], k_PSKD.shape[1]
+        size = min(P, max(1, max_rows // max(1, L, S)))
+        whole, rest = divmod(P, size)
+        for problems in [size] * min(whole, 2) + [rest] * (rest > 0):
+            yield problems * L, problems * S
 
 
 def _two_in_a_row(running: list[tuple[int, int]]) -> int:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.parts import Layers, table
 
 # (elements of out that a program takes at a time, warps) alone and beside other work: the fastest of a sweep on an H200
@@ -244,22 +245,23 @@ def _launch(
     elements, num_warps = (_MERGE_SIZES if kernel is _merge_kernel else _SUM_SIZES)[aside]
     rows = max(16, elements // triton.next_power_of_2(D))
     tiles = triton.cdiv(triton.cdiv(N, step), rows) * H
-    kernel[(min(tiles, _PROGRAMS_ASIDE) if aside else tiles, B)](
-        *tensors,
-        table(layers, x.device),
-        N,
-        H,
-        *strides,
-        B,
-        tiles,
-        HEAD_DIM=D,
-        BLOCK_D=triton.next_power_of_2(D),
-        ROWS=rows,
-        # one compiled kernel for all sequences that a segment outlasts
-        LENGTHS=tuple(w if w < N else _NO_END for w, _ in layers.branches),
-        RATES=tuple(r for _, r in layers.branches),
-        DIRECT=-1 if layers.direct is None else layers.direct,
-        STEP=step,
-        num_warps=num_warps,
-        **flags,
-    )
+    with on_device(x.device):
+        kernel[(min(tiles, _PROGRAMS_ASIDE) if aside else tiles, B)](
+            *tensors,
+            table(layers, x.device),
+            N,
+            H,
+            *strides,
+            B,
+            tiles,
+            HEAD_DIM=D,
+            BLOCK_D=triton.next_power_of_2(D),
+            ROWS=rows,
+            # one compiled kernel for all sequences that a segment outlasts
+            LENGTHS=tuple(w if w < N else _NO_END for w, _ in layers.branches),
+            RATES=tuple(r for _, r in layers.branches),
+            DIRECT=-1 if layers.direct is None else layers.direct,
+            STEP=step,
+            num_warps=num_warps,
+            **flags,
+        )

@@ -8,6 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
 from dilated_attention.engine.nested_gluon import nested_kernel
 from dilated_attention.engine.nested_triton import MAX_DESCRIPTORS, TILE_KEYS
@@ -59,13 +60,14 @@ def gluon_forward(
         rates = family.rates[first : level + 1]
         used = [*rates, *rates[-1:] * (MAX_DESCRIPTORS - len(rates))]
         total = constants[0] * constants[2] * segments * H * B
-        nested_kernel[(min(total, programs),)](
-            descriptor("q", q, row[1], WARPGROUP_ROWS), descriptor("out", out, row[1], WARPGROUP_ROWS),
-            *(descriptor("k", k, r, tile_keys) for r in used), *(descriptor("v", v, r, tile_keys) for r in used),
-            table.tiles, table.bias, table.counts, table.starts, offsets, lse, segments, total,
-            q.stride(1), k.stride(1), v.stride(1), out.stride(1), lse.stride(0), lse.stride(1), lse.stride(2), scale,
-            first, rates, row, constants, D, tile_keys, ring, is_causal, groups, num_warps=4, maxnreg=168 if groups == 2 else 96,
-        )  # fmt: skip
+        with on_device(q.device):
+            nested_kernel[(min(total, programs),)](
+                descriptor("q", q, row[1], WARPGROUP_ROWS), descriptor("out", out, row[1], WARPGROUP_ROWS),
+                *(descriptor("k", k, r, tile_keys) for r in used), *(descriptor("v", v, r, tile_keys) for r in used),
+                table.tiles, table.bias, table.counts, table.starts, offsets, lse, segments, total,
+                q.stride(1), k.stride(1), v.stride(1), out.stride(1), lse.stride(0), lse.stride(1), lse.stride(2), scale,
+                first, rates, row, constants, D, tile_keys, ring, is_causal, groups, num_warps=4, maxnreg=168 if groups == 2 else 96,
+            )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)

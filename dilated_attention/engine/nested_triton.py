@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends import NESTED_FACTS
+from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
 
 HEAD_DIMS = tuple(sorted(NESTED_FACTS.head_dims or ()))
@@ -134,11 +135,12 @@ def triton_forward(
         table = device_table(family, level, tile_rows, tile_keys, is_causal, q.device)
         row, constants = level_constants(family, level, tile_rows, table.width, q.shape[2] // k.shape[2])
         grid = (constants[0] * constants[2] * segments * q.shape[2] * q.shape[0],)
-        nested_pointer_kernel[grid](
-            q, k, v, out, lse, table.tiles, table.bias, table.counts, device_offsets(family, q.device), segments,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], lse.stride(0), lse.stride(1), lse.stride(2), scale,
-            row, constants, q.shape[3], tile_rows, tile_keys, is_causal, num_warps=num_warps, num_stages=num_stages,
-        )  # fmt: skip
+        with on_device(q.device):
+            nested_pointer_kernel[grid](
+                q, k, v, out, lse, table.tiles, table.bias, table.counts, device_offsets(family, q.device), segments,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], lse.stride(0), lse.stride(1), lse.stride(2), scale,
+                row, constants, q.shape[3], tile_rows, tile_keys, is_causal, num_warps=num_warps, num_stages=num_stages,
+            )  # fmt: skip
 
 
 def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
@@ -207,5 +209,4 @@ def nested_forward(
     if family.rates[0] > 1:  # positions that no branch takes
         out[:, :full].zero_()
         lse[:, :, :full].fill_(-torch.inf)
-    with torch.cuda.device(q.device):
-        gluon_forward(family, q, k, v, is_causal, scale, out, lse)
+    gluon_forward(family, q, k, v, is_causal, scale, out, lse)

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.blocks import on_device
+
 # elements of out that a program takes at a time
 _SIZE = 4096
 
@@ -52,10 +54,11 @@ def merge_onto(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
     assert out.stride(-1) == 1 and part.stride(-1) == 1
     block = triton.next_power_of_2(D)
     rows = max(1, _SIZE // block)
-    _onto_kernel[(triton.cdiv(L, rows) * P, G)](
-        out, lse, part, part_lse, L, *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
-        HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
-    )  # fmt: skip
+    with on_device(out.device):
+        _onto_kernel[(triton.cdiv(L, rows) * P, G)](
+            out, lse, part, part_lse, L, *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
+            HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -101,8 +104,9 @@ def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came
     block = triton.next_power_of_2(D)
     rows = max(1, _SIZE // block)
     some = came if came is not None else own[0]
-    _add_up_kernel[(triton.cdiv(L, rows) * B * G, 2)](
-        dk, dv, own[0] if own else some, own[1] if len(own) > 1 else some, some, L, G, B, 0 if came is None else came.shape[0],
-        *dk.stride()[:3], *dv.stride()[:3],
-        NUM_OWN=len(own), WRITES=writes, HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
-    )  # fmt: skip
+    with on_device(dk.device):
+        _add_up_kernel[(triton.cdiv(L, rows) * B * G, 2)](
+            dk, dv, own[0] if own else some, own[1] if len(own) > 1 else some, some, L, G, B, 0 if came is None else came.shape[0],
+            *dk.stride()[:3], *dv.stride()[:3],
+            NUM_OWN=len(own), WRITES=writes, HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
+        )  # fmt: skip

@@ -11,10 +11,13 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
+from dilated_attention.engine.needs import dilated_need
 from dilated_attention.engine.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare, without_autocast
+from dilated_attention.engine.watched import watched
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention", mutates_args=())
+@watched(dilated_need)
 def dilated_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -59,6 +62,7 @@ def dilated_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention_backward", mutates_args=())
+@watched(dilated_need)
 def dilated_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.merge import has_kernels
+from dilated_attention.engine.needs import rows_need
+from dilated_attention.engine.watched import watched
 from dilated_attention.functional.lean import needs_op
 
 # SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit constants; int64 products wrap, as it needs
@@ -61,6 +63,7 @@ def _only_dropped(
     return _dropped(None, y, seed, path, dropout, dtype)
 
 
+@watched(rows_need("add_dropped"))
 def _dropped(
     x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -20,7 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.merge import has_kernels
+from dilated_attention.engine.needs import rows_need
 from dilated_attention.engine.prepare import without_autocast
+from dilated_attention.engine.watched import watched
 from dilated_attention.functional import lean_torch
 from dilated_attention.functional.lean_torch import Recipe
 
@@ -101,6 +103,7 @@ def has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+@watched(rows_need("norm_linear"))
 def _forward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
@@ -137,6 +140,7 @@ def _forward(
     return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
 
+@watched(rows_need("norm_linear"))
 def _backward(
     dys: list[torch.Tensor],
     x: torch.Tensor,

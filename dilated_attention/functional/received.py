@@ -41,8 +41,8 @@ def attention_received(
     it, on the same backends, in their time and in memory that grows with N. A tool to look with: it has no gradient.
 
     Args:
-        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail, cu_seqlens, key_padding_mask,
-            query_offset, average_heads: as of ``attention_map``.
+        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail: as of ``attention_map``.
+        cu_seqlens, key_padding_mask, query_offset, average_heads: as of ``attention_map``.
         query_weights: g (B, Nq), real numbers, such as 0 for queries that are padding (``key_padding_mask`` hides keys alone), 1/Nq for a
             mean, or 1 for the queries of a region; None: 1 for all.
         dtype: in which q and k go to the kernels; None for float32 (float64 for float64). Half precision is several times faster on a

@@ -57,6 +57,8 @@ def load_attention(
     weights = Weights(names)
     embed_dim = weights.peek("q_proj.weight", 2).shape[1]
     has_xpos, sub_norm = "xpos.scale" in weights, "inner_attn_ln.weight" in weights
+    if not has_xpos and xpos_scale_base != 512.0:
+        raise ValueError(f"xpos_scale_base is {xpos_scale_base} and these weights have no xpos.scale, so no XPOS; leave it out")
     layer = MultiheadDilatedAttention(
         embed_dim,
         checked_heads(num_heads, embed_dim),

@@ -121,7 +121,7 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
         load = load_decoder if hasattr(stack.layers[0], "encoder_attn") else load_encoder
         return load(foreign, is_pre_norm=True, **settings, **options)
     for name, default in (("activation", "gelu"), ("scale_embedding", False), ("attention_dropout", 0.0), ("xpos_scale_base", 512.0)):
-        if settings.pop(name) != default:
+        if settings.pop(name, default) != default:
             raise ValueError(
                 f"{name} of {type(foreign).__name__} is not {default!r}, TorchScale's default, as in every such model that is known here"
             )
@@ -159,9 +159,11 @@ def _arguments(module: Any) -> Any:
 def _attention_settings(args: Any, attention: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "num_heads": attention.num_heads,
-        "xpos_scale_base": float(getattr(args, "xpos_scale_base", 512)),
         "layer_norm_eps": args.layernorm_eps,
     }
+    # TorchScale's arguments have it whether or not there is XPOS
+    if getattr(attention, "xpos", None) is not None:
+        settings["xpos_scale_base"] = float(getattr(args, "xpos_scale_base", 512))
     if hasattr(attention, "gathering"):
         settings |= {"segment_lengths": args.segment_length, "dilation_rates": args.dilated_ratio}
     else:

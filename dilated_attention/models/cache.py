@@ -105,8 +105,8 @@ class Cache(ABC):
             self.reserve(request, lengths[0] + num_tokens)
         return Chunk(self, slice(chosen.start, chosen.stop), lengths[0], num_tokens)
 
-    def prepare_step(self) -> bool:
-        """Room and tables for one more position of every active request; True if tables have new shapes: a captured graph has to go."""
+    def prepare_step(self) -> int:
+        """Room and tables for one more position of every active request; the tables' generation: a graph captured in another has to go."""
         for request in range(self.num_requests):
             if self.active[request]:
                 self._check_room(request, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -134,8 +135,14 @@ class Chunk(Use):
         super().__init__(cache)
         self.requests, self.start, self.count = requests, start, count
         self.needed = cache.row_keys.needed(start)
-        # counted anew from here on, the sequence is the same to these queries; what is not needed behind it is zeros
-        self.origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
+        # where each stretch begins among the keys of this pass, and how many are before the chunk's own
+        if cache.row_keys.closes_up:
+            places = [0, *itertools.accumulate(high - low for low, high in self.needed)]
+            self.places, self.before = places[:-1], places[-1]
+        else:
+            # counted anew from here on, the sequence is the same to these queries; what is not needed behind it is zeros
+            origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
+            self.places, self.before = [low - origin for low, _ in self.needed], start - origin
 
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
@@ -146,7 +153,9 @@ class Chunk(Use):
         if tables is not None:
             q, k = rotate(q, tables[0]), rotate(k, tables[1])
         held = self._held(layer, k, v)
-        out: torch.Tensor = attention(q, *held, is_causal=True, query_offset=self.start - self.origin)
+        # a ring's layer of one process: a model that others share is refused
+        attend = getattr(attention, "alone", attention)
+        out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
         for first, last in self._kept(cached):
             new = slice(first - self.start, last - self.start)
@@ -163,20 +172,19 @@ class Chunk(Use):
         return [(first, last) for first, last in (for_good, rest) if first < last]
 
     def _held(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions [origin, start + count): those of the cache, copied, and the chunk's own."""
-        before = self.start - self.origin
-        if before == 0:
+        """Keys and values that the chunk's rows may read: those of the cache, copied, and the chunk's own."""
+        if self.before == 0:
             return k, v
         cached = self.cache.cached(layer, self.requests)
         both = []
         for new in (k, v):
-            whole = new.new_zeros(new.shape[0], before + self.count, *new.shape[2:])
-            whole[:, before:] = new
+            whole = new.new_zeros(new.shape[0], self.before + self.count, *new.shape[2:])
+            whole[:, self.before :] = new
             both.append(whole)
-        for low, high in self.needed:
+        for (low, high), place in zip(self.needed, self.places, strict=True):
             found = cached.read(self._range(low, high).expand(k.shape[0], -1))
             for whole, part in zip(both, found, strict=True):
-                whole[:, low - self.origin : high - self.origin] = part
+                whole[:, place : place + high - low] = part
         return both[0], both[1]
 
     def _range(self, first: int, last: int) -> torch.Tensor:

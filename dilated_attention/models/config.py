@@ -48,8 +48,8 @@ class LongNetConfig(ModelConfig):
         qk_norm: RMSNorm of query and key heads, before they are rotated.
         bias: of all linear layers.
         positions: ``"rotary"`` · ``"xpos"`` (the paper's; arXiv 2212.10554) · ``"none"``.
-        rotary_base: θ of the rotation.
-        xpos_scale_base: positions over which XPOS's scale decays by its factor ζ.
+        rotary_base: θ of the rotation, of ``"rotary"`` and ``"xpos"``.
+        xpos_scale_base: of ``"xpos"``: positions over which XPOS's scale decays by its factor ζ.
         head_offsets, tail, mixture_grad: as of ``dilated_attention``.
         dropout: of the embedding and of each residual branch, in training; [0, 1).
         attention_dropout: of attention weights, in training; [0, 1). Flash kernels have none: it is slow.
@@ -112,12 +112,22 @@ class LongNetConfig(ModelConfig):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > {above:g}")
             if not (math.isfinite(value) and value > above):
                 raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
+        self._check_positions()
         for name in ("dropout", "attention_dropout", "drop_path"):
             self._set(name, check_probability(name, getattr(self, name)))
         self._check_pattern()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_positions(self) -> None:
+        unused = {"none": ("rotary_base", "xpos_scale_base"), "rotary": ("xpos_scale_base",), "xpos": ()}[self.positions]
+        for name in unused:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                owner = "'rotary' or 'xpos'" if name == "rotary_base" else "'xpos'"
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and positions is {self.positions!r}, which has none; leave it out, or use positions={owner}"
+                )
 
     def _check_heads(self) -> None:
         if self.positions != "none" and self.embed_dim % (2 * self.num_heads):

@@ -47,8 +47,9 @@ class Sampling:
         logits = logits.float()
         logits = logits - logits.amax(-1, keepdim=True)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            lowest = logits.topk(self.top_k, dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < lowest, -torch.inf)
+            # by place: of equally likely tokens at the edge only as many as there is room for
+            likeliest = logits.topk(self.top_k, dim=-1)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p is not None:
             ordered, order = probabilities.sort(-1, descending=True)
@@ -62,7 +63,7 @@ class Stepper:
     """Logits of the next token of every request, from its last one: a step of the model over its cache.
 
     On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither on lengths nor on tokens. It is
-    captured anew when tables of a block pattern grow.
+    captured anew when tables of a block pattern have grown.
 
     Args:
         model: in eval mode.
@@ -79,16 +80,23 @@ class Stepper:
         self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None
+        self._generation = 0
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.cache.prepare_step():
-            self._graph = None
+        from dilated_attention.models.language_model import check_tokens
+
+        check_tokens("tokens", tokens)
+        if tokens.shape != self.tokens.shape:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected one token for each request, {tuple(self.tokens.shape)}")
+        generation = self.cache.prepare_step()
         self.tokens.copy_(tokens)
         if not self.uses_graph:
             logits = self._forward()
         else:
-            if self._graph is None:
+            # tables may have grown in another pass over this cache, too
+            if self._graph is None or self._generation != generation:
+                self._generation = generation
                 # a graph is captured on the current device, which need not be the cache's
                 with torch.cuda.device(self.cache.device):
                     self._capture()
@@ -123,10 +131,13 @@ def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 
         model: in eval mode.
         cache: a cache, or one request of it, ``cache.of(i)``.
     """
-    hidden = None
+    from dilated_attention.models.language_model import check_tokens
+
+    check_tokens("tokens", tokens)
+    if tokens.shape[1] < 1:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
     for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
         hidden = model.hidden(part, cache=cache)[:, -1]
-    assert hidden is not None
     return F.linear(hidden, model.output_weight)
 
 

@@ -50,4 +50,4 @@ def summed_cross_entropy(
 
 def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
     logits = F.linear(hidden, weight)
-    return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")
+    return F.cross_entropy(logits.float(), targets.long(), ignore_index=ignore_index, reduction="sum")

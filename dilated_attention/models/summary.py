@@ -15,7 +15,7 @@ from dilated_attention.pattern.checks import as_int
 # float32 weights and gradients, and AdamW's two moments
 _TRAINING_BYTES_PER_PARAMETER = 16
 # of a device's memory, what the allocator's gaps, kernels and the framework leave
-_USABLE = 0.9
+USABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Footprint:
 
     def fits(self, memory: int) -> int:
         """Positions, of one or several sequences, that a device of so many bytes can train on; 0 if not even the weights fit."""
-        return max(0, int(_USABLE * memory) - self.fixed) // (self.kept + self.passing)
+        return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
 def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False) -> Footprint:

@@ -73,6 +73,10 @@ class MultiheadProjections(nn.Module):
         self.rotary_base = check.check_positive("rotary_base", rotary_base)
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")
+        if not rotary and self.rotary_base != 10000.0:
+            raise ValueError(
+                f"rotary_base is {rotary_base} and rotary is False, so that nothing is rotated; leave it out, or use rotary=True"
+            )
         self.xpos_scale_base = None if xpos_scale_base is None else check.check_positive("xpos_scale_base", xpos_scale_base)
         if self.xpos_scale_base is not None and not rotary:
             raise ValueError(

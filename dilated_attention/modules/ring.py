@@ -9,7 +9,7 @@ from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.functional import ring_attention, ring_dilated_attention
+from dilated_attention.functional import dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import HeadOffsets
@@ -206,6 +206,13 @@ class RingDilatedAttention(DilatedSettings):
             key_padding_mask=key_padding_mask,
             return_lse=return_lse,
         )
+
+    def alone(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
+    ) -> torch.Tensor:
+        """The same attention over a sequence that lies here as a whole, as a chunk of a cached one does: ``DilatedAttention.forward``."""
+        out: torch.Tensor = dilated_attention(query, key, value, **self._arguments(), is_causal=is_causal, query_offset=query_offset)
+        return out
 
     def extra_repr(self) -> str:
         """The branches, where the sequence lies, and every setting that is not its default."""

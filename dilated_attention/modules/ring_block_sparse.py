@@ -11,7 +11,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
 from dilated_attention.distributed.dealt import Layout, short_name
-from dilated_attention.functional import ring_block_sparse_attention
+from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.block_sparse import chosen_pattern
@@ -110,6 +110,24 @@ class RingBlockSparseAttention(nn.Module):
             backend=self.backend,
             head_steps=self.head_steps,
         )
+
+    def alone(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
+    ) -> torch.Tensor:
+        """The same attention over a sequence that lies here as a whole: see ``RingDilatedAttention.alone``."""
+        out: torch.Tensor = block_sparse_attention(
+            query,
+            key,
+            value,
+            self._pattern,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            query_offset=query_offset,
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+        return out
 
     def extra_repr(self) -> str:
         """The pattern, where the sequence lies, and every setting that is not its default."""

@@ -26,8 +26,8 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
     ``RingMultiheadDilatedAttention`` for what DDP, FSDP2 and a loss of one's own need.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm,
-            device, dtype: as of ``MultiheadBlockSparseAttention``.
+        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps: as of ``MultiheadBlockSparseAttention``.
+        gamma_init, rotary_base, xpos_scale_base, qk_norm, device, dtype: as there.
         pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept, as of ``RingBlockSparseAttention``.
         rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
         group, mesh, layout, scale, deterministic, backend, head_steps, timeout: as of ``RingBlockSparseAttention``.

@@ -26,9 +26,9 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
     be W times its share of the whole's; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) gradients over the group yourself.
 
     Args:
-        embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
-            rotary_base, xpos_scale_base, qk_norm, head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, device,
-            dtype: as of ``MultiheadDilatedAttention``.
+        embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, head_offsets, branch_heads: as of ``MultiheadDilatedAttention``.
+        dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm: as there.
+        tail, mixture_grad, scale, deterministic, backend, device, dtype: as there.
         rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
         group, mesh, layout, exchange, ranks_per_node, timeout: as of ``RingDilatedAttention``.
 

@@ -1,0 +1,113 @@
+"""How much memory a device has, who holds it, and what is left: of a GPU by torch's allocator and the driver, of a CPU by the kernel's figures."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory of a device as it is now, in bytes.
+
+    Args:
+        device: as text, ``"cuda:0"``.
+        total: of the device; of a CPU the machine's.
+        free: what this process may still take from the device, or from the system; None where the system does not say.
+        allocated: by tensors; of a CPU what the process has in memory.
+        reserved: by torch's allocator, with what it keeps for later; of a CPU the same as ``allocated``.
+        bound: what sets ``free``, in words.
+    """
+
+    device: str
+    total: int
+    free: int | None
+    allocated: int
+    reserved: int
+    bound: str
+
+    @property
+    def left(self) -> int | None:
+        """Bytes that tensors may still take, if what the allocator keeps is of use to them."""
+        return None if self.free is None else self.free + self.reserved - self.allocated
+
+    def __str__(self) -> str:
+        free = "unknown" if self.free is None else size_text(self.free)
+        if self.device == "cpu":
+            return f"cpu: the process has {size_text(self.allocated)} in memory, and may take {free} more ({self.bound})"
+        kept = f"tensors hold {size_text(self.allocated)} of {size_text(self.reserved)} that torch has reserved"
+        return f"{self.device}: {kept}; {free} more are free of {size_text(self.total)} ({self.bound})"
+
+
+def room_of(device: torch.device) -> Room:
+    """The figures of now. Of a GPU they cost a call of the driver, so this is for reports, not for every call of an op."""
+    return _gpu_room(device) if device.type == "cuda" else _cpu_room()
+
+
+def size_text(size: float) -> str:
+    """ "1.50 GiB": the largest unit of which there is one at least."""
+    unit = 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.0f} bytes" if unit == 0 else f"{size:,.2f} {_UNITS[unit]}"
+
+
+def _gpu_room(device: torch.device) -> Room:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    allocated, reserved = torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index)
+    bound = "the driver's figure"
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    if allowed - reserved < free:
+        free, bound = (
+            max(0, allowed - reserved),
+            f"this process is allowed {size_text(allowed)}, torch.cuda.set_per_process_memory_fraction",
+        )
+    return Room(device=f"cuda:{index}", total=total, free=free, allocated=allocated, reserved=reserved, bound=bound)
+
+
+def _cpu_room() -> Room:
+    status, machine = _table("/proc/self/status"), _table("/proc/meminfo")
+    resident, total = status.get("VmRSS", 0), machine.get("MemTotal", 0)
+    bounds = [(machine["MemAvailable"], "available on the machine")] if "MemAvailable" in machine else []
+    if sys.platform == "linux":
+        import resource
+
+        for name, limit, used in (
+            ("address space, RLIMIT_AS", resource.RLIMIT_AS, status.get("VmSize", 0)),
+            ("data, RLIMIT_DATA", resource.RLIMIT_DATA, status.get("VmData", 0)),
+        ):
+            soft = resource.getrlimit(limit)[0]
+            if soft != resource.RLIM_INFINITY:
+                bounds.append((max(0, soft - used), f"the limit of {size_text(soft)} of {name}"))
+        bounds += _of_container()
+    free, bound = min(bounds, default=(None, "the system does not tell"))
+    return Room(device="cpu", total=total, free=free, allocated=resident, reserved=resident, bound=bound)
+
+
+def _of_container() -> list[tuple[int, str]]:
+    """Where a control group (v2) limits memory: what is left of it, files that the kernel may drop counted as free."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines()).get("inactive_file", "0")
+    except OSError:
+        return []
+    if not limit.isdigit():
+        return []
+    return [(max(0, int(limit) - int(used) + int(files)), f"the limit of {size_text(int(limit))} of the control group")]
+
+
+def _table(path: str) -> dict[str, int]:
+    """ "Name:   123 kB" lines as bytes; empty where the system has no such file."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return {}
+    rows = (line.split() for line in text.splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}

@@ -1,0 +1,97 @@
+"""Kept blocks of a block pattern at any length: counted where there are few, told from shorter sequences where there are many."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dilated_attention.engine.block_lists import block_lists
+from dilated_attention.pattern import BlockPattern, Sparsity
+
+# blocks that are listed to count pairs, and to size lists; of longer sequences they are told from shorter ones
+MOST_BLOCKS, MOST_FOR_SIZE = 2**18, 2**13
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCounts:
+    """Of one sequence, all heads together.
+
+    Args:
+        pairs: kept (head, query, key) triples.
+        entries: kept blocks, counted once where heads share their list.
+        computed: pairs of all kept blocks, of all heads: kernels compute a block whole, and its masks come after.
+        list_bytes: of the lists that kernels read.
+        mask_kind: ``"none"``, ``"interval"`` or ``"bits"``, as of ``BlockLists``.
+        is_exact: counted, not told from shorter sequences.
+    """
+
+    pairs: int
+    entries: int
+    computed: int
+    list_bytes: int
+    mask_kind: str
+    is_exact: bool
+
+
+@functools.lru_cache(maxsize=512)
+def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int = MOST_BLOCKS) -> BlockCounts:
+    """The counts of ``pattern``; of a sequence of more than ``most`` blocks from three shorter ones.
+
+    Told are the parabola through their counts, which windows, global tokens, random blocks and a density at every length follow but for
+    their ends, and no more blocks than the pattern itself names.
+    """
+    if num_blocks(pattern, num_positions, num_heads) <= most:
+        return _counted(pattern, num_positions, num_heads, is_causal)
+    block = max(pattern.q_block, pattern.k_block)
+    blocks = 8
+    while num_blocks(pattern, 2 * blocks * block, num_heads) <= most:
+        blocks *= 2
+    # whole blocks, so that their ends weigh alike; the same ones for every long sequence, so that they are counted once
+    lengths = tuple(blocks * part // 4 * block for part in (2, 3, 4))
+    known = [_counted(pattern, n, num_heads, is_causal) for n in lengths]
+    named = num_blocks(pattern, num_positions, num_heads)
+    pairs_of_block = pattern.q_block * pattern.k_block * (1 if pattern.per_head else num_heads)
+
+    def told(values: tuple[int, ...]) -> int:
+        return max(values[-1], parabola(lengths, values, num_positions))
+
+    pairs = min(told(tuple(x.pairs for x in known)), max(known[-1].pairs, int(named * pairs_of_block)))
+    entries = min(told(tuple(x.entries for x in known)), max(known[-1].entries, int(named)))
+    return BlockCounts(
+        pairs=pairs,
+        entries=entries,
+        computed=max(pairs, entries * pairs_of_block),
+        list_bytes=told(tuple(x.list_bytes - 8 * x.entries for x in known)) + 8 * entries,
+        mask_kind=known[-1].mask_kind,
+        is_exact=False,
+    )
+
+
+def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> float:
+    """About how many blocks a list would have."""
+    grid = pattern.grid(num_positions)
+    if isinstance(pattern, Sparsity):
+        # it makes the pattern of a length by looking at all its rows
+        return max(1.0, pattern.ratio * grid.num_columns) * grid.num_rows * (num_heads if pattern.per_head else 1)
+    return max(1.0, pattern.cost(grid)) * grid.num_rows * (num_heads if pattern.per_head else 1)
+
+
+@functools.lru_cache(maxsize=512)
+def _counted(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
+    pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
+    lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")
+    computed = lists.num_entries * pattern.q_block * pattern.k_block * (num_heads // lists.num_heads)
+    return BlockCounts(
+        pairs=pairs, entries=lists.num_entries, computed=computed, list_bytes=lists.nbytes, mask_kind=lists.mask_kind, is_exact=True
+    )
+
+
+def parabola(x: Sequence[int], y: Sequence[int], at: int) -> int:
+    """The value at ``at`` of the parabola through three points, in exact arithmetic (Lagrange)."""
+    total = Fraction(0)
+    for i in range(3):
+        a, b = (x[j] for j in range(3) if j != i)
+        total += Fraction(y[i] * (at - a) * (at - b), (x[i] - a) * (x[i] - b))
+    return round(total)

@@ -1,0 +1,186 @@
+"""GPUs by name: memory, bandwidth, peak rates and links, as their vendor states them, for planning on a machine that is not at hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+GIB = 2**30
+# of the memory on a datasheet, which counts in 2^30 bytes, what the driver leaves to programs
+_VISIBLE = 0.985
+# GDDR memory keeps its error-correcting code in itself, one sixteenth, where that is on; HBM has memory of its own for it
+_AFTER_CODE = 15 / 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What a plan needs to know about a GPU.
+
+    Args:
+        name: as its maker writes it.
+        capability: CUDA compute capability.
+        memory: bytes that a program can get.
+        bandwidth: bytes/s of its memory; None where it is not known.
+        peaks: by ``"float32"``, ``"float16"``, ``"bfloat16"`` and ``"fp8"``, FLOP/s of dense products that sum in float32, without sparsity;
+            what is missing the GPU does not have. float32 is that of its plain cores, without TF32. Empty where they are not known.
+        link: bytes/s to other GPUs of its node, in one direction.
+        link_name: ``"NVLink"`` or ``"PCIe"``.
+        source: where the figures stand.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    bandwidth: float | None
+    peaks: Mapping[str, float] = field(hash=False)
+    link: float | None
+    link_name: str
+    source: str
+
+    def peak(self, dtype: torch.dtype | str) -> float | None:
+        """FLOP/s of dense products in this dtype, or None where it has none or it is not known."""
+        return self.peaks.get(str(dtype).removeprefix("torch."))
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    gib: float,
+    gb_per_s: float,
+    peaks: tuple[float | None, float | None, float | None, float | None],
+    link_gb_per_s: float,
+    link_name: str,
+    source: str,
+    *,
+    has_inline_code: bool = False,
+) -> Gpu:
+    """``peaks``: TFLOP/s of float32, float16, bfloat16, fp8. ``link_gb_per_s``: both directions together, as datasheets have it."""
+    names = ("float32", "float16", "bfloat16", "fp8")
+    return Gpu(
+        name=name,
+        capability=capability,
+        memory=int(gib * GIB * _VISIBLE * (_AFTER_CODE if has_inline_code else 1)),
+        bandwidth=gb_per_s * 1e9,
+        peaks=MappingProxyType({key: peak * 1e12 for key, peak in zip(names, peaks, strict=True) if peak is not None}),
+        link=link_gb_per_s * 1e9 / 2,
+        link_name=link_name,
+        source=source,
+    )
+
+
+_PCIE_3, _PCIE_4, _PCIE_5 = (32, "PCIe"), (64, "PCIe"), (128, "PCIe")
+# name, compute capability, GB, GB/s, TFLOP/s (float32, float16, bfloat16, fp8), link GB/s, kind of link, source
+_ALL = (
+    _gpu("GTX 1080", (6, 1), 8, 320, (8.87, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 whitepaper"),
+    _gpu("GTX 1080 Ti", (6, 1), 11, 484, (11.3, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 Ti specifications"),
+    _gpu("P100 PCIe", (6, 0), 16, 732, (9.3, 18.7, None, None), *_PCIE_3, "NVIDIA, Tesla P100 datasheet"),
+    _gpu("P100 SXM2", (6, 0), 16, 732, (10.6, 21.2, None, None), 160, "NVLink", "NVIDIA, Tesla P100 datasheet"),
+    _gpu("V100 PCIe 16GB", (7, 0), 16, 900, (14, 112, None, None), *_PCIE_3, "NVIDIA, V100 datasheet"),
+    _gpu("V100 PCIe 32GB", (7, 0), 32, 900, (14, 112, None, None), *_PCIE_3, "NVIDIA, V100 datasheet"),
+    _gpu("V100 SXM2 16GB", (7, 0), 16, 900, (15.7, 125, None, None), 300, "NVLink", "NVIDIA, V100 datasheet"),
+    _gpu("V100 SXM2 32GB", (7, 0), 32, 900, (15.7, 125, None, None), 300, "NVLink", "NVIDIA, V100 datasheet"),
+    _gpu("T4", (7, 5), 16, 320, (8.1, 65, None, None), *_PCIE_3, "NVIDIA, T4 datasheet", has_inline_code=True),
+    _gpu("RTX 3090", (8, 6), 24, 936, (35.6, 71, 71, None), 112.5, "NVLink", "NVIDIA, Ampere GA102 whitepaper, table 3"),
+    _gpu("A10", (8, 6), 24, 600, (31.2, 125, 125, None), *_PCIE_4, "NVIDIA, A10 datasheet", has_inline_code=True),
+    _gpu("A30", (8, 0), 24, 933, (10.3, 165, 165, None), 200, "NVLink", "NVIDIA, A30 datasheet"),
+    _gpu("A40", (8, 6), 48, 696, (37.4, 149.7, 149.7, None), 112.5, "NVLink", "NVIDIA, A40 datasheet", has_inline_code=True),
+    _gpu("RTX A6000", (8, 6), 48, 768, (38.7, 154.8, 154.8, None), 112.5, "NVLink", "NVIDIA, RTX A6000 datasheet"),
+    _gpu("A100 SXM 40GB", (8, 0), 40, 1555, (19.5, 312, 312, None), 600, "NVLink", "NVIDIA, A100 datasheet"),
+    _gpu("A100 PCIe 40GB", (8, 0), 40, 1555, (19.5, 312, 312, None), *_PCIE_4, "NVIDIA, A100 datasheet"),
+    _gpu("A100 SXM 80GB", (8, 0), 80, 2039, (19.5, 312, 312, None), 600, "NVLink", "NVIDIA, A100 datasheet"),
+    _gpu("A100 PCIe 80GB", (8, 0), 80, 1935, (19.5, 312, 312, None), *_PCIE_4, "NVIDIA, A100 datasheet"),
+    _gpu("RTX 4090", (8, 9), 24, 1008, (82.6, 165.2, 165.2, 330.3), *_PCIE_4, "NVIDIA, Ada GPU architecture whitepaper"),
+    _gpu("L4", (8, 9), 24, 300, (30.3, 121, 121, 242.5), *_PCIE_4, "NVIDIA, L4 datasheet, half of what it states with sparsity", has_inline_code=True),
+    _gpu("L40", (8, 9), 48, 864, (90.5, 181.05, 181.05, 362), *_PCIE_4, "NVIDIA, L40 datasheet", has_inline_code=True),
+    _gpu("L40S", (8, 9), 48, 864, (91.6, 362.05, 362.05, 733), *_PCIE_4, "NVIDIA, L40S datasheet", has_inline_code=True),
+    _gpu("H100 PCIe", (9, 0), 80, 2000, (51, 756, 756, 1513), *_PCIE_5, "NVIDIA, H100 datasheet, half of what it states with sparsity"),
+    _gpu("H100 NVL", (9, 0), 94, 3900, (60, 835, 835, 1671), 600, "NVLink", "NVIDIA, H100 datasheet, half of what it states with sparsity"),
+    _gpu("H100 SXM", (9, 0), 80, 3350, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, H100 datasheet, half of what it states with sparsity"),
+    _gpu("H200 NVL", (9, 0), 141, 4800, (60, 835, 835, 1671), 900, "NVLink", "NVIDIA, H200 datasheet, half of what it states with sparsity"),
+    _gpu("H200 SXM", (9, 0), 141, 4800, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, H200 datasheet, half of what it states with sparsity"),
+    _gpu("GH200 96GB", (9, 0), 96, 4000, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, GH200 datasheet, half of what it states with sparsity"),
+    _gpu("B200", (10, 0), 180, 7700, (75, 2250, 2250, 4500), 1800, "NVLink", "NVIDIA, HGX B200 datasheet, half of what it states with sparsity"),
+    _gpu("RTX 5090", (12, 0), 32, 1792, (104.8, 209.5, 209.5, 419), *_PCIE_5, "NVIDIA, RTX Blackwell GPU architecture whitepaper"),
+)  # fmt: skip
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+# a name that fits several is the one that people mean by it
+_USUAL = {"p100": "P100 SXM2", "v100": "V100 SXM2 16GB", "v10032gb": "V100 SXM2 32GB", "v10032": "V100 SXM2 32GB", "v10016gb": "V100 SXM2 16GB",
+          "v10016": "V100 SXM2 16GB", "a100": "A100 SXM 80GB", "a10080gb": "A100 SXM 80GB", "a10080": "A100 SXM 80GB", "a10040gb": "A100 SXM 40GB",
+          "a10040": "A100 SXM 40GB", "h100": "H100 SXM", "h10080gb": "H100 SXM", "h200": "H200 SXM", "gh200": "GH200 96GB", "a6000": "RTX A6000",
+          "h10080gbhbm3": "H100 SXM", "3090": "RTX 3090", "4090": "RTX 4090", "5090": "RTX 5090", "1080": "GTX 1080", "1080ti": "GTX 1080 Ti",
+          "p100pcie16gb": "P100 PCIe", "p100sxm16gb": "P100 SXM2", "gh200480gb": "GH200 96GB", "a100pcie": "A100 PCIe 80GB", "a100sxm": "A100 SXM 80GB"}  # fmt: skip
+_NOISE = ("nvidia", "tesla", "geforce", "quadro", "graphics", "gpu")
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU that goes by ``name``: case, spaces, dashes and the maker's name do not matter, nor the order of form and size.
+
+    ``"h200"``, ``"NVIDIA H200"``, ``"a100-80gb"``, ``"A100-SXM4-80GB"`` and ``"4090"`` are names. Where there are several forms, the bare
+    name is the SXM one with most memory, of a V100 that with 16 GB.
+
+    Raises:
+        ValueError: no such GPU; with the names there are.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"gpu is {name!r} ({type(name).__name__}); expected a name, such as 'H200'")
+    found = _known(name)
+    if found is None:
+        raise ValueError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another one give its memory, or plan on the machine itself")
+    return found
+
+
+def _known(name: str) -> Gpu | None:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for word in _NOISE:
+        plain = plain.replace(word, "")
+    # SXM2 … SXM5 are generations of one form, and a GPU has one of them
+    plain = re.sub(r"sxm\d", "sxm", plain)
+    names = {re.sub(r"sxm\d", "sxm", re.sub(r"[^a-z0-9]", "", other.lower())): other for other in GPUS}
+    if plain in _USUAL or plain in names:
+        return GPUS[_USUAL.get(plain) or names[plain]]
+    # the same words in another order: A100-80GB-PCIe
+    words = sorted(_words(name))
+    same = [other for other in GPUS if sorted(_words(other)) == words]
+    return GPUS[same[0]] if len(same) == 1 else None
+
+
+def _words(name: str) -> list[str]:
+    words = re.split(r"[^a-z0-9]+", re.sub(r"sxm\d", "sxm", name.lower()))
+    return [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word and word not in _NOISE]
+
+
+def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
+    """The GPU of this machine: its memory as torch sees it, its rates by its name; without them where the name is not known.
+
+    None without a CUDA GPU.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    properties = torch.cuda.get_device_properties(torch.device(device or "cuda"))
+    known = _known(properties.name)
+    if known is None:
+        capability = (properties.major, properties.minor)
+        return Gpu(
+            name=properties.name,
+            capability=capability,
+            memory=properties.total_memory,
+            bandwidth=None,
+            peaks=MappingProxyType({}),
+            link=None,
+            link_name="an unknown link",
+            source="this machine; its rates are not known by its name",
+        )
+    return Gpu(
+        name=properties.name,
+        capability=known.capability,
+        memory=properties.total_memory,
+        bandwidth=known.bandwidth,
+        peaks=known.peaks,
+        link=known.link,
+        link_name=known.link_name,
+        source=f"memory of this machine, rates of {known.source}",
+    )

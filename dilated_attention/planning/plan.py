@@ -1,0 +1,327 @@
+"""``plan_attention``: what one attention call costs on a machine that need not be there: pairs, FLOPs, bytes, memory, wire, time, reach."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.engine.memory import MemoryEstimate
+from dilated_attention.models.summary import USABLE
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.planning.attention import counts_of, memory_of
+from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
+from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.problem import Problem, make_problem
+from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
+from dilated_attention.planning.speed import Pass, passes_of
+
+MOST_POSITIONS = 2**31
+# lists of blocks count to this
+_MOST_ENTRIES = 2**29
+_NO_SUCH_CALL = 2**80
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """One call in figures; ``str`` prints them, ``as_dict`` gives them. Times are estimates, and say of what.
+
+    Args:
+        kind, num_positions, …: as asked, with what was not given filled in. Figures of a sequence that processes share are those of the
+            rank with most.
+        pairs: (query, key) products of the whole call, batch included.
+        dense_pairs: of dense attention with the same causality.
+        pairs_exact: counted; otherwise told from shorter sequences, as of long patterns of blocks.
+        flops: (forward, backward) of the whole call: 4·D and 10·D a pair; backward 0 without training.
+        least_bytes: (forward, backward) through the memory of one process: what must be read and written once.
+        memory: peak bytes of one process with their terms.
+        exchange: what a rank receives and sends.
+        passes: forward and backward in seconds; empty where no rate is known, and ``no_time`` says why.
+        device, device_memory: of the machine, and bytes of it.
+        fits: the peak is within ``USABLE`` of that, and lists of blocks can count what is kept.
+        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not one does.
+    """
+
+    kind: str
+    pattern: str
+    num_positions: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch_size: int
+    dtype: str
+    world_size: int
+    layout: str
+    is_causal: bool
+    training: bool
+    pairs: int
+    dense_pairs: int
+    pairs_exact: bool
+    flops: tuple[int, int]
+    least_bytes: tuple[int, int]
+    memory: MemoryEstimate
+    exchange: Exchange
+    passes: tuple[Pass, ...]
+    no_time: str
+    device: str
+    device_memory: int
+    device_source: str
+    fits: bool
+    longest: int
+
+    @property
+    def keys_per_query(self) -> float:
+        return self.pairs / (self.batch_size * self.num_positions * self.num_heads)
+
+    @property
+    def share_of_dense(self) -> float:
+        return self.pairs / self.dense_pairs
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point, of one process."""
+        return self.memory.peak
+
+    @property
+    def seconds(self) -> float | None:
+        """Forward, and backward with ``training``; None where no rate is known."""
+        return sum(one.seconds for one in self.passes) if self.passes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("forward", "backward")
+        moved = asdict(self.exchange.bytes)
+        return {
+            "kind": self.kind,
+            "pattern": self.pattern,
+            "num_positions": self.num_positions,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "batch_size": self.batch_size,
+            "dtype": self.dtype,
+            "world_size": self.world_size,
+            "layout": self.layout if self.world_size > 1 else None,
+            "is_causal": self.is_causal,
+            "training": self.training,
+            "pairs": self.pairs,
+            "pairs_exact": self.pairs_exact,
+            "keys_per_query": self.keys_per_query,
+            "share_of_dense": self.share_of_dense,
+            "flops": dict(zip(names, self.flops, strict=True)),
+            "least_bytes": dict(zip(names, self.least_bytes, strict=True)),
+            "memory": {
+                "peak": self.peak,
+                "forward_peak": self.memory.forward_peak,
+                "backward_peak": self.memory.backward_peak,
+                "forward": [list(term) for term in self.memory.forward],
+                "backward": [list(term) for term in self.memory.backward],
+            },
+            "exchange": {"name": self.exchange.name, "steps": self.exchange.steps, "exact": self.exchange.is_exact, **moved},
+            "seconds": self.seconds,
+            "passes": [
+                asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
+                for name, one in zip(names, self.passes, strict=False)
+            ],
+            "no_time": self.no_time or None,
+            "device": self.device,
+            "device_memory": self.device_memory,
+            "device_source": self.device_source,
+            "fits": self.fits,
+            "longest": self.longest,
+        }
+
+    def __str__(self) -> str:
+        from dilated_attention.planning.text import plan_text
+
+        return plan_text(self)
+
+
+def plan_attention(
+    kind: str,
+    *,
+    num_positions: int,
+    num_heads: int,
+    head_dim: int,
+    batch_size: int = 1,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    world_size: int = 1,
+    layout: str | None = None,
+    exchange: str = "auto",
+    is_causal: bool = False,
+    training: bool = True,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    pattern: DilatedPattern | BlockPattern | None = None,
+    gpu: str | Gpu | None = None,
+    memory: int | None = None,
+    find_longest: bool = True,
+) -> AttentionPlan:
+    """What one call of attention takes, from formulas: nothing of size is allocated.
+
+    Args:
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · of a sequence that processes share ``"ring"`` (dense) · ``"ring_dilated"`` ·
+            ``"ring_block_sparse"`` · to compare with ``"standard"`` (all scores in memory) · ``"sdpa"`` (torch's own function).
+        num_positions: N, of the whole sequence.
+        num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk, None for H.
+        dtype: of q, k and v; None for bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU.
+        world_size: processes that share the sequence, one GPU each, of one node.
+        layout: how: ``"contiguous"``, ``"zigzag"``, ``"striped"``; None for that kind's usual one.
+        exchange: of ``"ring"`` and ``"ring_dilated"``: ``"auto"``, ``"all_gather"``, ``"ring"``, ``"all_to_all"``.
+        is_causal: a query sees itself and what lies before.
+        training: with the backward.
+        segment_lengths, dilation_rates: of dilated kinds; or ``pattern``, a ``DilatedPattern``.
+        pattern: of block-sparse kinds, a ``BlockPattern``.
+        gpu: the name of one (see ``gpus.find_gpu``), or a ``Gpu``; None for this machine's, or for its CPU if it has none.
+        memory: bytes of the device, instead of its own.
+        find_longest: False saves that search, and ``longest`` is then N or 0.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit or go together; a GPU of unknown name.
+
+    >>> print(plan_attention("dilated", num_positions=2**20, num_heads=12, head_dim=64, segment_lengths=[2048, 8192], dilation_rates=[1, 4], gpu="H200"))
+    """
+    machine = machine_of(gpu, memory)
+    problem = make_problem(
+        kind,
+        num_positions=num_positions,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        batch_size=batch_size,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        world_size=world_size,
+        layout=layout,
+        exchange=exchange,
+        is_causal=is_causal,
+        training=training,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        pattern=pattern,
+        gpu=machine.gpu,
+    )
+    return _planned(problem, machine, find_longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan is for. ``gpu`` is None on a CPU."""
+
+    name: str
+    memory: int
+    gpu: Gpu | None
+    source: str
+
+
+def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
+    """A GPU by name, or this machine's, or its CPU with the memory that it has."""
+    found = find_gpu(gpu) if isinstance(gpu, str) else (detected_gpu() if gpu is None else gpu)
+    if found is None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system tells it")
+    return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
+
+
+def _planned(problem: Problem, machine: Machine, find_longest: bool) -> AttentionPlan:
+    N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
+    pairs, exact = pairs_of(problem)
+    flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
+    least = least_bytes(problem)
+    found = exchange_of(problem) if problem.world_size > 1 else NO_EXCHANGE
+    passes, why_not = passes_of(problem, found, least)
+    memory = memory_of(problem)
+    fits = _excess(problem, machine.memory) <= 0
+    longest = longest_of(problem, machine.memory) if find_longest else N * fits
+    return AttentionPlan(
+        kind=problem.kind,
+        pattern="every key" if problem.computes == "dense" else repr(problem.pattern),
+        num_positions=N,
+        num_heads=H,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        batch_size=B,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        world_size=problem.world_size,
+        layout=problem.layout,
+        is_causal=problem.is_causal,
+        training=problem.training,
+        pairs=pairs,
+        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N),
+        pairs_exact=exact,
+        flops=flops,
+        least_bytes=least,
+        memory=memory,
+        exchange=found,
+        passes=passes,
+        no_time=why_not,
+        device=machine.name,
+        device_memory=machine.memory,
+        device_source=machine.source,
+        fits=fits,
+        longest=longest,
+    )
+
+
+def pairs_of(problem: Problem) -> tuple[int, bool]:
+    """(pairs of the whole call, whether they are counted)."""
+    if problem.computes == "block_sparse":
+        counts = counts_of(problem)
+        return problem.batch_size * counts.pairs, counts.is_exact
+    pairs = problem.pattern.pairs(problem.num_positions, problem.num_heads, is_causal=problem.is_causal)
+    return problem.batch_size * pairs, True
+
+
+def least_bytes(problem: Problem) -> tuple[int, int]:
+    """(forward, backward) bytes that one process must read and write once: q, k, v → out, lse; and these and dout → dq, dk, dv."""
+    rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
+    element = problem.head_dim * problem.itemsize
+    q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
+    return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
+
+
+@functools.lru_cache(maxsize=256)
+def longest_of(problem: Problem, memory: int) -> int:
+    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits."""
+
+    def excess(num_positions: int) -> int:
+        return _excess(problem.of_length(num_positions), memory)
+
+    return search(excess, problem.world_size, MOST_POSITIONS)
+
+
+def search(excess: Callable[[int], int], low: int, high: int) -> int:
+    """The largest x of [low, high] with ``excess(x)`` ≤ 0, which grows with x; 0 if there is none.
+
+    Where the excess would be 0 if it grew evenly, and the middle, take turns: memory does grow evenly, but for where chunks change.
+    """
+    at_low, at_high = excess(low), excess(high)
+    if at_low > 0:
+        return 0
+    if at_high <= 0:
+        return high
+    turn = 0
+    while high - low > 1:
+        evenly = low + (high - low) * -at_low // (at_high - at_low)
+        middle = (low + high) // 2 if high < 8 * low else math.isqrt(low * high)
+        # one beyond an even guess that fitted, which then ends the search
+        x = (evenly, evenly + 1, middle)[turn % 3]
+        x = min(max(x, low + 1), high - 1)
+        found = excess(x)
+        low, at_low, high, at_high = (x, found, high, at_high) if found <= 0 else (low, at_low, x, found)
+        turn += 1
+    return low
+
+
+def _excess(problem: Problem, memory: int) -> int:
+    """Bytes of the peak beyond what can be used; more than any where there is no such call."""
+    if problem.computes == "block_sparse":
+        assert isinstance(problem.pattern, BlockPattern)
+        counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
+        if counts.entries >= _MOST_ENTRIES * problem.world_size:
+            return _NO_SUCH_CALL
+    return memory_of(problem).peak - int(USABLE * memory)

@@ -1,0 +1,203 @@
+"""What is planned: one attention call on one machine, as a frozen record that every part of the plan reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import Hardware, Request, detect
+from dilated_attention.factory.hardware import EXAMPLES
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.planning.gpus import Gpu
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool
+
+# a kind, and what of it a process computes
+KINDS = {
+    "dense": "dense",
+    "dilated": "dilated",
+    "block_sparse": "block_sparse",
+    "ring": "dense",
+    "ring_dilated": "dilated",
+    "ring_block_sparse": "block_sparse",
+    "standard": "dense",
+    "sdpa": "dense",
+}
+RINGS = ("ring", "ring_dilated", "ring_block_sparse")
+WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
+# the packages that the measured Hopper tables stand for
+_PACKAGES = frozenset({"flash-attn-4", "triton"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call. Checked and completed by ``make_problem``.
+
+    Args:
+        kind: a name of ``KINDS``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        hardware: of the machine, for the choice of backends.
+        gpu: None on a CPU.
+        exchange: of ``"ring"`` and ``"ring_dilated"``, as of ``ring_attention``.
+    """
+
+    kind: str
+    pattern: DilatedPattern | BlockPattern
+    num_positions: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch_size: int
+    dtype: torch.dtype
+    world_size: int
+    layout: str
+    exchange: str
+    is_causal: bool
+    training: bool
+    device_type: str
+    hardware: Hardware
+    gpu: Gpu | None
+
+    @property
+    def computes(self) -> str:
+        """``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
+        return KINDS[self.kind]
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def of_length(self, num_positions: int) -> Problem:
+        return replace(self, num_positions=num_positions)
+
+    def request(self, *, backward: bool, length: int, blocks: str | None = None) -> Request:
+        """What a backend is asked; ``blocks``: the kind of masks of lists of blocks."""
+        pattern = self.pattern
+        return Request(
+            hardware=self.hardware,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            causal=self.is_causal,
+            needs_grad=backward,
+            length=length,
+            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None,
+            block_masks=blocks or "none",
+        )
+
+
+def make_problem(
+    kind: str,
+    *,
+    num_positions: int,
+    num_heads: int,
+    head_dim: int,
+    batch_size: int = 1,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    world_size: int = 1,
+    layout: str | None = None,
+    exchange: str = "auto",
+    is_causal: bool = False,
+    training: bool = True,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    pattern: DilatedPattern | BlockPattern | None = None,
+    gpu: Gpu | None = None,
+    on_cpu: bool = False,
+) -> Problem:
+    """The record, with what is not given filled in and what cannot be refused; arguments as of ``plan_attention``."""
+    one_of("kind", kind, tuple(KINDS))
+    sizes = {
+        "num_positions": num_positions,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "batch_size": batch_size,
+        "world_size": world_size,
+    }
+    checked = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
+    if checked["head_dim"] > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of fewer numbers")
+    kv_heads = checked["num_heads"] if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    for name, flag in (("is_causal", is_causal), ("training", training)):
+        check_bool(name, flag)
+    if kind not in RINGS and world_size != 1:
+        raise ValueError(f"world_size is {world_size} and kind is {kind!r}, which one process computes; take one of {', '.join(RINGS)}")
+    if exchange != "auto" and kind not in RINGS[:2]:
+        raise ValueError(f"exchange is {exchange!r} and kind is {kind!r}, which has none; leave it at 'auto'")
+    if layout is not None and kind not in RINGS:
+        raise ValueError(f"layout is {layout!r} and kind is {kind!r}, which one process computes; leave it out")
+    chosen = layout or ("zigzag" if kind == "ring" else "contiguous")
+    one_of("layout", chosen, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
+    one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
+    hardware = _hardware(gpu, on_cpu)
+    device_type = "cpu" if gpu is None else "cuda"
+    return Problem(
+        kind=kind,
+        pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]),
+        num_kv_heads=kv_heads,
+        dtype=usual_dtype(gpu) if dtype is None else _checked_dtype(dtype),
+        layout=chosen,
+        exchange=exchange,
+        is_causal=is_causal,
+        training=training,
+        device_type=device_type,
+        hardware=hardware,
+        gpu=gpu,
+        **checked,
+    )
+
+
+def usual_dtype(gpu: Gpu | None) -> torch.dtype:
+    """bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU."""
+    if gpu is None:
+        return torch.float32
+    return torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16, bfloat16, float32 or float64")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
+    computes = KINDS[kind]
+    branches = segment_lengths is not None or dilation_rates is not None
+    if computes == "dense":
+        if branches or pattern is not None:
+            raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
+        return WHOLE
+    if branches and pattern is not None:
+        raise ValueError("segment_lengths or dilation_rates are given and pattern, too; give one of both")
+    if computes == "dilated":
+        if pattern is None:
+            if segment_lengths is None or dilation_rates is None:
+                raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
+            pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates))
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern is a {type(pattern).__name__}; kind {kind!r} takes a DilatedPattern")
+        pattern.offsets(num_heads)
+        return pattern
+    if branches or not isinstance(pattern, BlockPattern):
+        raise TypeError(
+            f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
+        )
+    return pattern
+
+
+def _hardware(gpu: Gpu | None, on_cpu: bool) -> Hardware:
+    if gpu is None:
+        return detect("cpu")
+    if not on_cpu and torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
+        return detect("cuda")
+    example = next((x for x in EXAMPLES.values() if x.device_type == "cuda" and not x.is_rocm), None)
+    assert example is not None
+    # one of another machine, with the packages that a user would install there
+    return replace(example, capability=gpu.capability, packages=_PACKAGES, name=gpu.name)

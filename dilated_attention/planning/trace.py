@@ -1,0 +1,155 @@
+"""What is alive while a function runs, told without running it: fake tensors under a dispatch mode that counts their storages.
+
+What our own ops allocate inside themselves a fake run does not show. Of norms and linear layers it follows from their shapes, here; of
+attention the tape only notes the place, and who reads it adds the figure (``attention.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dilated_attention.backends.base import accumulation_dtype
+
+_OPS = torch.ops.dilated_attention
+# rows that the CPU's norms and linear layers work on at a time (functional/lean_torch.py)
+_CHUNK_ROWS = 1024
+_ATTENTION = {
+    "dilated_attention.dilated_attention.default": "forward",
+    "dilated_attention.dilated_attention_backward.default": "backward",
+    "dilated_attention.block_sparse_attention.default": "forward",
+    "dilated_attention.block_sparse_attention_backward.default": "backward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Behind one operation.
+
+    Args:
+        alive: bytes of all that was made since the tape began and lives, results of this operation included.
+        grads: of them, gradients of parameters.
+        inside: bytes that the operation had beside these.
+        attention: ``"forward"`` or ``"backward"`` where the operation is ours of attention, whose inside is not told here; else "".
+    """
+
+    alive: int
+    grads: int
+    inside: int
+    attention: str = ""
+
+
+class Tape(TorchDispatchMode):
+    """Notes a ``Moment`` for each operation.
+
+    Args:
+        on_gpu: whether the tensors, which lie on a CPU as far as torch is told, stand for a GPU's.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__()
+        self.on_gpu = on_gpu
+        self.moments: list[Moment] = []
+        self._alive = self._grads = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that are counted elsewhere."""
+        for x in tensors:
+            self._seen.add(x.untyped_storage())
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count the gradients of these apart, too."""
+
+        def made(parameter: torch.Tensor) -> None:
+            grad = parameter.grad
+            self._grads += 0 if grad is None else grad.untyped_storage().nbytes()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage not in self._seen:
+                    self._seen.add(storage)
+                    size = storage.nbytes()
+                    self._alive += size
+                    weakref.finalize(storage, self._free, size)
+        name = str(func)
+        self.moments.append(Moment(self._alive, self._grads, _inside(name, args, out, self.on_gpu), _ATTENTION.get(name, "")))
+        return out
+
+    def _free(self, size: int) -> None:
+        self._alive -= size
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside it tensors have no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
+    """Bytes alive at the highest point of a function of fake tensors that calls no attention of ours, beside what it is given."""
+    tape = Tape(on_gpu=on_gpu)
+    with tape:
+        kept = function()
+    del kept
+    assert not any(moment.attention for moment in tape.moments)
+    return max((moment.alive + moment.inside for moment in tape.moments), default=0)
+
+
+def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
+    if name == "dilated_attention.norm_linear.default":
+        return _norm_linear(args, on_gpu)
+    if name == "dilated_attention.norm_linear_backward.default":
+        return _norm_linear_backward(args, out, on_gpu)
+    if name in ("dilated_attention.add_dropped.default", "dilated_attention.dropped.default") and not on_gpu:
+        # in float32 at least before it is rounded
+        y = args[1] if "add" in name else args[0]
+        wide = max(4, out.element_size())
+        return y.numel() * wide * ((y.element_size() < wide) + (out.element_size() < wide))
+    return 0
+
+
+def _norm_linear(args: tuple[Any, ...], on_gpu: bool) -> int:
+    x, _, _, _, weights, _, _, _, _, dtype, _ = args
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    cast = sum(w.numel() for w in weights) * dtype.itemsize if weights[0].dtype is not dtype else 0
+    if on_gpu:
+        # the rows as they go into the product
+        return cast + rows * columns * dtype.itemsize
+    wide = accumulation_dtype(x.dtype).itemsize
+    return cast + min(rows, _CHUNK_ROWS) * columns * (2 * wide + dtype.itemsize)
+
+
+def _norm_linear_backward(args: tuple[Any, ...], out: list[torch.Tensor], on_gpu: bool) -> int:
+    dys, x, _, _, _, weights, _, stats, needs, *_, dtype, wide = args
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    size, width = dtype.itemsize, sum(w.shape[0] for w in weights)
+    joined = width * columns * size if len(weights) > 1 or weights[0].dtype is not dtype else 0
+    dy = rows * width * size if len(dys) > 1 or dys[0].dtype is not dtype else 0
+    # gradients of several weights are made together and then copied apart
+    apart = width * columns * (size if on_gpu else stats.element_size()) if needs[2] else 0
+    copied = apart if len(weights) > 1 or (weights[0].dtype.itemsize != (size if on_gpu else stats.element_size())) else 0
+    if not on_gpu:
+        chunk = min(rows, _CHUNK_ROWS) * (columns * 5 + width) * stats.element_size()
+        return joined + dy + copied + chunk
+    z = rows * columns * size if needs[2] else 0
+    # dx takes the place of dz where it has its dtype
+    dz = rows * columns * size if (wide or x.dtype) is not dtype else 0
+    weight_grads = sum(w.numel() * w.element_size() for w in weights) if needs[2] else 0
+    return joined + dy + max(z + dz + apart - weight_grads, copied)

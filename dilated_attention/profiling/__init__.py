@@ -1,0 +1,6 @@
+"""Where memory goes: a profile of a block of code by op, the allocator's own figures, and advice from what was seen."""
+
+from dilated_attention.profiling.measure import ProfiledBlock, profile_memory
+from dilated_attention.profiling.profile import MemoryProfile, OpMemory
+
+__all__ = ["MemoryProfile", "OpMemory", "ProfiledBlock", "profile_memory"]

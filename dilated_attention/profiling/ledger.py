@@ -1,0 +1,159 @@
+"""Allocations and frees as torch's profiler records them, replayed in order: who held what, and what was alive at the peak.
+
+The profiler sees every call of torch's allocators on any device, also those of scratch memory inside a kernel and inside our own ops, which
+are opaque to a dispatch mode: each lies, in a tree, below the operations that were running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dilated_attention.profiling.profile import OpMemory
+
+OUTSIDE = "(outside of ops)"
+_BACKWARD = "autograd::engine::"
+
+
+@dataclass
+class _Call:
+    """One call of the outermost op of torch: what it allocated itself."""
+
+    name: str
+    live: int = 0
+    peak: int = 0
+    kept: int = 0
+
+
+@dataclass
+class _Sums:
+    """All calls of one name."""
+
+    calls: int = 0
+    allocated: int = 0
+    largest: int = 0
+    peak: int = 0
+    kept: int = 0
+    live: int = 0
+    inner: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """``size`` bytes taken (> 0) or given back (< 0) at ``address`` by a call; 0: the call has ended."""
+
+    time: int
+    order: int
+    address: int
+    size: int
+    call: _Call
+    inner: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the replay found.
+
+    Args:
+        ops: by name, most alive at the peak first.
+        peak: most bytes alive at once.
+        end: bytes alive at the end.
+    """
+
+    ops: tuple[OpMemory, ...]
+    peak: int
+    end: int
+
+
+def replay(tree: Iterable[Any], device: torch.device, before: int) -> Ledger:
+    """The ledger of a profile's event tree.
+
+    Args:
+        device: whose memory.
+        before: bytes that were alive when the profile began; 0 where that is not known, so that only what came after counts.
+    """
+    events = sorted(_events(tree, device), key=lambda event: (event.time, event.order))
+    sums: dict[str, _Sums] = {}
+    total, peak, place = before, before, -1
+    for index, event in enumerate(_replayed(events, sums)):
+        total += event.size
+        if total > peak:
+            peak, place = total, index
+    at_peak: dict[str, _Sums] = {}
+    for _ in zip(range(place + 1), _replayed(events, at_peak), strict=False):
+        pass
+    ops = [_op(name, found, at_peak[name].live if name in at_peak else 0) for name, found in sums.items()]
+    ops.sort(key=lambda op: (-op.at_peak, -op.allocated, op.name))
+    return Ledger(tuple(op for op in ops if op.allocated), peak, total)
+
+
+def _op(name: str, found: _Sums, at_peak: int) -> OpMemory:
+    inner = tuple(sorted(found.inner.items(), key=lambda item: (-item[1], item[0])))
+    return OpMemory(
+        name=name, calls=found.calls, allocated=found.allocated, largest=found.largest, peak=found.peak, kept=found.kept,
+        at_peak=at_peak, inner=inner,
+    )  # fmt: skip
+
+
+def _replayed(events: list[_Event], sums: dict[str, _Sums]) -> Iterator[_Event]:
+    """The events one by one, each once its effect is written into ``sums``."""
+    live: dict[int, _Event] = {}
+    for call in {id(event.call): event.call for event in events}.values():
+        call.live = call.peak = call.kept = 0
+        sums.setdefault(call.name, _Sums()).calls += call.name != OUTSIDE
+    for event in events:
+        call, of_name = event.call, sums[event.call.name]
+        if event.size > 0:
+            live[event.address] = event
+            call.live += event.size
+            call.peak = max(call.peak, call.live)
+            of_name.live += event.size
+            of_name.allocated += event.size
+            of_name.largest = max(of_name.largest, event.size)
+            of_name.peak = max(of_name.peak, call.peak)
+            of_name.inner[event.inner] = of_name.inner.get(event.inner, 0) + event.size
+        elif event.size < 0:
+            # what was there before the profile has no allocation in it
+            taken = live.pop(event.address, None)
+            if taken is not None:
+                taken.call.live -= taken.size
+                sums[taken.call.name].live -= taken.size
+        else:
+            of_name.kept = max(of_name.kept, call.live)
+        yield event
+
+
+def _events(tree: Iterable[Any], device: torch.device) -> Iterator[_Event]:
+    """Allocations on the device, each with the outermost op that it happened in, and the ends of those ops."""
+    outside = _Call(OUTSIDE)
+    order = 0
+    # node, the call it lies in, whether below autograd's engine, the op of torch right inside the call
+    stack: list[tuple[Any, _Call, bool, str]] = [(node, outside, False, "") for node in reversed(list(tree))]
+    while stack:
+        node, call, backward, inner = stack.pop()
+        order += 1
+        if node.name == "[memory]":
+            found = node.extra_fields
+            if found.alloc_size and _same(found.device, device):
+                yield _Event(node.start_time_ns, order, found.ptr, found.alloc_size, call, inner or call.name)
+            continue
+        backward = backward or node.name.startswith(_BACKWARD)
+        if call is outside and _is_op(node.name):
+            suffix = " (backward)" if backward and not node.name.endswith("_backward") else ""
+            call = _Call(node.name + suffix)
+            yield _Event(node.end_time_ns, order, 0, 0, call, "")
+        elif call is not outside and not inner and _is_op(node.name):
+            inner = node.name
+        stack += [(child, call, backward, inner) for child in reversed(node.children)]
+
+
+def _is_op(name: str) -> bool:
+    """ "namespace::op"; not what autograd and the profiler put around ops."""
+    return "::" in name and not name.startswith(("autograd::", "torch::autograd::")) and " " not in name
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.type == "cpu" or one.index == other.index)

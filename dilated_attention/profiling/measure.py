@@ -1,0 +1,254 @@
+"""``profile_memory``: where a block of code, or a call, puts its memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+
+from dilated_attention.engine.need import Need
+from dilated_attention.engine.room import room_of
+from dilated_attention.engine.shortage import allocator_settings
+from dilated_attention.engine.watched import watchers
+from dilated_attention.profiling.ledger import Ledger, replay
+from dilated_attention.profiling.profile import MemoryProfile, SeenCall
+
+# events that a snapshot holds at most, the last ones
+SNAPSHOT_EVENTS = 200_000
+_CPU_CANNOT = (
+    "reserved memory and fragmentation: CPU memory is malloc's, which does not tell",
+    "tensors from before the block: they count in the process, not in the figures of tensors and ops",
+)
+
+
+class ProfiledBlock:
+    """What ``with profile_memory() as profile`` gives: after the block it is the ``MemoryProfile``, attribute by attribute."""
+
+    def __init__(self, device: torch.device, ops: bool, snapshot: Path | None, empty_cache: bool) -> None:
+        self._device, self._ops, self._snapshot, self._empty_cache = device, ops, snapshot, empty_cache
+        self._result: MemoryProfile | None = None
+        self._seen: dict[tuple[object, ...], tuple[Need, int]] = {}
+        self._profiler: Any = None
+
+    @property
+    def result(self) -> MemoryProfile:
+        """The profile itself.
+
+        Raises:
+            RuntimeError: the block has not ended.
+        """
+        if self._result is None:
+            raise RuntimeError("this profile has no figures yet; look at it after the with block")
+        return self._result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    def __enter__(self) -> ProfiledBlock:
+        if self._result is not None or self._profiler is not None:
+            raise RuntimeError("a profile is made once; call profile_memory() again for another block")
+        if self._ops and torch._C._autograd._profiler_enabled():
+            # torch would end the one that is under way without a word
+            raise RuntimeError("torch.profiler is under way, and there can be one at a time; end it first, or on a GPU pass ops=False")
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            if self._empty_cache:
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_stats(self._device)
+            if self._snapshot is not None:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS, device=self._device)
+        else:
+            self._resident, self._resets = room_of(self._device).allocated, _reset_resident_peak()
+        watchers.append(self._watch)
+        self._began = time.perf_counter()
+        if self._ops:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Also after an error, as one of memory is what a profile may be wanted for."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+        watchers.remove(self._watch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._began
+        before = self._before["allocated_bytes.all.current"] if self._device.type == "cuda" else 0
+        ledger = None
+        if self._profiler is not None:
+            ledger = replay(self._profiler.profiler.kineto_results.experimental_event_tree(), self._device, before)
+        seen = tuple(SeenCall(need=need, count=count) for need, count in self._seen.values())
+        make = self._of_gpu if self._device.type == "cuda" else self._of_cpu
+        self._result = make(seconds, ledger, seen)
+
+    def _watch(self, need: Need) -> None:
+        if need.device.type == self._device.type:
+            kind = (need.op, need.is_backward, need.shapes)
+            self._seen[kind] = (need, self._seen.get(kind, (need, 0))[1] + 1)
+
+    def _of_gpu(self, seconds: float, ledger: Ledger | None, seen: tuple[SeenCall, ...]) -> MemoryProfile:
+        stats, before = torch.cuda.memory_stats(self._device), self._before
+        if self._snapshot is not None:
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
+
+        def more(name: str) -> int:
+            return int(stats[name] - before[name])
+
+        return MemoryProfile(
+            device=str(self._device),
+            hardware=torch.cuda.get_device_name(self._device),
+            seconds=seconds,
+            peak_allocated=stats["allocated_bytes.all.peak"],
+            allocated_before=before["allocated_bytes.all.current"],
+            allocated_after=stats["allocated_bytes.all.current"],
+            peak_reserved=stats["reserved_bytes.all.peak"],
+            reserved_before=before["reserved_bytes.all.current"],
+            reserved_after=stats["reserved_bytes.all.current"],
+            inactive_split=stats["inactive_split_bytes.all.current"],
+            peak_inactive_split=stats["inactive_split_bytes.all.peak"],
+            retries=more("num_alloc_retries"),
+            refused=more("num_ooms"),
+            device_allocs=more("num_device_alloc"),
+            device_frees=more("num_device_free"),
+            allocator=allocator_settings(),
+            total=torch.cuda.get_device_properties(self._device).total_memory,
+            ops=() if ledger is None else ledger.ops,
+            seen=seen,
+            snapshot=None if self._snapshot is None else str(self._snapshot),
+            cannot_tell=() if self._ops else ("which op allocated what: ops=False",),
+        )
+
+    def _of_cpu(self, seconds: float, ledger: Ledger | None, seen: tuple[SeenCall, ...]) -> MemoryProfile:
+        assert ledger is not None
+        peak = _resident_peak()
+        cannot = list(_CPU_CANNOT)
+        if peak is None:
+            cannot.append("what the process had in memory: this system has no /proc/self/status")
+        elif not self._resets:
+            cannot.append("the process's peak in the block: the kernel lets nobody reset it here, so it is that of the process's life")
+        return MemoryProfile(
+            device="cpu",
+            hardware=platform.processor() or platform.machine(),
+            seconds=seconds,
+            peak_allocated=ledger.peak,
+            allocated_before=0,
+            allocated_after=ledger.end,
+            resident_before=None if peak is None else self._resident,
+            resident_peak=peak,
+            total=room_of(self._device).total,
+            ops=ledger.ops,
+            seen=seen,
+            cannot_tell=tuple(cannot),
+        )
+
+
+@overload
+def profile_memory(
+    *,
+    device: torch.device | str | None = None,
+    ops: bool = True,
+    snapshot: str | os.PathLike[str] | None = None,
+    empty_cache: bool = True,
+) -> ProfiledBlock: ...
+
+
+@overload
+def profile_memory(
+    function: Callable[..., object],
+    /,
+    *args: Any,
+    device: torch.device | str | None = None,
+    ops: bool = True,
+    snapshot: str | os.PathLike[str] | None = None,
+    empty_cache: bool = True,
+    **kwargs: Any,
+) -> MemoryProfile: ...
+
+
+def profile_memory(
+    function: Callable[..., object] | None = None,
+    /,
+    *args: Any,
+    device: torch.device | str | None = None,
+    ops: bool = True,
+    snapshot: str | os.PathLike[str] | None = None,
+    empty_cache: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Where memory goes: in a block of code, or in one call.
+
+    Args:
+        function: called once with ``args`` and ``kwargs``; without it, a context manager.
+        device: whose memory; None for the current GPU where there is one, else the CPU.
+        ops: also by op, from torch's profiler, which sees every allocation and costs some microseconds for each op. False: the
+            allocator's own counters alone, which cost nothing, on a GPU.
+        snapshot: file to write for PyTorch's memory viewer (docs/memory.md says how to look at it); on a GPU. It takes over torch's
+            recording of memory history, and ends it.
+        empty_cache: give the allocator's unused memory back first, so that what is reserved is the block's own; on a GPU. Peaks of
+            ``torch.cuda.memory_stats`` are set back in any case.
+
+    Returns:
+        With a function, its ``MemoryProfile``. Without, a context manager whose value is that profile once the block has ended, also by an error.
+
+    Raises:
+        ValueError: ``snapshot`` or ``ops=False`` on a CPU, which has no allocator to ask.
+        RuntimeError: torch.profiler is under way, of which there can be one.
+
+    >>> with profile_memory() as profile:
+    ...     dilated_attention(q, k, v, [2048, 8192], [1, 4]).sum().backward()
+    >>> print(profile, *profile.advice(), sep="\\n")
+    >>> profile_memory(model, tokens).peak_allocated
+    """
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {where}; expected a CUDA device or the CPU, of which torch tells what is allocated")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where.type == "cpu" and snapshot is not None:
+        raise ValueError("snapshot is given for the CPU; torch records memory history on GPUs only: leave it out, and print the profile")
+    if where.type == "cpu" and not ops:
+        raise ValueError("ops=False on the CPU leaves nothing to measure: its allocator has no counters; leave ops=True")
+    if function is None and (args or kwargs):
+        raise TypeError(f"arguments {args or kwargs} without a function to call; pass it first: profile_memory(function, *args)")
+    if function is not None and not callable(function):
+        raise TypeError(f"the first argument is {function!r}; expected a function, or none for `with profile_memory() as profile:`")
+    block = ProfiledBlock(where, ops, None if snapshot is None else Path(snapshot), empty_cache)
+    if function is None:
+        return block
+    with block:
+        function(*args, **kwargs)
+    return block.result
+
+
+def _reset_resident_peak() -> bool:
+    """Whether the kernel's peak of this process starts anew, which Linux does on request."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
