@@ -19,7 +19,7 @@ from dilated_attention.bench import correct
 from dilated_attention.bench.attempt import Attempt, release
 from dilated_attention.bench.correct import Attend, Pattern
 from dilated_attention.bench.measure import FLOPS
-from dilated_attention.bench.problem import Problem
+from dilated_attention.bench.problem import Problem, geometric
 from dilated_attention.bench.rows import Row
 from dilated_attention.bench.timing import Timing, peak_extra
 from dilated_attention.bench.together import Together
@@ -66,55 +66,49 @@ class Kind:
         return float(FLOPS[which] * problem.batch_size * pairs * problem.head_dim)
 
 
-def window(problem: Problem) -> LocalWindow:
-    """Keys within 1,024 positions on either side, or a quarter of a shorter sequence: work that grows with N, not with N²."""
-    return LocalWindow(min(1024, max(16, problem.num_positions // 4)), block_size=128 if problem.num_positions >= 2048 else 64)
+def branches(problem: Problem, unit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Segment lengths and rates w = unit · 4^i, r = 4^i, as ``geometric``."""
+    return geometric(problem.num_positions, first=unit)
 
 
-def _dilated(problem: Problem) -> DilatedPattern:
-    return DilatedPattern(*problem.branches)
+def window(problem: Problem, unit: int) -> LocalWindow:
+    """Keys within half a unit on either side, or a quarter of a shorter sequence: work that grows with N, not with N²."""
+    return LocalWindow(min(unit // 2, max(16, problem.num_positions // 4)), block_size=min(128, unit // 2))
 
 
-def _shared_options(problem: Problem, layout: str, timeout: float) -> dict[str, Any]:
-    return {"layout": layout, "seq_len": problem.num_positions, "is_causal": problem.is_causal, "timeout": timeout}
+def kinds(unit: int) -> tuple[Kind, ...]:
+    """Dense, dilated and block-sparse attention, the last two with the branches and the window of ``unit``."""
 
+    def options(problem: Problem, layout: str, timeout: float) -> dict[str, Any]:
+        return {"layout": layout, "seq_len": problem.num_positions, "is_causal": problem.is_causal, "timeout": timeout}
 
-def _ring(problem: Problem, layout: str, timeout: float) -> Attend:
-    return functools.partial(ring_attention, **_shared_options(problem, layout, timeout))
+    def of_branches(function: Callable[..., Any], problem: Problem, **others: Any) -> Attend:
+        lengths, rates = branches(problem, unit)
+        return functools.partial(function, segment_lengths=lengths, dilation_rates=rates, **others)
 
-
-def _ring_dilated(problem: Problem, layout: str, timeout: float) -> Attend:
-    lengths, rates = problem.branches
-    return functools.partial(
-        ring_dilated_attention, segment_lengths=lengths, dilation_rates=rates, **_shared_options(problem, layout, timeout)
+    return (
+        Kind(
+            name="ring_attention",
+            pattern=lambda problem: DilatedPattern((problem.num_positions,), (1,), "zero"),
+            shared=lambda problem, layout, timeout: functools.partial(ring_attention, **options(problem, layout, timeout)),
+            alone=lambda problem: functools.partial(attention, is_causal=problem.is_causal),
+            zigzag=True,
+        ),
+        Kind(
+            name="ring_dilated_attention",
+            pattern=lambda problem: DilatedPattern(*branches(problem, unit)),
+            shared=lambda problem, layout, timeout: of_branches(ring_dilated_attention, problem, **options(problem, layout, timeout)),
+            alone=lambda problem: of_branches(dilated_attention, problem, is_causal=problem.is_causal),
+        ),
+        Kind(
+            name="ring_block_sparse_attention",
+            pattern=lambda problem: window(problem, unit),
+            shared=lambda problem, layout, timeout: functools.partial(
+                ring_block_sparse_attention, pattern=window(problem, unit), **options(problem, layout, timeout)
+            ),
+            alone=lambda problem: functools.partial(block_sparse_attention, pattern=window(problem, unit), is_causal=problem.is_causal),
+        ),
     )
-
-
-def _ring_blocks(problem: Problem, layout: str, timeout: float) -> Attend:
-    return functools.partial(ring_block_sparse_attention, pattern=window(problem), **_shared_options(problem, layout, timeout))
-
-
-def _alone_dilated(problem: Problem) -> Attend:
-    lengths, rates = problem.branches
-    return functools.partial(dilated_attention, segment_lengths=lengths, dilation_rates=rates, is_causal=problem.is_causal)
-
-
-KINDS: tuple[Kind, ...] = (
-    Kind(
-        name="ring_attention",
-        pattern=lambda problem: DilatedPattern((problem.num_positions,), (1,), "zero"),
-        shared=_ring,
-        alone=lambda problem: functools.partial(attention, is_causal=problem.is_causal),
-        zigzag=True,
-    ),
-    Kind(name="ring_dilated_attention", pattern=_dilated, shared=_ring_dilated, alone=_alone_dilated),
-    Kind(
-        name="ring_block_sparse_attention",
-        pattern=window,
-        shared=_ring_blocks,
-        alone=lambda problem: functools.partial(block_sparse_attention, pattern=window(problem), is_causal=problem.is_causal),
-    ),
-)
 
 
 def check(kind: Kind, problem: Problem, size: int, timeout: float) -> dict[str, float]:

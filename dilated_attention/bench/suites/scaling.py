@@ -17,7 +17,7 @@ from typing import Any
 from dilated_attention.bench import measure, spread
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.attempt import Refused
-from dilated_attention.bench.contenders import MODULES, Contender, block_sparse, dense
+from dilated_attention.bench.contenders import Contender, block_sparse, dense
 from dilated_attention.bench.correct import Attend
 from dilated_attention.bench.plots import Plot
 from dilated_attention.bench.problem import Problem
@@ -26,6 +26,8 @@ from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import scaling_report as report
 from dilated_attention.bench.tables import Table
 from dilated_attention.bench.together import Together
+from dilated_attention.factory import create_attention
+from dilated_attention.pattern import DilatedPattern
 
 PASSES = ("forward", "both")
 # dense attention beyond it takes seconds a call, by a law that shorter lengths show
@@ -40,11 +42,30 @@ def _dense(contender: Contender, problem: Problem) -> Attend:
 
 
 _AUTO = dense("auto", "dense attention, on the backend that this library chooses")
-CONTENDERS: tuple[Contender, ...] = (
-    replace(_AUTO, name="dense", make=functools.partial(_dense, _AUTO)),
-    next(contender for contender in MODULES if contender.name == "DilatedAttention"),
-    block_sparse("BlockSparseAttention window", "1,024 positions on either side, or a quarter of a shorter sequence", spread.window),
-)
+
+
+def contenders(unit: int) -> tuple[Contender, ...]:
+    """Dense attention, and two whose work grows with N: their shortest segment and their window do not."""
+
+    def dilated(problem: Problem) -> Attend:
+        lengths, rates = spread.branches(problem, unit)
+        module = create_attention("dilated", segment_lengths=lengths, dilation_rates=rates)
+        return functools.partial(module, is_causal=problem.is_causal)
+
+    return (
+        replace(_AUTO, name="dense", make=functools.partial(_dense, _AUTO)),
+        Contender(
+            name="DilatedAttention",
+            what=f"LongNet's branches: w = {unit:,} · 4^i, r = 4^i",
+            make=dilated,
+            pattern=lambda problem: DilatedPattern(*spread.branches(problem, unit)),
+        ),
+        block_sparse(
+            "BlockSparseAttention window",
+            f"keys within {unit // 2:,} positions on either side",
+            lambda problem: spread.window(problem, unit),
+        ),
+    )
 
 
 class Scaling(Suite):
@@ -66,7 +87,7 @@ class Scaling(Suite):
         parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch.")}
+        return super().settings(session) | {"unit": _unit(session), "dtype": str(session.dtype).removeprefix("torch.")}
 
     def groups(self, session: Session) -> Sequence[Group]:
         mine = _of_processes(session)
@@ -77,6 +98,11 @@ class Scaling(Suite):
 
     def plots(self, results: Results) -> list[Plot]:
         return report.plots(results)
+
+
+def _unit(session: Session) -> int:
+    """Of segments and windows, in positions."""
+    return 2048 if session.full else 128
 
 
 def _problem(session: Session, positions: int, batch: int = 1) -> Problem:
@@ -106,13 +132,14 @@ def _of_batches(session: Session) -> list[Group]:
 
 
 def _group(session: Session, part: str, problem: Problem) -> Group:
-    return Group(f"{part} {problem.label}", functools.partial(_measured, problem, part, session.seconds))
+    return Group(f"{part} {problem.label}", functools.partial(_measured, problem, part, _unit(session), session.seconds))
 
 
-def _measured(problem: Problem, part: str, seconds: float) -> list[Row]:
+def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Row]:
     extra = {"part": "length"} if part == "length" else {"part": "batch", "mode": part}
-    rows = measure.measure(CONTENDERS, problem, passes=PASSES, seconds=seconds, memory=True, extra=extra)
-    pairs = {contender.name: contender.pairs(problem) for contender in CONTENDERS}
+    compared = contenders(unit)
+    rows = measure.measure(compared, problem, passes=PASSES, seconds=seconds, memory=True, extra=extra)
+    pairs = {contender.name: contender.pairs(problem) for contender in compared}
     return [_per_token(row, problem, pairs[row.name]) for row in rows]
 
 
@@ -131,7 +158,7 @@ def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:
 
 def _of_processes(session: Session) -> list[Group]:
     groups = []
-    for kind in spread.KINDS:
+    for kind in spread.kinds(_unit(session)):
         is_dense = kind.name == "ring_attention"
         if session.full:
             total, each = (2**16, 2**14) if is_dense else (2**19, 2**17)

@@ -42,9 +42,9 @@ def tables(results: Results) -> list[Table]:
         for mode, what in (("weak", "sequences of equal length"), ("strong", "equally many tokens in more, shorter sequences")):
             rows = [row for row in _of(results, "batch", which) if row.case.get("mode", mode) == mode]
             if any("ms" in row.values for row in rows):
-                caption = f"million tokens per second by batch; {what}: {_positions(rows)}"
+                caption = f"thousand tokens per second by batch; {what}: {_positions(rows)}"
                 found.append(
-                    pivot(rows, "tokens_per_s", across="B", title=f"{title}: {mode} scaling over batch", scale=1e-6, caption=caption)
+                    pivot(rows, "tokens_per_s", across="B", title=f"{title}: {mode} scaling over batch", scale=1e-3, caption=caption)
                 )
     return [*found, *(table for mode in MODES if (table := _over_processes(results, mode)) is not None)]
 
@@ -177,7 +177,7 @@ def _of_batch(results: Results, which: str, title: str) -> list[Plot]:
         for mode in ("weak", "strong")
         for name in _kinds(rows)
         for line in _line(
-            [row for row in rows if row.case["mode"] == mode], name, "B", "tokens_per_s", f"{name}, {mode}", 1e-6, dashed=mode == "strong"
+            [row for row in rows if row.case["mode"] == mode], name, "B", "tokens_per_s", f"{name}, {mode}", 1e-3, dashed=mode == "strong"
         )
     ]
     if not any(len(line.x) > 1 for line in lines):
@@ -192,7 +192,7 @@ def _of_batch(results: Results, which: str, title: str) -> list[Plot]:
             name=f"batch-{which}",
             title=f"Throughput by batch, {title}",
             x_label="sequences",
-            y_label="million tokens per second",
+            y_label="thousand tokens per second",
             lines=lines,
             log_x=True,
             log_y=True,
@@ -218,7 +218,8 @@ def _of_processes(results: Results) -> list[Plot]:
                     for causal in (False, True):
                         mine = [row for row in rows if (row.case["mode"], row.case["pass"], row.case["causal"]) == (mode, which, causal)]
                         lines += _line(mine, kind, "W", value, f"{kind}, {'causal' if causal else 'full'}", scale, dashed=causal)
-                if lines:
+                # keys travel once more backward: their plot is that of both
+                if lines and (name, which) != ("wire", "forward"):
                     found.append(
                         Plot(
                             name=f"{name}-{mode}-{which}",
