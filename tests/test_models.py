@@ -137,6 +137,10 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
     assert json.loads(json.dumps(values)) == values
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
+    with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
+        LongNetConfig.from_dict({name: value for name, value in values.items() if name not in ("embed_dim", "num_layers")})
+    with pytest.raises(TypeError, match=r"configuration is \[1\] \(list\)"):
+        LongNetConfig.from_dict([1])  # type: ignore[arg-type]
     for changes, text in (
         ({"vocab_size": 0}, "vocab_size"),
         ({"embed_dim": 30}, "embed_dim is 30 and num_heads is 4"),
