@@ -47,11 +47,13 @@ def pivot(
     scale: float = 1.0,
     caption: str = "",
     baseline: str | None = None,
+    more_is_better: bool = False,
 ) -> Table:
     """Names down, the case's ``across`` to the right, ``values[value] · scale`` in the cells; a note where a figure is missing.
 
     Args:
         baseline: name of a contender; cells get "(x ×)" behind them: its figure over theirs, so that above 1 is faster.
+        more_is_better: figures are rates, and theirs over its.
     """
     rows = list(rows)
     # a whole group that failed has a note and no place in the table
@@ -72,8 +74,9 @@ def pivot(
             return f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else "–"
         text = figure(row.values[value] * scale)
         base = found.get((baseline, head)) if baseline is not None and name != baseline else None
-        if base is not None and value in base.values and row.values[value]:
-            text += f" ({figure(base.values[value] / row.values[value])} ×)"
+        if base is not None and base.values.get(value) and row.values[value]:
+            ratio = base.values[value] / row.values[value]
+            text += f" ({figure(1 / ratio if more_is_better else ratio)} ×)"
         return text
 
     body = [[name, *(cell(name, head) for head in heads)] for name in names]

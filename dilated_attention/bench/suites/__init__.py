@@ -3,7 +3,8 @@
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.scaling import Scaling
 from dilated_attention.bench.suites.speed import Speed
+from dilated_attention.bench.suites.train_infer import TrainInfer
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Scaling)}
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Scaling, TrainInfer)}
 
 __all__ = ["SUITES"]
