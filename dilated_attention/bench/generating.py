@@ -14,8 +14,8 @@ from dilated_attention.bench.timing import Timing, in_turns, one_call, synchroni
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
 
-# tokens of one turn, and turns
-_TOKENS, _TURNS = 16, 5
+# turns of decoding
+_TURNS = 5
 
 
 @dataclass
@@ -45,12 +45,23 @@ class Writer:
 
 
 def measure(
-    shape: Shape, kinds: tuple[str, ...], context: int, batch: int, *, device: torch.device, dtype: torch.dtype, seconds: float
+    shape: Shape,
+    kinds: tuple[str, ...],
+    context: int,
+    batch: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    new_tokens: int = 32,
 ) -> list[Row]:
     """Two rows for each kind: task ``"prefill"`` of a prompt of ``context`` tokens, and ``"decode"`` behind it.
 
     Values: ``ms`` of a whole prompt and of one step of all requests, with percentiles; ``tokens_per_s`` over all requests;
     ``cache_bytes``; on a GPU ``peak_bytes`` of everything, the other kinds' caches left out.
+
+    Args:
+        new_tokens: written in one turn.
     """
     case = {"model": shape.name, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
     prefilled, decoded = case | {"task": "prefill"}, case | {"task": "decode"}
@@ -70,7 +81,7 @@ def measure(
     peaks: dict[str, int | None] = {}
     for kind, model in made.value.items():
         others = sum(writer.cache.nbytes for writer in writers.values())
-        first = attempt(functools.partial(_first, model.eval(), prompt, device, dtype))
+        first = attempt(functools.partial(_first, model.eval(), prompt, new_tokens, device, dtype))
         if first.value is None:
             beside = " beside the other kinds' caches" if first.note == "out of memory" and writers else ""
             rows.append(Row(name=kind, case=prefilled | attention[kind], note=first.note + beside))
@@ -78,7 +89,7 @@ def measure(
             writers[kind], peak = first.value
             peaks[kind] = None if peak is None else peak - others
     reading = in_turns({kind: writer.read for kind, writer in writers.items()}, device, seconds=seconds)
-    writing = _written(writers, device)
+    writing = _written(writers, new_tokens, device)
     for kind, writer in writers.items():
         more = {"cache_bytes": writer.cache.nbytes} | ({} if peaks[kind] is None else {"peak_bytes": peaks[kind]})
         for row_case, timing, tokens in ((prefilled, reading[kind], batch * context), (decoded, writing[kind], batch)):
@@ -87,10 +98,10 @@ def measure(
     return rows
 
 
-def _first(model: LongNetLM, prompt: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Writer, int | None]:
+def _first(model: LongNetLM, prompt: torch.Tensor, new_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Writer, int | None]:
     """A prompt read and some tokens written, so that kernels are compiled and the step is captured; and the peak of it, None off CUDA."""
     batch, context = prompt.shape
-    longest = context + 2 + (_TURNS + 1) * _TOKENS
+    longest = context + 4 + _TURNS * new_tokens
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     writer = Writer(model, KVCache(model.config, batch, longest, device=device, dtype=dtype), prompt)
@@ -100,12 +111,12 @@ def _first(model: LongNetLM, prompt: torch.Tensor, device: torch.device, dtype: 
     return writer, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _written(writers: dict[str, Writer], device: torch.device) -> dict[str, Timing]:
+def _written(writers: dict[str, Writer], new_tokens: int, device: torch.device) -> dict[str, Timing]:
     """Milliseconds of a step: each turn writes a few tokens behind the last."""
     samples: dict[str, list[float]] = {kind: [] for kind in writers}
     for writer in writers.values():
         writer.write(2)
     for _ in range(_TURNS):
         for kind, writer in writers.items():
-            samples[kind].append(1000 * one_call(functools.partial(writer.write, _TOKENS), device) / _TOKENS)
+            samples[kind].append(1000 * one_call(functools.partial(writer.write, new_tokens), device) / new_tokens)
     return {kind: Timing.of(times) for kind, times in samples.items()}

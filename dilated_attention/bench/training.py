@@ -66,7 +66,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.steps == 0:
-            self.first_loss = float(loss)
+            self.first_loss = float(loss.detach())
         self.last_loss = loss.detach()
         self.steps += 1
 

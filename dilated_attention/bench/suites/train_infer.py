@@ -27,7 +27,9 @@ _TOKENS = (32768, 8192)
 # prompts of a batch together, for a cache that fits
 _PROMPTS = (131072, 65536)
 _LARGE = 10**9
-_SMALL_CONTEXTS = (512, 1024, 2048)
+# on a CPU: contexts to train and to generate behind, requests together, and tokens written in a turn
+_SMALL_CONTEXTS = {"train": (512, 1024, 2048), "generate": (512, 2048)}
+_SMALL_BATCHES, _SMALL_NEW = (1, 4), 8
 
 
 class TrainInfer(Suite):
@@ -46,7 +48,7 @@ class TrainInfer(Suite):
         parser.add_argument(
             "--contexts", type=size, nargs="+", help="default: 1k … 128k, from 1G parameters on 2k … 32k; on a CPU 512 … 2k"
         )
-        parser.add_argument("--batches", type=size, nargs="+", default=[1, 8], help="requests that are continued together; default: 1 8")
+        parser.add_argument("--batches", type=size, nargs="+", help="requests that are continued together; default: 1 8; on a CPU 1 4")
         parser.add_argument(
             "--tokens", type=size, help="of a training step, at least one sequence; default: 32k, from 1G parameters on 8k; on a CPU 2k"
         )
@@ -61,8 +63,8 @@ class TrainInfer(Suite):
         for preset in session.options.models:
             shape = _shape(preset, session)
             large = shape.parameters > _LARGE
-            contexts = session.options.contexts or (_CONTEXTS[large] if session.full else _SMALL_CONTEXTS)
             for task in session.options.tasks:
+                contexts = session.options.contexts or (_CONTEXTS[large] if session.full else _SMALL_CONTEXTS[task])
                 for context in contexts:
                     groups += _groups(session, shape, task, context, large)
         return groups
@@ -79,8 +81,8 @@ def _shape(preset: str, session: Session) -> Shape:
     config = cast(LongNetConfig, MODEL_PRESETS[preset])
     changes: dict[str, Any] = {}
     if not session.full:
-        width = 256 if config.embed_dim > 1024 else 128
-        changes = {"vocab_size": 1024, "num_layers": 2, "num_heads": 4, "embed_dim": width, "ffn_dim": None}
+        heads = 2 if config.head_dim > 64 else 4
+        changes = {"vocab_size": 1024, "num_layers": 2, "num_heads": heads, "embed_dim": 128, "ffn_dim": None}
         changes |= {"num_kv_heads": 1} if config.num_kv_heads else {}
     if session.options.layers:
         changes["num_layers"] = session.options.layers
@@ -102,11 +104,12 @@ def _groups(session: Session, shape: Shape, task: str, context: int, large: bool
         run = functools.partial(training.measure, shape, kinds, context, batch, **where)
         return [Group(f"train {shape.name} N={context} B={batch} {dtype}", run)]
     most = _PROMPTS[large]
+    where["new_tokens"] = 32 if session.full else _SMALL_NEW
     return [
         Group(
             f"generate {shape.name} N={context} B={batch} {dtype}",
             functools.partial(generating.measure, shape, kinds, context, batch, **where),
         )
-        for batch in session.options.batches
+        for batch in session.options.batches or ((1, 8) if session.full else _SMALL_BATCHES)
         if batch == 1 or batch * context <= most
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dilated_attention.bench.plots import Line, Plot
 from dilated_attention.bench.rows import Results, Row
 from dilated_attention.bench.tables import Table, pivot
 
+PLACE = "requests × positions"
 GENERATING = {"prefill": "reading a prompt", "decode": "writing behind a prompt"}
 
 
@@ -19,59 +22,33 @@ def tables(results: Results) -> list[Table]:
     found = []
     for model in models(results.rows):
         rows = _of(results, model, "train")
-        if any(row.values for row in rows):
-            found.append(
-                pivot(
-                    rows,
-                    "samples_per_s",
-                    across="N",
-                    title=f"{model}: training, sequences per second by positions",
-                    caption=_how(rows),
-                    baseline="dense",
-                    more_is_better=True,
-                )
-            )
-            found.append(
-                pivot(
-                    rows,
-                    "tflops",
-                    across="N",
-                    title=f"{model}: training, TFLOP/s by positions",
-                    caption="of what the model needs; what is computed again for the backward does not count",
-                )
-            )
-            if any("peak_bytes" in row.values for row in rows):
+        if rows:
+            rate = functools.partial(pivot, rows, across="N", baseline="dense", more_is_better=True)
+            found.append(rate("samples_per_s", title=f"{model}: training, sequences per second by positions", caption=_how(rows)))
+            what = "of what the model needs; what is computed again for the backward does not count"
+            found.append(rate("tflops", title=f"{model}: training, TFLOP/s by positions", caption=what, baseline=None))
+        if any("peak_bytes" in row.values for row in rows):
+            what = "weights, gradients, the optimiser's moments and activations"
+            title = f"{model}: training, peak memory in GiB by positions"
+            found.append(pivot(rows, "peak_bytes", across="N", title=title, scale=2.0**-30, caption=what))
+        for task, doing in GENERATING.items():
+            rows = [_placed(row) for row in _of(results, model, task)]
+            if rows:
+                title = f"{model}: {doing}, tokens per second over all requests"
                 found.append(
-                    pivot(
-                        rows,
-                        "peak_bytes",
-                        across="N",
-                        title=f"{model}: training, peak memory in GiB by positions",
-                        scale=2.0**-30,
-                        caption="weights, gradients, the optimiser's moments and activations",
-                    )
+                    pivot(rows, "tokens_per_s", across=PLACE, title=title, caption=_kinds(rows), baseline="dense", more_is_better=True)
                 )
-        for task, what in GENERATING.items():
-            for batch in _batches(rows := _of(results, model, task)):
-                mine = [row for row in rows if row.case.get("B", batch) == batch]
-                if not any(row.values for row in mine):
-                    continue
-                title = f"{model}: {what}, tokens per second by positions of the prompt, batch {batch}"
-                found.append(
-                    pivot(
-                        mine,
-                        "tokens_per_s",
-                        across="N",
-                        title=title,
-                        caption=f"{_where(mine)}; {_kinds(mine)}",
-                        baseline="dense",
-                        more_is_better=True,
-                    )
-                )
-                if task == "decode":
-                    title = f"{model}: keys and values cached, MiB by positions of the prompt, batch {batch}"
-                    found.append(pivot(mine, "cache_bytes", across="N", title=title, scale=2.0**-20))
+            if task == "decode" and rows:
+                title = f"{model}: keys and values cached, MiB"
+                found.append(pivot(rows, "cache_bytes", across=PLACE, title=title, scale=2.0**-20))
     return found
+
+
+def _placed(row: Row) -> Row:
+    """With batch and context in one, for the head of a column."""
+    if "N" not in row.case:
+        return row
+    return replace(row, case=row.case | {PLACE: f"{row.case['B']} × {row.case['N']:,}"})
 
 
 def _of(results: Results, model: str, task: str) -> list[Row]:
@@ -102,17 +79,17 @@ def _how(rows: Sequence[Row]) -> str:
     batches = ", ".join(f"{batch} × {context:,}" for context, batch, _, _ in sorted(settings))
     again = [f"{context:,}" for context, _, _, checkpointed in sorted(settings) if checkpointed]
     sentences = [
-        f"forward, backward and step of {' or '.join(optimisers)}, weights and moments in {_where(rows)}, {batches} tokens",
+        f"forward, backward and step of {' or '.join(optimisers)}, weights and moments like activations, {batches} tokens",
         f"activations computed again at {', '.join(again)}" if again else "",
         _kinds(rows),
     ]
     return "; ".join(filter(None, sentences))
 
 
-def _kinds(rows: Iterable[Row]) -> str:
-    """What the kinds of attention are, and what stands in brackets."""
+def _kinds(rows: Sequence[Row]) -> str:
+    """Dtype, what the kinds of attention are, and what stands in brackets."""
     known = dict.fromkeys((row.name, row.case["attention"]) for row in rows if "attention" in row.case)
-    return "; ".join([*(f"{name}: {what}" for name, what in known), "(…): over dense"])
+    return "; ".join([_where(rows), *(f"{name}: {what}" for name, what in known), "(…): over dense"])
 
 
 def plots(results: Results) -> list[Plot]:
