@@ -55,6 +55,8 @@ class Suite(ABC):
     name: ClassVar[str]
     # a line for --help
     about: ClassVar[str]
+    # whether several processes can measure it together; their groups then differ from those of one
+    over_processes: ClassVar[bool] = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most suites have their own, none must
         """Options beside those of all suites. What changes figures belongs into ``settings``."""

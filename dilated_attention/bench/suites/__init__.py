@@ -3,8 +3,10 @@
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.accuracy import Accuracy
 from dilated_attention.bench.suites.implementations import Implementations
+from dilated_attention.bench.suites.scaling import Scaling
 from dilated_attention.bench.suites.speed import Speed
+from dilated_attention.bench.suites.train_infer import TrainInfer
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Implementations, Accuracy)}
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed, Implementations, Accuracy, Scaling, TrainInfer)}
 
 __all__ = ["SUITES"]
