@@ -63,7 +63,7 @@ def run(
     writes = session.rank == 0
     settings = suite.settings(session)
     path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
-    results = Results.open(path, suite.name, here, settings, fresh=fresh)
+    results = Results.open(path, suite.name, here, settings, fresh=fresh or not suite.resumes)
     if not writes:
         results.path = None
     groups = suite.groups(session)
@@ -94,6 +94,8 @@ def run(
     outcome.together, _ = joined(results, output)
     if output is not None and writes:
         outcome.written = write(suite, results, output, plots=plots)
+    if writes and not outcome.left_out:
+        outcome.written += suite.finish(results, session)
     return outcome
 
 

@@ -30,7 +30,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     tuning.set_defaults(run=tune.run)
     for name, suite in SUITES.items():
         _add_suite(suites.add_parser(name, help=suite.about, description=f"{suite.about}."), suite())
-    everything = suites.add_parser("all", help="every suite above but tune, one after another, each with its defaults")
+    everything = suites.add_parser("all", help="every suite above but tune and regression, one after another, each with its defaults")
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
 
@@ -73,9 +73,10 @@ def _ended(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -
 def _run_all(args: argparse.Namespace) -> int:
     codes = []
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    suites = [suite() for suite in SUITES.values() if world_size == 1 or suite.over_processes]
+    able = [suite() for suite in SUITES.values() if suite.in_all]
+    suites = [suite for suite in able if world_size == 1 or suite.over_processes]
     if world_size > 1 and os.environ.get("RANK") == "0":
-        others = [name for name in SUITES if name not in {suite.name for suite in suites}]
+        others = [suite.name for suite in able if suite not in suites]
         print(f"of one process, so not measured by {world_size}: {', '.join(others)}", file=sys.stderr)
     for suite in suites:
         own = argparse.ArgumentParser(add_help=False)
