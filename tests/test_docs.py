@@ -264,7 +264,11 @@ def test_reference_has_every_public_name() -> None:
             thing = getattr(module, name)
             counts = inspect.isclass(thing) or inspect.isfunction(thing) or inspect.ismodule(thing)
             # a module named by itself is shown with all that it says is its own
-            if module.__name__ not in documented() and f"{module.__name__}.{name}" not in documented() and not (counts and id(thing) in classes_and_functions):
+            if (
+                module.__name__ not in documented()
+                and f"{module.__name__}.{name}" not in documented()
+                and not (counts and id(thing) in classes_and_functions)
+            ):
                 missing.append(f"{module.__name__}.{name}")
     assert not missing
     assert {f"dilated_attention.{name}" for name in dilated_attention.__all__} <= documented()
@@ -334,6 +338,9 @@ def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     assert len(built) >= len(PAGES)
     reference = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "api").glob("*.html"))
     assert all(f'id="dilated_attention.{name}"' in reference for name in dilated_attention.__all__)
+    whole = [module for module in modules() if module.__name__ in documented()]
+    names = [f"{module.__name__}.{name}" for module in whole for name in module.__all__]
+    assert not [name for name in names if f'id="{name}"' not in reference], "shown with their docstrings, or by a line of their own"
     # a >>> that Markdown takes for quotations
     assert "<blockquote>" not in reference
     for file in built:

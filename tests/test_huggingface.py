@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import pickle
 import re
 import sys
 import warnings
@@ -857,3 +859,8 @@ def test_a_model_that_adds_the_mask_itself_is_told_why() -> None:
     mask = KeyMask(num_keys=3, num_filled=3, query_offset=0, key_offset=0, is_causal=True)
     with pytest.raises(ValueError, match="this model computes its attention itself"):
         torch.ones(3) + mask  # type: ignore[operator]
+    # Doge reads its dtype, others its shape, or cut it
+    for read in (lambda: mask.dtype, lambda: mask.shape, lambda: mask[:, :, :, :2]):  # type: ignore[attr-defined, index]
+        with pytest.raises((AttributeError, ValueError), match=r"of a KeyMask: this model .* attn_implementation=\"eager\""):
+            read()
+    assert not hasattr(mask, "shape") and copy.deepcopy(mask).num_keys == pickle.loads(pickle.dumps(mask)).num_keys == 3

@@ -130,6 +130,16 @@ def test_saved_and_loaded_model_gives_equal_logits(tmp_path: Path) -> None:
         LongNetLM.from_pretrained(tmp_path)
 
 
+def test_a_model_with_weights_tied_by_hand_is_saved_whole(tmp_path: Path) -> None:
+    lm = model(tie_embeddings=False)
+    assert lm.output is not None
+    lm.output.weight = lm.embedding.weight
+    lm.decoder.blocks[0].attention.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32).T)
+    lm.save_pretrained(tmp_path)
+    tokens = torch.randint(50, (1, 40))
+    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens))
+
+
 def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
     CONFIG.save(tmp_path / "config.json")
     assert LongNetConfig.load(tmp_path / "config.json") == CONFIG
@@ -137,6 +147,10 @@ def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
     assert json.loads(json.dumps(values)) == values
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
+    with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
+        LongNetConfig.from_dict({name: value for name, value in values.items() if name not in ("embed_dim", "num_layers")})
+    with pytest.raises(TypeError, match=r"configuration is \[1\] \(list\)"):
+        LongNetConfig.from_dict([1])  # type: ignore[arg-type]
     for changes, text in (
         ({"vocab_size": 0}, "vocab_size"),
         ({"embed_dim": 30}, "embed_dim is 30 and num_heads is 4"),

@@ -364,6 +364,22 @@ def test_weights_that_are_missing_or_wrong() -> None:
     features = {"embed_tokens.weight": torch.zeros(9, 32)}
     with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
         load_torchscale(weights | features, kind="decoder", **STACK)
+    with pytest.raises(ValueError, match=r"(?s)not of one model: .*norm\.weight"):
+        load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    weights = encoder_weights()
+    theirs, ours = ({prefix + name: value for name, value in weights.items()} for prefix in ("encoder.", "decoder."))
+    for names, kind in ((theirs, "decoder"), (ours, "encoder")):
+        with pytest.raises(ValueError, match=rf"kind is '{kind}' and the names of these weights start with"):
+            load_torchscale(names, kind=kind, **STACK)
+    # of a file with both, the one that is asked for
+    both = {**{name: value + 1 for name, value in theirs.items()}, **ours}
+    found = load_torchscale(both, kind="decoder", ignore=["encoder."], **STACK)
+    assert torch.equal(found.norm.weight, weights["layer_norm.weight"])
+    with pytest.raises(ValueError, match=r"have no place in this model: encoder\."):
+        load_torchscale(both, kind="decoder", **STACK)
 
 
 class Bomb:

@@ -52,10 +52,14 @@ class KeyMask:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Where a model adds the mask to scores of its own. No TypeError: torch's operators take that for another's turn to try."""
-        raise ValueError(
-            f"{getattr(func, '__name__', func)} of a KeyMask: this model computes its attention itself and cannot have another; expected a model that "
-            'calls transformers\' attention interface. Load it with attn_implementation="eager"'
-        )
+        raise ValueError(_own_attention(getattr(func, "__name__", func)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Where a model reads its mask as a tensor, by ``mask.shape`` or ``mask.dtype``."""
+        raise AttributeError(_own_attention(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(_own_attention(f"[{index}]"))
 
     def to(self, *args: Any, **kwargs: Any) -> KeyMask:
         padding, bounds = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.cu_seqlens))
@@ -63,6 +67,13 @@ class KeyMask:
 
     def contiguous(self) -> KeyMask:
         return self
+
+
+def _own_attention(what: Any) -> str:
+    return (
+        f"{what} of a KeyMask: this model computes its attention itself, or changes its mask, and cannot have another; expected a model that calls "
+        'transformers\' attention interface with the mask that it was given. Load it with attn_implementation="eager"'
+    )
 
 
 def key_mask(

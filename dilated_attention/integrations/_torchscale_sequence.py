@@ -128,7 +128,14 @@ def _load_stack(
 ) -> Any:
     names = without(read_weights(source), ignore)
     check_names(list(names))
-    prefix = next((p for p in ("encoder.", "decoder.") if p + _Q in names), "")
+    prefix, other = ("decoder.", "encoder.") if is_causal else ("encoder.", "decoder.")
+    if prefix + _Q not in names:
+        if other + _Q in names:
+            raise ValueError(
+                f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides and a decoder what lies "
+                f"before: say kind={other[:-1]!r}, or take the prefix off if that is what they are"
+            )
+        prefix = ""
     weights = Weights(names, prefix)
     vocabulary = weights.peek("embed_tokens.weight", 2).shape[0] if "embed_tokens.weight" in weights else None
     is_tied = False

@@ -165,7 +165,10 @@ def take_stack(weights: Weights, config: LongNetConfig, into: str = "") -> None:
 
 def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
     """``model``, built on meta, with these weights, in eval mode."""
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"these weights are not of one model: {error}") from error
     model.requires_grad_()
     # of a stack, not of each of its layers: layers without hooks compute in less memory
     watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]

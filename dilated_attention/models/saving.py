@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -39,10 +39,15 @@ class ModelConfig:
     def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
         """The inverse of ``to_dict``. A key that this version does not know is refused: the model it shaped is another one."""
         assert is_dataclass(cls)
+        if not isinstance(values, dict):
+            raise TypeError(f"configuration is {values!r} ({type(values).__name__}); expected a dict, as {cls.__name__}.to_dict() makes it")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"configuration has unknown keys {', '.join(unknown)}; {cls.__name__} knows {', '.join(known)}")
+        missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
+        if missing:
+            raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -101,7 +106,7 @@ class Pretrained(nn.Module):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save(folder / CONFIG_FILE)
-        safetensors.save_model(self, str(folder / WEIGHTS_FILE))
+        safetensors.save_file(_apart(self.state_dict()), str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
 
     @classmethod
     def from_pretrained(
@@ -132,6 +137,19 @@ class Pretrained(nn.Module):
         model.load_state_dict(weights, assign=True)
         model.requires_grad_()
         return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
+
+
+def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same without gaps, each with memory of its own: a file has no weight that is another's, and a model made from it needs them all."""
+    taken: set[int] = set()
+    apart = {}
+    for name, weight in weights.items():
+        x = weight.contiguous()
+        if x.numel() and x.untyped_storage().data_ptr() in taken:
+            x = x.clone()
+        taken.add(x.untyped_storage().data_ptr())
+        apart[name] = x
+    return apart
 
 
 def _safetensors() -> Any:
