@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention import DilatedPattern, attention, block_sparse_attention, dilated_attention
+from dilated_attention import attention, block_sparse_attention, dilated_attention
 from dilated_attention.factory import create_attention, create_model
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.planning.attention import standard_attention
@@ -64,13 +64,11 @@ def step(preset: str, num_positions: int, overrides: dict[str, Any]) -> None:
         optimizer.step()
 
 
-# name, kind of plan, its arguments (positions, heads, head dim or embed), what runs
-DILATED = DilatedPattern(BRANCHES["segment_lengths"], BRANCHES["dilation_rates"])
 CASES: dict[str, Callable[[int], None]] = {
     "dilated forward": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.float32, False),
     "dilated training": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.float32, True),
     "dilated bfloat16": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.bfloat16, True),
-    "dense training": lambda n: call(attention, (n, 64, 64), torch.float32, True),
+    "dense training": lambda n: call(attention, (n, 256, 64), torch.float32, True),
     "block_sparse forward": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, False),
     "block_sparse training": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, True),
     "standard training": lambda n: call(standard_attention, (n, 4, 64), torch.float32, True),

@@ -56,6 +56,8 @@ class Suite(ABC):
     name: ClassVar[str]
     # a line for --help
     about: ClassVar[str]
+    # whether several processes can measure it together; their groups then differ from those of one
+    over_processes: ClassVar[bool] = False
     # False: measured anew on every run, whatever the folder holds
     resumes: ClassVar[bool] = True
     # False: no part of ``bench all``

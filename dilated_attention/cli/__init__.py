@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dilated_attention.cli import bench, info, recommend, show
+from dilated_attention.cli import bench, info, plan, recommend, show
 from dilated_attention.cli.arguments import UsageError
 
-_COMMANDS = (info, show, recommend, bench)
+_COMMANDS = (info, show, plan, recommend, bench)
 # what a shell reports for a process that SIGINT or SIGPIPE ended: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
 

@@ -288,14 +288,14 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
                 at_a_time = min(rows, PREFILL)
                 row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * run.dtype.itemsize
                 cached = run.batch_size * config.num_layers * row * kept
-        inside = _insides(problem if at_a_time == rows else problem.of_length(at_a_time))
+        inside = insides(problem if at_a_time == rows else problem.of_length(at_a_time))
         top, point = _trace(run).highest(at_a_time, lambda p: p.inside.at(at_a_time) + inside.get(p.attention, 0))
         extra = inside.get(point.attention, 0)
         terms += [("keys and values of the cache", cached), ("activations", top - extra), ("inside attention", extra)]
         return tuple(term for term in terms if term[1]), "in the forward"
     terms.append(("optimizer's moments", fixed.moments))
     base = sum(size for _, size in terms)
-    inside, kept = _insides(problem), _kept_bytes(problem)
+    inside, kept = insides(problem), _kept_bytes(problem)
     line = _trace(run)
     loss, loss_grads = _loss_of(run, rows) if isinstance(model, LongNetLM) else (0, 0)
 
@@ -322,7 +322,7 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
     ), "in the backward" if point.grads or point.attention == "backward" else "in the forward"
 
 
-def _insides(problem: Problem) -> dict[str, int]:
+def insides(problem: Problem) -> dict[str, int]:
     """Bytes of attention beside its inputs and results, which the trace has: forward, and backward."""
     found = memory_of(problem)
     rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
