@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from dilated_attention.bench.problem import Problem, geometric
 from dilated_attention.bench.rows import Results, Row
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.tables import Table, absent, figure, pivot
+from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
 from dilated_attention.planning import detected_gpu, find_gpu
 from dilated_attention.planning.attention import memory_of
@@ -58,7 +58,7 @@ class Memory(Suite):
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 256k; on a CPU 1k … 4k")
         parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-        parser.add_argument("--model-lengths", type=size, nargs="+", help="default: 4k 32k; on a CPU 1k")
+        parser.add_argument("--model-lengths", type=size, nargs="+", help="default: 4k 32k; on a CPU 512")
         parser.add_argument("--parts", nargs="+", choices=("attention", "fits", "model"), default=["attention", "fits", "model"])
         parser.add_argument("--limit", type=float, default=1.0, help="seconds of a call that checks what fits, on a GPU; default: 1")
 
@@ -86,7 +86,7 @@ class Memory(Suite):
         if "fits" in parts:
             groups += [Group(f"fits {gib} GB", functools.partial(_fits, gib, session)) for gib in SIZES_GIB]
         if "model" in parts:
-            lengths = session.options.model_lengths or ([4096, 32768] if session.full else [1024])
+            lengths = session.options.model_lengths or ([4096, 32768] if session.full else [512])
             groups += [
                 Group(f"model N={n} {work}", functools.partial(_models, n, work, session)) for n in lengths for work in model_memory.WORK
             ]
@@ -283,12 +283,13 @@ def _models(num_positions: int, work: str, session: Session) -> list[Row]:
         values: dict[str, float] = {"few_bytes": found[1], "layer_bytes": each, "all_bytes": found[1] + (model_memory.LAYERS - some) * each}
         # a plan is for the GPU where there is one
         if gpu is not None or not torch.cuda.is_available():
-            planned = [
-                model_memory.planned(kind, work, num_positions, full=full, layers=layers, gpu=gpu).peak
-                for layers in (some, model_memory.LAYERS)
-            ]
-            values |= {"predicted_few_bytes": planned[0], "off": found[1] / planned[0] - 1}
-            values |= {"predicted_bytes": planned[1], "off_all": values["all_bytes"] / planned[1] - 1}
+            told = functools.partial(model_memory.planned, kind, work, num_positions, full=full, gpu=gpu)
+            predicted = told(layers=some).peak
+            values |= {"predicted_few_bytes": predicted, "off": found[1] / predicted - 1}
+            # nobody asks about 32 layers of the small one
+            if full:
+                predicted = told(layers=model_memory.LAYERS).peak
+                values |= {"predicted_bytes": predicted, "off_all": values["all_bytes"] / predicted - 1}
         rows.append(Row(name=kind, case=case, values=values))
     return rows
 
@@ -307,12 +308,15 @@ def _models_fit() -> list[Row]:
     """The longest sequence of the whole model by memory of a GPU, from formulas and fake tensors."""
     rows = []
     for kind in model_memory.ATTENTION:
-        for work in model_memory.WORK:
-            for gib in SIZES_GIB:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+        for work, (training, _) in model_memory.WORK.items():
+            weights = 0
+            for gib in reversed(SIZES_GIB):
+                values: dict[str, float] = {"longest": 0}
+                # weights, and in training their gradients and two moments, alone
+                if weights <= USABLE * gib * 2**30:
                     plan = model_memory.planned(kind, work, 4096, full=True, layers=model_memory.LAYERS, gpu="H200", memory=gib * 2**30)
-                values = {"longest": plan.longest, "at_4k_bytes": plan.peak}
+                    values["longest"] = plan.longest
+                    weights = plan.parameters * (16 if training else 2)
                 rows.append(Row(name=kind, case={"part": "model fits", "GB": gib, "work": work}, values=values))
     return rows
 
@@ -450,14 +454,23 @@ def _fits_plots(results: Results) -> list[Plot]:
 
 def _model_plots(results: Results) -> list[Plot]:
     plots = []
+    some = model_memory.DEPTHS[1]
+    bars = {
+        "few_bytes": f"{some} layers, measured",
+        "predicted_few_bytes": f"{some} layers, predicted",
+        "all_bytes": f"{model_memory.LAYERS} layers, by those measured",
+        "predicted_bytes": f"{model_memory.LAYERS} layers, predicted",
+    }
     for n in sorted({row.case["N"] for row in _part(results, "model")}):
         rows = [row for row in _part(results, "model", N=n) if row.values]
-        names = [f"{row.name},\n{row.case['work']}" for row in rows]
-        places = range(len(rows))
-        lines = [Line("measured layers, and what each more takes", places, [row.values["all_bytes"] / 2**30 for row in rows])]
-        if all("predicted_bytes" in row.values for row in rows):
-            lines.append(Line("predicted", places, [row.values["predicted_bytes"] / 2**30 for row in rows]))
-        if rows:
-            plots.append(Plot(name=f"model-{n}", title=f"Memory of {model_memory.LAYERS} layers at {n:,} positions", x_label="", y_label="GiB",
-                              lines=lines, bars=names))  # fmt: skip
+        if not rows:
+            continue
+        names = [f"{row.name}, {row.case['work']}".replace(", ", ",\n") for row in rows]
+        lines = [
+            Line(label, range(len(rows)), [row.values[key] / 2**30 for row in rows])
+            for key, label in bars.items()
+            if all(key in row.values for row in rows)
+        ]
+        title = f"Memory of a model of Llama-7B's {'shape' if rows[0].case['full'] else 'proportions, small,'} at {n:,} positions"
+        plots.append(Plot(name=f"model-{n}", title=title, x_label="", y_label="GiB", lines=lines, bars=names))
     return plots
