@@ -18,6 +18,8 @@ from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.functional.lean_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
 
+# of the norms' input: beyond any cache where it is full
+_NORM_ELEMENTS = {False: 2**22, True: 2**28}
 # (call, bytes that it must read and write once, relative errors)
 Prepared = tuple[Callable[[], object], int, dict[str, float]]
 
@@ -120,7 +122,7 @@ def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dt
     from dilated_attention.functional import lean_triton
 
     K = 8192 if activation != "none" else 2048
-    M = (2**28 if full else 2**22) // K
+    M = _NORM_ELEMENTS[full] // K
     generator = torch.Generator(device).manual_seed(3)
     x, dz = (torch.randn(M, K, device=device, dtype=dtype, generator=generator) for _ in range(2))
     weight, bias = (torch.randn(K, device=device, generator=generator) for _ in range(2))

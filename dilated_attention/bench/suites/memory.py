@@ -27,7 +27,7 @@ from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
 from dilated_attention.planning import detected_gpu, find_gpu
 from dilated_attention.planning.attention import memory_of
-from dilated_attention.planning.plan import MOST_POSITIONS, longest_of
+from dilated_attention.planning.plan import MOST_POSITIONS, longest_of, pairs_of
 from dilated_attention.planning.problem import Problem as Planned
 from dilated_attention.planning.problem import make_problem
 
@@ -226,9 +226,7 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
     """The peak of the call itself, with no more memory than ``memory``; a note where it is not tried, or does not fit."""
     N, H, D = planned.num_positions, planned.num_heads, planned.head_dim
     problem = Problem(num_positions=N, num_heads=H, head_dim=D, dtype=planned.dtype, device=session.device, is_causal=True)
-    pairs = problem.dense_pairs if planned.computes == "dense" else planned.pattern.density(2**16) * problem.dense_pairs
-    if isinstance(planned.pattern, DilatedPattern) and planned.computes == "dilated":
-        pairs = planned.pattern.pairs(N, H, is_causal=True)
+    pairs, _ = pairs_of(planned)
     if (14 if planned.training else 4) * D * pairs / _SLOW > session.options.limit:
         return Attempt(None, "not tried: time, not memory")
     attend = _attend_of(planned)
