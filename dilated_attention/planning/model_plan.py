@@ -290,8 +290,8 @@ def _peak(run: _Run, fixed: _Fixed, problem: Problem) -> tuple[tuple[tuple[str, 
                 cached = run.batch_size * config.num_layers * row * kept
         inside = insides(problem if at_a_time == rows else problem.of_length(at_a_time))
         top, point = _trace(run).highest(at_a_time, lambda p: p.inside.at(at_a_time) + inside.get(p.attention, 0))
-        extra = inside.get(point.attention, 0)
-        terms += [("keys and values of the cache", cached), ("activations", top - extra), ("inside attention", extra)]
+        within = inside.get(point.attention, 0)
+        terms += [("keys and values of the cache", cached), ("activations", top - within), ("inside attention", within)]
         return tuple(term for term in terms if term[1]), "in the forward"
     terms.append(("optimizer's moments", fixed.moments))
     base = sum(size for _, size in terms)
