@@ -204,7 +204,7 @@ def _table(results: Results, case: tuple[tuple[str, Any], ...]) -> Table:
             if "processes" in of
             else []
         ),
-        *(["≈: estimated from an eighth of the length, and not run."] if any(cell.startswith("≈") for row in body for cell in row) else []),
+        *(["≈: estimated from a shorter length, and not run."] if any(cell.startswith("≈") for row in body for cell in row) else []),
         *(f"[{number}] {note}" for note, number in notes.items()),
     ]
     title = f"{of['N']:,} positions, batch {of['B']}, {of['H']} heads of {of['D']}, {of['dtype']}, {'causal' if of['causal'] else 'full'}"
