@@ -35,5 +35,9 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
+# against benchmarks/baselines/<hardware>.json; exit code 1 with the rows that got slower. Another machine makes its own with --save-baseline
+bench-check: $(STAMP)
+	$(BIN)/python -m dilated_attention bench regression --output build/bench-check --no-plots
+
 clean:
 	rm -rf $(VENV) runs build *.egg-info

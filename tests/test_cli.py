@@ -1,14 +1,17 @@
-"""``python -m dilated_attention info`` and what ``bench`` refuses."""
+"""``python -m dilated_attention``: ``info``, ``show`` of models, what ``bench`` refuses, exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from dilated_attention.cli import main
+from dilated_attention.cli import info, main
+from dilated_attention.cli.arguments import count, size
 from dilated_attention.factory import EXAMPLES
 
 
@@ -78,3 +81,42 @@ def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--for", "cpu", "--decode", "dense", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("1", 1), ("65536", 65536), ("64k", 65536), ("1M", 2**20), ("2G", 2**31), ("3K", 3072)])
+def test_sizes_are_powers_of_two(text: str, number: int) -> None:
+    assert size(text) == count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "k", "1.5k", "1 k", "1kk", "١", "0M", "many"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="64k is 65536"):
+        size(text)
+    assert count("0") == 0
+
+
+def test_an_interrupt_ends_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(device: object = None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "detect", interrupted)
+    assert main(["info"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == "interrupted\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_has_gone_ends_it_without_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run([sys.executable, "-m", "dilated_attention", "info"], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("info", "show", "recommend", "bench"):
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+        assert f"dilated_attention {command}" in capsys.readouterr().out

@@ -12,6 +12,8 @@ import torch
 from dilated_attention.backends import BackendUnavailable
 
 T = TypeVar("T")
+# what torch's CPU allocator, C++ and the system say
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
 
 
 class Refused(Exception):
@@ -54,7 +56,7 @@ def attempt(function: Callable[[], T], *, foreign: bool = False) -> Attempt[T]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "can't allocate memory" in text
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY)
 
 
 def release() -> None:

@@ -250,7 +250,7 @@ def _timed(
 
 def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
     """(call, the peak beyond what was allocated where ``memory`` is asked for and counted, else 0), called once."""
-    call = _call(one.contender, one.attend, problem, which, shared)
+    call = call_of(one.contender, one.attend, problem, which, shared)
     call()
     # of a second call: what the first one compiles or tunes with is not its own
     return call, (peak_extra(call, problem.device) or 0) if memory and problem.device.type == "cuda" else 0
@@ -265,8 +265,11 @@ def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[s
     return {} if pairs is None else {"tflops": FLOPS[which] * pairs * head_dim / timing.ms / 1e9}
 
 
-def _call(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
-    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand."""
+def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
+    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand.
+
+    ``shared``: sets of inputs, which calls of one problem have in common; {} at first.
+    """
     _share(contender, problem, shared)
     kind = _kind(contender)
     sets, (dout,) = shared[kind], shared[f"dout of {kind}"]

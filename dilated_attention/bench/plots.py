@@ -36,6 +36,8 @@ class Line:
     high: Sequence[float] | None = None
     dashed: bool = False
     marked: bool = True
+    # False: points that no line joins
+    joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,9 @@ class Plot:
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
             colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
+            style = "--" if line.dashed else "-" if line.joined else "none"
             axes.plot(
-                line.x, line.y, "--" if line.dashed else "-", color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
+                line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
             )
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)

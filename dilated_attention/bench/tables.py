@@ -50,6 +50,7 @@ def pivot(
     scale: float = 1.0,
     caption: str = "",
     baseline: str | Mapping[Any, float] | None = None,
+    more_is_better: bool = False,
     share: Callable[[Row], float | None] = lambda row: None,
 ) -> Table:
     """Names down, the case's ``across`` to the right, ``values[value] · scale`` in the cells; a note where a figure is missing.
@@ -57,6 +58,7 @@ def pivot(
     Args:
         baseline: name of a contender, or a figure for each of the heads; cells get "(x ×)" behind them: its figure over theirs, so that
             above 1 is faster.
+        more_is_better: figures are rates, and theirs over its.
         share: of a row, from 0 to 1; cells get "(x %)" behind them where it is one.
     """
     rows = list(rows)
@@ -83,8 +85,9 @@ def pivot(
         if value not in row.values:
             return f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else "–"
         text = figure(row.values[value] * scale)
-        if head in bases and name != baseline and row.values[value]:
-            text += f" ({figure(bases[head] / row.values[value])} ×)"
+        if bases.get(head) and name != baseline and row.values[value]:
+            ratio = bases[head] / row.values[value]
+            text += f" ({figure(1 / ratio if more_is_better else ratio)} ×)"
         part = share(row)
         return text if part is None else f"{text} ({figure(100 * part)} %)"
 

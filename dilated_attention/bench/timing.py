@@ -84,6 +84,33 @@ def interleaved(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 10
+) -> dict[str, Timing]:
+    """As ``interleaved``, by the wall clock, of work as long as a training step: what its host does counts, and no cache is emptied.
+
+    A sample is a turn: several calls one after another where they are short, so that the host may run ahead of the device as it does in use.
+
+    Args:
+        functions: called before, so that nothing compiles any more; once more before they are timed.
+    """
+    if not functions:
+        return {}
+    once = {name: one_call(function, device) for name, function in functions.items()}
+    turns = max(least, min(most, int(seconds / max(max(once.values()), 1e-9))))
+    counts = {name: max(1, int(seconds / turns / max(each, 1e-9))) for name, each in once.items()}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+
+            def several(function: Callable[[], Any] = function, count: int = counts[name]) -> None:
+                for _ in range(count):
+                    function()
+
+            samples[name].append(1000 * one_call(several, device) / counts[name])
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
 def one_call(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds by the wall clock, the device waited for."""
     synchronise(device)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dilated_attention.cli import bench, info, show
+from dilated_attention.cli import bench, info, plan, recommend, show
+from dilated_attention.cli.arguments import UsageError
 
-_COMMANDS = (info, show, bench)
+_COMMANDS = (info, show, plan, recommend, bench)
 # what a shell reports for a process that SIGINT or SIGPIPE ended: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
@@ -21,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done · 1: what was asked cannot be done, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has gone, as ``head`` does.
     Wrong usage raises ``SystemExit(2)``, as argparse does.
     """
-    args = _parser().parse_args(_spelled(sys.argv[1:] if arguments is None else arguments))
+    parser = _parser()
+    args = parser.parse_args(_spelled(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = args.run(args)
         # here, not at exit, where nobody could catch that the reader has gone
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # what is still buffered must go somewhere when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except UsageError as error:
+        parser.error(str(error))
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

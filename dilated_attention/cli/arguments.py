@@ -1,17 +1,167 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share: sizes, the shape of a problem, and patterns of what attends to what."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
 from dilated_attention.bench.arguments import size
+from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+PATTERN_KINDS = ("dense", "dilated", "block_sparse")
+__all__ = [
+    "DTYPES",
+    "PATTERN_KINDS",
+    "UsageError",
+    "add_json",
+    "add_pattern",
+    "add_shape",
+    "add_tensors",
+    "count",
+    "pattern_from",
+    "size",
+]
+_OF_KIND = {
+    "dense": (),
+    "dilated": ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
+    "block_sparse": ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
+}
+_WITH_DENSITY = ("density", "density_kind", "block_size", "seed")
 
-__all__ = ["DTYPES", "add_json", "size"]
+
+class UsageError(ValueError):
+    """Arguments that do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
+
+
+def count(text: str) -> int:
+    """A whole number from 0, or a ``size``."""
+    if text == "0":
+        return 0
+    try:
+        return size(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of positions; expected a whole number from 0, or one with k, M or G"
+        ) from error
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int) -> None:
+    """``args.length``, ``heads`` and ``causal``. Without a default for its length it has to be given."""
+    text = "positions of the sequence: 65536, 64k, 1M" + ("" if length is None else f"; default: {length}")
+    parser.add_argument("--length", type=size, required=length is None, default=length, help=text)
+    parser.add_argument("--heads", type=size, default=heads, help=f"query heads; default: {heads}")
+    parser.add_argument("--causal", action="store_true", help="a position sees itself and what lies before")
+
+
+def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
+    """``args.kv_heads``, ``head_dim``, ``batch`` and ``dtype`` (None, or a name of ``DTYPES``): what a pattern does not know."""
+    parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
+    parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
+    parser.add_argument("--batch", type=size, default=1, help="default: 1")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
+
+
+def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    """The arguments of patterns of these kinds, all None unless they are given; ``pattern_from`` reads them."""
+    if "dilated" in kinds:
+        parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions of a segment, of each branch")
+        parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is taken, of each branch")
+        parser.add_argument(
+            "--head-offsets",
+            nargs="+",
+            metavar="O",
+            help="cyclic (default), blocked, zero, or a list a branch of one offset a head: 0,1,0,1",
+        )
+        parser.add_argument("--branch-heads", choices=("all", "split"), help="whether every head runs every branch; default: all")
+        parser.add_argument("--tail", choices=("mask", "zero_keys"), help="zero_keys: TorchScale's padding; default: mask")
+    if "block_sparse" in kinds:
+        parser.add_argument(
+            "--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N behind; all: without end"
+        )
+        parser.add_argument("--global-tokens", type=count, metavar="N", help="the first N positions see all and are seen by all")
+        parser.add_argument("--random-blocks", type=count, metavar="N", help="blocks drawn for each row of blocks and head")
+        parser.add_argument(
+            "--density", type=float, metavar="PART", help="instead of these: part of all pairs that is kept, above 0, at most 1"
+        )
+        parser.add_argument("--density-kind", metavar="KIND", help="random (default), local, dilated, global_local or big_bird")
+        parser.add_argument("--block-size", type=int, choices=(64, 128), help="positions of a block; default: 128")
+        parser.add_argument("--seed", type=count, help="of what is drawn; default: 0")
+
+
+def pattern_from(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPattern:
+    """The pattern of ``kind``, one of ``PATTERN_KINDS``, that the arguments of ``add_pattern`` describe.
+
+    Raises:
+        UsageError: one is missing, belongs to another kind, or has a value that the pattern refuses.
+    """
+    given = _given(args, *_OF_KIND[kind])
+    wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
+    if wrong:
+        raise UsageError(f"{_flags(wrong)} given, which {kind} does not take; it takes {_flags(_OF_KIND[kind]) or 'no pattern'}")
+    try:
+        if kind == "dense":
+            return DilatedPattern((MAX_LENGTH,), (1,))
+        return _dilated(given) if kind == "dilated" else _block_sparse(given)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
+
+
+def _dilated(given: dict[str, Any]) -> DilatedPattern:
+    missing = [name for name in ("segment_lengths", "dilation_rates") if name not in given]
+    if missing:
+        raise UsageError(f"dilated needs {_flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
+    if "head_offsets" in given:
+        given["head_offsets"] = _offsets(given["head_offsets"])
+    return DilatedPattern(**given)
+
+
+def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
+    if len(words) == 1 and words[0].isalpha():
+        return words[0]
+    try:
+        return tuple(tuple(int(number) for number in word.split(",")) for word in words)
+    except ValueError as error:
+        raise UsageError(
+            f"--head-offsets is {' '.join(words)}; expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 0,1,2,3"
+        ) from error
+
+
+def _block_sparse(given: dict[str, Any]) -> BlockPattern:
+    if "density" in given:
+        wrong = [name for name in given if name not in _WITH_DENSITY]
+        if wrong:
+            raise UsageError(f"--density and {_flags(wrong)} are given; expected one way to say what is kept: drop either")
+        kind = {"kind": given.pop("density_kind")} if "density_kind" in given else {}
+        return with_sparsity(given.pop("density"), **kind, **given)
+    if "density_kind" in given:
+        raise UsageError("--density-kind is given without --density; e.g. --density 0.1")
+    if "window" not in given:
+        raise UsageError("block_sparse needs --window or --density; e.g. --window 256 --global-tokens 64")
+    window = given.pop("window")
+    if len(window) > 2:
+        raise UsageError(f"--window has {len(window)} values; expected one, or one before and one behind")
+    given["window"] = window[0] if len(window) == 1 and window[0] is not None else (window[0], window[-1])
+    if "seed" in given and "random_blocks" not in given:
+        raise UsageError("--seed is given and nothing is drawn; add --random-blocks, or drop it")
+    if "random_blocks" in given:
+        return BigBird(**{"global_tokens": 0, **given})
+    return GlobalLocal(**given) if "global_tokens" in given else LocalWindow(**given)
+
+
+def _side(text: str) -> int | None:
+    return None if text == "all" else count(text)
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+
+
+def _flags(names: Any) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)

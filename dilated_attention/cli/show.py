@@ -1,25 +1,153 @@
-"""``show``: a model preset: parameters, keys per query, memory, and what fits."""
+"""``show``: a model preset in figures, or a pattern drawn: in the terminal, as a picture, in figures."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
 
-from dilated_attention.cli.arguments import add_json, size
+from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, add_shape, count, pattern_from, size
+from dilated_attention.cli.terminal import drawing
 from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.cells import cell_size
+from dilated_attention.pattern.coverage import pairs_of_at_least
+from dilated_attention.pattern.drawing import draw_cells
+
+_Commands = argparse._SubParsersAction
+# a picture's panel has about so many pixels a side
+_PIXELS = 256
+_NARROWEST_TERMINAL = 24
+_PICTURED_HEADS = 8
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("show", help="a model preset: parameters, keys per query, memory, and what fits")
-    parser.add_argument("preset", choices=sorted(MODEL_PRESETS), metavar="preset", help=", ".join(MODEL_PRESETS))
-    parser.add_argument("--positions", type=size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
-    parser.add_argument("--memory", type=float, help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+def add(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
+    )
+    shown = parser.add_subparsers(dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:")
+    _add_pattern(shown.add_parser("dilated", help="dilated attention, by its branches"), "dilated", length=64)
+    _add_pattern(shown.add_parser("block_sparse", help="block-sparse attention, by its window or its density"), "block_sparse", length=1024)
+    for preset in MODEL_PRESETS:
+        model = shown.add_parser(preset, help="a model")
+        model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
+        model.add_argument("--memory", type=float, help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+        add_json(model)
+        model.set_defaults(run=_model)
+
+
+def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> None:
+    add_pattern(parser, kind)
+    add_shape(parser, length=length, heads=4)
+    parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
+    parser.add_argument("--width", type=size, help="characters across; default: those of the terminal")
+    parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_pattern, kind=kind)
 
 
-def run(args: argparse.Namespace) -> int:
+def _model(args: argparse.Namespace) -> int:
     memory = None if args.memory is None else int(args.memory * 2**30)
-    summary = create_model(args.preset, device="meta").summary(tuple(args.positions) if args.positions else None, memory=memory)
+    summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=memory)
     print(json.dumps(summary.as_dict(), indent=2) if args.json else summary)
     return 0
+
+
+def _pattern(args: argparse.Namespace) -> int:
+    pattern = pattern_from(args, args.kind)
+    heads = tuple(range(args.heads)) if args.head is None else tuple(args.head)
+    if any(head >= args.heads for head in heads):
+        raise UsageError(f"--head is {' '.join(map(str, heads))}; expected heads below --heads, which is {args.heads}")
+    if args.width is not None and args.width < _NARROWEST_TERMINAL:
+        raise UsageError(f"--width is {args.width}; expected at least {_NARROWEST_TERMINAL} characters")
+    told = figures(pattern, args.length, args.heads, is_causal=args.causal)
+    if args.image is not None:
+        if args.head is not None or args.width is not None:
+            raise UsageError("--head and --width are of the drawing in the terminal; a picture has every head: drop them, or --image")
+        try:
+            _write_picture(pattern, args)
+        except ImportError as error:
+            print(error, file=sys.stderr)
+            return 1
+    if args.json:
+        print(json.dumps(told | ({} if args.image is None else {"image": str(args.image)}), indent=2))
+        return 0
+    if args.image is None:
+        width = args.width or max(_NARROWEST_TERMINAL, shutil.get_terminal_size((100, 24)).columns)
+        print("\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=width)))
+        print()
+    print("\n".join(_lines(told)))
+    if args.image is not None:
+        print(f"picture written to {args.image}")
+    return 0
+
+
+def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
+    """What ``show`` tells of a pattern.
+
+    Pairs are those of all heads, ``density`` and ``coverage`` parts of what dense attention with the same causality has, and
+    ``keys_per_query`` is the mean over heads and queries.
+    """
+    pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
+    rows = num_positions * num_heads
+    dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
+    told: dict[str, Any] = {
+        "pattern": repr(pattern),
+        "positions": num_positions,
+        "heads": num_heads,
+        "causal": is_causal,
+        "pairs": pairs,
+        "dense_pairs": dense,
+        "density": pairs / dense,
+        "keys_per_query": pairs / rows,
+    }
+    if isinstance(pattern, DilatedPattern):
+        distinct, *more = pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)
+        several = more[0] if more else 0
+        branch_pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
+        told |= {
+            "distinct_pairs": distinct,
+            "coverage": distinct / dense,
+            "pairs_of_several_branches": several,
+            "branches": [
+                {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
+                for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)
+            ],
+        }
+    return told
+
+
+def _lines(told: dict[str, Any]) -> list[str]:
+    heads = f"{told['heads']} head{'s' if told['heads'] > 1 else ''}"
+    dense = "causal attention" if told["causal"] else "dense attention"
+    lines = [
+        told["pattern"],
+        f"{told['positions']:,} positions, {heads}{', causal' if told['causal'] else ''}: {told['pairs']:,} pairs, "
+        f"{told['density']:.3%} of the {told['dense_pairs']:,} of {dense}; {told['keys_per_query']:,.1f} keys per query and head",
+    ]
+    if "branches" in told:
+        lines.append(
+            f"{told['distinct_pairs']:,} different pairs ({told['coverage']:.3%}), of which {told['pairs_of_several_branches']:,} "
+            "are reached by several branches"
+        )
+        lines += [
+            f"  segments of {row['segment_length']:,}, rate {row['dilation_rate']}: {row['pairs']:,} pairs, "
+            f"{row['keys_per_query']:,.1f} keys per query and head"
+            for row in told["branches"]
+        ]
+    return lines
+
+
+def _write_picture(pattern: DilatedPattern | BlockPattern, args: argparse.Namespace) -> None:
+    if args.image.suffix.lower() != ".png":
+        raise UsageError(f"--image is {args.image}; expected a file that ends in .png")
+    if args.heads > _PICTURED_HEADS:
+        raise UsageError(f"--heads is {args.heads}; a picture has at most {_PICTURED_HEADS} panels: give fewer heads")
+    path = str(args.image)
+    if args.length <= _PIXELS:
+        pattern.show(args.length, args.heads, is_causal=args.causal, path=path)
+        return
+    draw_cells(pattern, args.length, args.heads, cell_size(pattern, args.length, _PIXELS), is_causal=args.causal, path=path)

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from dilated_attention.functional.lean import has_autocast, norm_linear
@@ -89,7 +90,7 @@ def _worth(x: torch.Tensor) -> bool:
 
 
 def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) -> bool:
-    if type(x) is not torch.Tensor or not all(is_lean(linear, nn.Linear) for linear in linears):
+    if type(x) not in (torch.Tensor, FakeTensor) or not all(is_lean(linear, nn.Linear) for linear in linears):
         return False
     if len({linear.bias is None for linear in linears}) > 1:
         return False
@@ -103,4 +104,4 @@ def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) 
 
 
 def _fits(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
-    return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.dtype in dtypes and parameter.device == x.device
+    return type(parameter) in (nn.Parameter, torch.Tensor, FakeTensor) and parameter.dtype in dtypes and parameter.device == x.device

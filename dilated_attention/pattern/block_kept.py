@@ -43,9 +43,13 @@ class KeptBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the pairs that each mask keeps."""
+    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the pairs that each mask keeps.
+
+    Group g of the entries is head ``heads[g]``.
+    """
 
     grid: Grid
+    heads: tuple[int, ...]
     entries: Entries
     masks: torch.Tensor | None
     bits: torch.Tensor
@@ -104,14 +108,22 @@ def _row_ends(piece: _Piece) -> torch.Tensor:
 def count_pairs(pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
     """Kept pairs of all heads: sizes of the full blocks, within the sequence, and the pairs of the masks of the others."""
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
+    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads))
+    return total if pattern.per_head else total * num_heads
+
+
+def block_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(head, row, column, kept pairs) of every kept block, some at a time; of head 0 alone where the pattern is not ``per_head``."""
+    pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    total = 0
     for piece in _pieces(pattern, pattern.grid(num_positions), heads):
-        pairs = _sizes(piece.grid, piece.entries.row, piece.entries.column)
+        entries = piece.entries
+        pairs = _sizes(piece.grid, entries.row, entries.column)
         if piece.masks is not None:
             pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        total += int(pairs.sum())
-    return total if pattern.per_head else total * num_heads
+        yield torch.tensor(piece.heads)[entries.group], entries.row, entries.column, pairs
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:
@@ -154,7 +166,7 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     none = torch.zeros(0, dtype=torch.int64, device=grid.device)
     no_bits = torch.zeros(0, grid.q_block, grid.k_block // WORD, dtype=torch.int32, device=grid.device)
     if not partial.numel():
-        return _Piece(grid, entries, None, no_bits, none)
+        return _Piece(grid, heads, entries, None, no_bits, none)
     key = entries.key[partial]
     # a short block says nothing of the pairs of a whole one
     if grid.num_positions % grid.q_block:
@@ -168,7 +180,7 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
     bits, pairs = _masks(pattern, grid, head, row, column)
     masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
-    piece = _Piece(grid, entries, masks, bits, pairs)
+    piece = _Piece(grid, heads, entries, masks, bits, pairs)
     return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
 
 
@@ -206,7 +218,7 @@ def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
     masks = torch.where(is_partial, number[index], -1)[kept].to(torch.int32)
     entries = piece.entries
     entries = Entries(entries.group[kept], entries.row[kept], entries.column[kept], masks < 0, entries.key[kept], entries.num_groups)
-    return _Piece(piece.grid, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
+    return _Piece(piece.grid, piece.heads, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
 
 
 def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from itertools import combinations
+from math import comb, lcm
 
 import torch
 
@@ -13,17 +14,37 @@ from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 
 def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
     """Number of (head, query, key) triples with multiplicity ≥ 1."""
+    return pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)[0]
+
+
+def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, ...]:
+    """Number of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
+    # where segments of all branches end together the pattern begins anew, and no pair reaches across
+    periods, rest = divmod(num_positions, lcm(*pattern.segment_lengths))
+    if periods:
+        part = pairs_of_at_least(pattern, rest, num_heads, is_causal=is_causal)
+        period = _counted(pattern, lcm(*pattern.segment_lengths), num_heads, is_causal)
+        return tuple(periods * x + y for x, y in zip(period, part, strict=True))
+    return _counted(pattern, num_positions, num_heads, is_causal)
+
+
+def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_causal: bool) -> tuple[int, ...]:
     offsets_of_head = Counter(zip(*pattern.offsets(num_heads), strict=True))
     positions = torch.arange(num_positions)
     boundaries = [positions % length == 0 for length, _ in pattern.branches]
     phases = [positions % length % rate for length, rate in pattern.branches]
-    total = 0
+    # pairs that a set of branches shares, summed over all sets of 1, 2, … branches
+    shared = [0] * (pattern.num_branches + 1)
     for offsets, num_equal_heads in offsets_of_head.items():
         branches = [(phase == o, boundary) for phase, boundary, o in zip(phases, boundaries, offsets, strict=True) if o != NOT_IN_BRANCH]
         for size in range(1, len(branches) + 1):
             for subset in combinations(branches, size):
-                total += num_equal_heads * _pairs_in_all(subset, is_causal) * (1 if size % 2 else -1)
-    return total
+                shared[size] += num_equal_heads * _pairs_in_all(subset, is_causal)
+    # a pair of multiplicity m lies in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
+    sizes = range(1, pattern.num_branches + 1)
+    return tuple(
+        sum((-1) ** (size - least) * comb(size - 1, least - 1) * shared[size] for size in range(least, sizes.stop)) for least in sizes
+    )
 
 
 def _pairs_in_all(branches: tuple[tuple[torch.Tensor, torch.Tensor], ...], is_causal: bool) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from dilated_attention.pattern.base import Pattern
+from dilated_attention.pattern.cells import cell_pairs, cell_sizes
+
+# of a title, in matplotlib's own size
+_LETTERS_PER_INCH = 10
 
 
 def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, path: str | None = None) -> Any:
     """One panel a head: rows are queries, columns keys, colour the multiplicity (white: not attended)."""
-    try:
-        from matplotlib.colors import BoundaryNorm, ListedColormap
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
+    _need_matplotlib()
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.figure import Figure
+
     mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal)
     highest = max(1, int(mask.max())) if mask.numel() else 1
     shades = ["#ffffff", "#9ecae1", "#4292c6", "#2171b5", "#08519c", "#08306b"]
@@ -29,10 +33,47 @@ def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: boo
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
     figure.colorbar(image, ax=list(panels), ticks=range(highest + 1), label="multiplicity m(i, j)", shrink=0.8)
-    figure.suptitle(_caption(pattern, num_positions, num_heads, is_causal))
+    figure.suptitle(textwrap.fill(_caption(pattern, num_positions, num_heads, is_causal), int(_LETTERS_PER_INCH * figure.get_figwidth())))
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:
+    """As ``draw``, for lengths beyond its pixels: colour is the mean multiplicity of the pairs of ``cell`` × ``cell`` positions."""
+    _need_matplotlib()
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
+    mean = pairs / cell_sizes(num_positions, cell)
+    # the square root, so that a cell of few pairs is seen at all
+    norm = PowerNorm(0.5, vmin=0.0, vmax=max(1.0, float(mean.max()) if mean.numel() else 1.0))
+    figure = Figure(figsize=(3.2 * num_heads + 1.4, 3.9), layout="constrained")
+    panels = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]
+    edge = pairs.shape[-1] * cell
+    for head, panel in enumerate(panels):
+        image = panel.imshow(mean[head].numpy(), cmap="Blues", norm=norm, interpolation="nearest", extent=(0, edge, edge, 0))
+        panel.set_title(f"head {head}")
+        panel.set_xlabel("key position")
+        panel.set_xlim(0, num_positions)
+        panel.set_ylim(num_positions, 0)
+        ticks = [0, num_positions // 4, num_positions // 2, 3 * num_positions // 4, num_positions]
+        panel.set_xticks(ticks[::2], [f"{tick:,}" for tick in ticks[::2]])
+        panel.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    panels[0].set_ylabel("query position")
+    figure.colorbar(image, ax=list(panels), label=f"mean multiplicity of {cell} × {cell} positions", shrink=0.8)
+    figure.suptitle(textwrap.fill(_caption(pattern, num_positions, num_heads, is_causal), int(_LETTERS_PER_INCH * figure.get_figwidth())))
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
 
 
 def _caption(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool) -> str:

@@ -1,6 +1,8 @@
 """Planning: what a call or a model takes, in figures, before anything is allocated."""
 
 from dilated_attention.planning.gpus import GPUS, Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.model_plan import ModelPlan, plan_model
+from dilated_attention.planning.module_plan import module_memory
 from dilated_attention.planning.plan import AttentionPlan, plan_attention
 
-__all__ = ["GPUS", "AttentionPlan", "Gpu", "detected_gpu", "find_gpu", "plan_attention"]
+__all__ = ["GPUS", "AttentionPlan", "Gpu", "ModelPlan", "detected_gpu", "find_gpu", "module_memory", "plan_attention", "plan_model"]

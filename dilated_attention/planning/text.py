@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dilated_attention.models.summary import USABLE, readable
 
 if TYPE_CHECKING:
+    from dilated_attention.planning.model_plan import ModelPlan
     from dilated_attention.planning.plan import AttentionPlan
 
 
 def plan_text(plan: AttentionPlan) -> str:
-    heads = f"{plan.num_heads} heads of {plan.head_dim}" + (f", {plan.num_kv_heads} of keys" if plan.num_kv_heads != plan.num_heads else "")
-    flags = [plan.dtype, "causal" if plan.is_causal else "full", "training" if plan.training else "inference"]
-    spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ""
-    lines = [
-        f"{plan.kind}, {plan.num_positions:,} positions × {plan.batch_size}, {heads}, {', '.join(flags)}{spread}",
-        f"on {plan.device} with {readable(plan.device_memory)} (from: {plan.device_source})",
-    ]
-    if plan.pattern != "every key":
-        lines.append(f"pattern: {plan.pattern}")
+    lines = _heading(plan)
     about = "" if plan.pairs_exact else "about "
     lines += [
         "",
@@ -82,3 +76,103 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
+    heads = f"{plan.num_heads} heads of {plan.head_dim}" + (f", {plan.num_kv_heads} of keys" if plan.num_kv_heads != plan.num_heads else "")
+    flags = [plan.dtype, "causal" if plan.is_causal else "full", "training" if plan.training else "inference"]
+    spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ""
+    lines = [
+        f"{plan.kind}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {heads}, {', '.join(flags)}{spread}",
+        f"on {plan.device} with {readable(plan.device_memory)} (from: {plan.device_source})",
+    ]
+    if plan.pattern != "every key":
+        lines.append(f"pattern: {plan.pattern}")
+    return lines
+
+
+def model_text(plan: ModelPlan) -> str:
+    """A ``ModelPlan``."""
+    lines = _model_heading(plan)
+    lines += [
+        "",
+        f"parameters   {plan.parameters:,} in {plan.layers} blocks",
+        f"FLOPs        {flops_text(plan.flops)} a {'step' if plan.training else 'forward'}",
+        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", a process" if plan.world_size * plan.weight_shards > 1 else ""),
+    ]
+    lines += [f"  {readable(size):>9}  {what}" for what, size in plan.terms]
+    if plan.world_size > 1:
+        moved = plan.exchange.bytes
+        back = f", {readable(moved.backward_received)} backward" if plan.training else ""
+        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, a layer")
+    if plan.seconds is None:
+        lines.append(f"time         no estimate: {plan.no_time}")
+    else:
+        rate = plan.batch_size * plan.num_positions / plan.seconds
+        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s: {plan.time_source}")
+    part = plan.peak / plan.device_memory
+    at_least = "at least " if plan.longest >= 2**31 else ""
+    lines.append(
+        f"fits         {'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used; the longest that does: "
+        f"{at_least}{plan.longest:,} positions"
+    )
+    return "\n".join(lines)
+
+
+def _model_heading(plan: ModelPlan, length: str | None = None) -> list[str]:
+    weights = "float32 weights under autocast" if plan.autocast else f"{plan.dtype} weights"
+    flags = [f"{plan.dtype}", weights, "training" if plan.training else "inference"]
+    if plan.checkpoint_activations:
+        flags.append("activations checkpointed")
+    if plan.world_size > 1:
+        flags.append(f"{plan.world_size} processes share a sequence")
+    if plan.weight_shards > 1:
+        flags.append(f"weights over {plan.weight_shards} processes")
+    return [
+        f"{plan.preset}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {', '.join(flags)}",
+        f"on {plan.device} with {readable(plan.device_memory)}",
+    ]
+
+
+def attention_table(plans: Sequence[AttentionPlan]) -> str:
+    """Plans of one call at several lengths, of which the last knows the longest that fits."""
+    last = plans[-1]
+    spread = last.world_size > 1
+    rows = [("positions", "keys/query", "of dense", "FLOPs", "peak memory", *(("received",) if spread else ()), "time", "fits")]
+    for plan in plans:
+        moved = plan.exchange.bytes
+        received = (readable(moved.forward_received + moved.backward_received),) if spread else ()
+        share = f"{plan.share_of_dense:.2%}" if plan.share_of_dense >= 1e-4 else f"{plan.share_of_dense:.1e}"
+        time = "–" if plan.seconds is None else seconds_text(plan.seconds)
+        rows.append(
+            (
+                f"{plan.num_positions:,}", f"{plan.keys_per_query:,.0f}", share, flops_text(sum(plan.flops)), readable(plan.peak), *received, time,
+                "yes" if plan.fits else "no",
+            )
+        )  # fmt: skip
+    return "\n".join([*_heading(last, "several lengths"), "", *_columns(rows), "", *_below(last, [one.source for one in last.passes])])
+
+
+def model_table(plans: Sequence[ModelPlan]) -> str:
+    """Plans of one model at several lengths, of which the last knows the longest that fits."""
+    last = plans[-1]
+    rows = [("positions", "FLOPs", "peak memory", "highest", "time", "fits")]
+    for plan in plans:
+        time = "–" if plan.seconds is None else seconds_text(plan.seconds)
+        rows.append(
+            (f"{plan.num_positions:,}", flops_text(plan.flops), readable(plan.peak), plan.moment, time, "yes" if plan.fits else "no")
+        )
+    return "\n".join(
+        [*_model_heading(last, "several lengths"), "", *_columns(rows), "", *_below(last, [last.time_source] if last.time_source else [])]
+    )
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _below(plan: AttentionPlan | ModelPlan, sources: Sequence[str]) -> list[str]:
+    at_least = "at least " if plan.longest >= 2**31 else ""
+    told = f"times are estimates; the longest: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {plan.no_time}"
+    return [f"the longest that fits in {USABLE:.0%} of the memory: {at_least}{plan.longest:,} positions", told]

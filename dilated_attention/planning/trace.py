@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_iter
 
 from dilated_attention.backends.base import accumulation_dtype
 
-_OPS = torch.ops.dilated_attention
 # rows that the CPU's norms and linear layers work on at a time (functional/lean_torch.py)
 _CHUNK_ROWS = 1024
 _ATTENTION = {
@@ -41,16 +40,20 @@ class Moment:
         grads: of them, gradients of parameters.
         inside: bytes that the operation had beside these.
         attention: ``"forward"`` or ``"backward"`` where the operation is ours of attention, whose inside is not told here; else "".
+        kept: calls of attention with detached mixing whose branches' outputs may live, as they are kept for the backward on a GPU.
+        moved: bytes that operations, but for attention, have read and written up to here.
     """
 
     alive: int
     grads: int
     inside: int
-    attention: str = ""
+    attention: str
+    kept: int
+    moved: int
 
 
 class Tape(TorchDispatchMode):
-    """Notes a ``Moment`` for each operation.
+    """Notes a ``Moment`` for each operation that makes something.
 
     Args:
         on_gpu: whether the tensors, which lie on a CPU as far as torch is told, stand for a GPU's.
@@ -60,7 +63,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.on_gpu = on_gpu
         self.moments: list[Moment] = []
-        self._alive = self._grads = 0
+        self._alive = self._grads = self._kept = self._moved = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -81,20 +84,35 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        made = 0
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 if storage not in self._seen:
                     self._seen.add(storage)
                     size = storage.nbytes()
-                    self._alive += size
+                    made += size
                     weakref.finalize(storage, self._free, size)
+        self._alive += made
         name = str(func)
-        self.moments.append(Moment(self._alive, self._grads, _inside(name, args, out, self.on_gpu), _ATTENTION.get(name, "")))
+        attention = _ATTENTION.get(name, "")
+        if attention == "forward" and _is_detached(name, args):
+            # freed with the log-sum-exp, which the backward needs as well
+            self._kept += 1
+            weakref.finalize(out[1].untyped_storage(), self._free_kept)
+        if made and not attention:
+            self._moved += made + sum(x.numel() * x.element_size() for x in tree_iter(args) if isinstance(x, torch.Tensor))
+        inside = _inside(name, args, out, self.on_gpu)
+        if made or inside or attention:
+            # between two allocations nothing is higher
+            self.moments.append(Moment(self._alive, self._grads, inside, attention, self._kept, self._moved))
         return out
 
     def _free(self, size: int) -> None:
         self._alive -= size
+
+    def _free_kept(self) -> None:
+        self._kept -= 1
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -110,6 +128,11 @@ def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
     del kept
     assert not any(moment.attention for moment in tape.moments)
     return max((moment.alive + moment.inside for moment in tape.moments), default=0)
+
+
+def _is_detached(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call of dilated attention has detached mixing and gradients (engine/op.py)."""
+    return "block_sparse" not in name and bool(args[17]) and bool(args[19])
 
 
 def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:

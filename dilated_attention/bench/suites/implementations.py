@@ -35,6 +35,7 @@ class Implementations(Suite):
 
     name = "implementations"
     about = "all attention modules, and other people's: time, memory, tokens/s"
+    over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k 8k 32k 64k 128k; on a CPU 1k 2k")

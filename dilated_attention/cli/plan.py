@@ -1,0 +1,137 @@
+"""``plan``: what a call of attention, or a model, takes at given lengths, here or on a GPU by name; nothing is allocated for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, pattern_from, size
+from dilated_attention.factory import MODEL_PRESETS
+from dilated_attention.planning import AttentionPlan, ModelPlan, plan_attention, plan_model
+from dilated_attention.planning.problem import KINDS
+from dilated_attention.planning.text import attention_table, model_table
+
+_Commands = argparse._SubParsersAction
+# options of attention alone, and of models alone: None unless they are given
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "layout", "exchange", "causal")
+_OF_MODELS = ("checkpoint", "weight_shards")
+_OF_PATTERNS = (
+    *("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
+    *("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
+)
+
+
+def add(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what attention of a kind, or a model, takes: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits",
+        description="Formulas and fake tensors: nothing is allocated. Times are estimates and say what they are made of.",
+    )
+    names = ", ".join((*KINDS, *MODEL_PRESETS))
+    parser.add_argument("what", choices=(*KINDS, *MODEL_PRESETS), metavar="what", help=f"a kind of attention or a model preset: {names}")
+    parser.add_argument(
+        "--length", type=size, nargs="+", required=True, metavar="N", help="positions: 65536, 64k, 1M; several give a table"
+    )
+    parser.add_argument("--batch", type=size, default=1, help="sequences at a time; default: 1")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, float16 on an older one, else float32"
+    )
+    passes = parser.add_mutually_exclusive_group()
+    passes.add_argument("--train", action="store_true", help="forward and backward; the default")
+    passes.add_argument("--infer", action="store_true", help="forward alone; a language model generates")
+    parser.add_argument("--gpu", help="H200, a100-80gb, …; default: this machine's, or its CPU")
+    parser.add_argument("--memory", type=_gib, metavar="GIB", help="of the device, instead of its own")
+    parser.add_argument("--world-size", type=size, default=1, help="processes that share a sequence, one GPU each; default: 1")
+    shape = parser.add_argument_group("of a kind of attention")
+    shape.add_argument("--heads", type=size, help="query heads; default: 12")
+    shape.add_argument("--head-dim", type=size, help="default: 64")
+    shape.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
+    shape.add_argument("--causal", action="store_true", default=None, help="a position sees itself and what lies before")
+    shape.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), help="who holds what; default: that kind's usual one")
+    shape.add_argument("--exchange", choices=("auto", "all_gather", "ring", "all_to_all"), help="of ring and ring_dilated; default: auto")
+    add_pattern(shape, "dilated", "block_sparse")  # type: ignore[arg-type]
+    model = parser.add_argument_group("of a model")
+    model.add_argument("--checkpoint", action="store_true", default=None, help="keep each block's input only, and compute the block again")
+    model.add_argument("--weight-shards", type=size, help="processes over which FSDP spreads weights; default: 1")
+    add_json(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    made: Sequence[AttentionPlan | ModelPlan]
+    if args.what in MODEL_PRESETS:
+        made = [_model(args, n, last=n == args.length[-1]) for n in args.length]
+    else:
+        made = [_attention(args, n, last=n == args.length[-1]) for n in args.length]
+    if args.json:
+        found = [plan.as_dict() for plan in made]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+    elif len(made) == 1:
+        print(made[0])
+    else:
+        attention = [plan for plan in made if isinstance(plan, AttentionPlan)]
+        print(attention_table(attention) if attention else model_table([plan for plan in made if isinstance(plan, ModelPlan)]))
+    return 0
+
+
+def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> AttentionPlan:
+    _refuse(args, _OF_MODELS, "of models")
+    computes = KINDS[args.what]
+    pattern = pattern_from(args, computes)
+    return plan_attention(
+        args.what,
+        num_positions=num_positions,
+        num_heads=args.heads or 12,
+        head_dim=args.head_dim or 64,
+        num_kv_heads=args.kv_heads,
+        layout=args.layout,
+        exchange=args.exchange or "auto",
+        is_causal=bool(args.causal),
+        pattern=None if computes == "dense" else pattern,
+        # the longest that fits does not depend on this length: once is enough
+        find_longest=last,
+        **_shared(args),
+    )
+
+
+def _model(args: argparse.Namespace, num_positions: int, *, last: bool) -> ModelPlan:
+    _refuse(args, (*_OF_ATTENTION, *_OF_PATTERNS), "of a kind of attention")
+    return plan_model(
+        args.what,
+        num_positions=num_positions,
+        checkpoint_activations=bool(args.checkpoint),
+        weight_shards=args.weight_shards or 1,
+        find_longest=last,
+        **_shared(args),
+    )
+
+
+def _shared(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "batch_size": args.batch,
+        "dtype": DTYPES[args.dtype] if args.dtype else None,
+        "world_size": args.world_size,
+        "training": not args.infer,
+        "gpu": args.gpu,
+        "memory": args.memory,
+    }
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} given, which {'is' if len(given) == 1 else 'are'} {whose}, and what is planned is {args.what}: drop it"
+        )
+
+
+def _gib(text: str) -> int:
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory; expected GiB above 0, such as 24 or 79.1")
+    return int(gib * 2**30)

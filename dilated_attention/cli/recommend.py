@@ -1,0 +1,67 @@
+"""``recommend``: from a use case to the attention, its settings and the line that makes it, with the reason for each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from dilated_attention.cli.arguments import add_json, size
+from dilated_attention.planning.cases import KINDS
+from dilated_attention.planning.recommend import USE_CASES, recommend
+
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    listed = "\n".join(f"  {name:<18}{text}" for name, text in USE_CASES.items())
+    parser = commands.add_parser(
+        "recommend",
+        help="which attention, branches, backend and settings for a use case, with the reason for each",
+        description=f"Which attention, branches, backend and settings to take, with the reason for each.\n\nuse cases:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("use_case", choices=list(USE_CASES), metavar="use-case", help=", ".join(USE_CASES))
+    parser.add_argument("--length", type=size, required=True, help="positions of a sequence, tiles of a slide: 65536, 64k, 1M")
+    parser.add_argument("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="of each device; default: what it has")
+    parser.add_argument("--parameters", type=parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
+    parser.add_argument("--heads", type=size, help="query heads; default: those usual for so many parameters")
+    parser.add_argument("--head-dim", type=size, help="default: that usual for so many parameters")
+    parser.add_argument("--gpus", type=size, help="default: 1")
+    parser.add_argument("--batch", type=size, help="sequences of a training step over all GPUs; default: 1")
+    parser.add_argument("--users", type=size, help="requests at a time over all GPUs; default: 32")
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, but for encoders")
+    parser.add_argument("--attention", choices=KINDS, help="that the model has or must have; default: what the rules say")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def parameters(text: str) -> float:
+    """A number of parameters, in powers of ten: ``7B`` is 7 · 10⁹."""
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        number = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; expected e.g. 125M, 7B or 1240000000")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    answer = recommend(
+        args.use_case,
+        args.length,
+        gpu=args.gpu,
+        memory=args.memory,
+        parameters=args.parameters,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        gpus=args.gpus,
+        batch=args.batch,
+        users=args.users,
+        causal=args.causal,
+        attention=args.attention,
+    )
+    print(json.dumps(answer.as_dict(), indent=2, ensure_ascii=False) if args.json else answer)
+    return 0 if answer.forward is not None else 1

@@ -1,0 +1,98 @@
+"""A pattern seen from afar: the pairs of squares of positions, counted without a mask of N² pairs."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.pattern.base import Pattern
+from dilated_attention.pattern.block import BlockPattern
+from dilated_attention.pattern.block_kept import block_pairs
+from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
+
+# up to here the pattern's definition is asked for every pair
+_DENSE_POSITIONS = 1024
+
+
+def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> torch.Tensor:
+    """Pairs, with multiplicity, of every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
+
+    Args:
+        cell: positions. Of a block pattern beyond 1,024 positions a multiple of both sizes of its blocks.
+
+    Returns:
+        int64 (num_heads, ceil(N / cell), ceil(N / cell)): head, cell of the queries, cell of the keys. Their sum is ``pattern.pairs``.
+    """
+    num_positions, cell = as_int("num_positions", num_positions, minimum=0), as_int("cell", cell, minimum=1)
+    if num_positions <= _DENSE_POSITIONS or not isinstance(pattern, (DilatedPattern, BlockPattern)):
+        return _summed(pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal), cell)
+    if isinstance(pattern, DilatedPattern):
+        return _of_dilated(pattern, num_positions, num_heads, cell, is_causal)
+    if cell % pattern.q_block or cell % pattern.k_block:
+        raise ValueError(f"cell is {cell}; expected a multiple of the pattern's blocks, {pattern.q_block} × {pattern.k_block} positions")
+    return _of_blocks(pattern, num_positions, num_heads, cell, is_causal)
+
+
+def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
+    """Positions of the smallest cell that ``cell_pairs`` takes of which ``at_most`` make the sequence: a power of two."""
+    cell = 1 << max(0, -(-num_positions // at_most) - 1).bit_length()
+    if isinstance(pattern, BlockPattern) and num_positions > _DENSE_POSITIONS:
+        cell = max(cell, pattern.q_block, pattern.k_block)
+    return cell
+
+
+def cell_sizes(num_positions: int, cell: int) -> torch.Tensor:
+    """All pairs of every square, int64 (cells, cells): what ``cell_pairs`` of dense attention would be."""
+    ends = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions)
+    lengths = ends.diff()
+    return lengths[:, None] * lengths[None, :]
+
+
+def _summed(mask: torch.Tensor, cell: int) -> torch.Tensor:
+    num_heads, num_positions, _ = mask.shape
+    cells = -(-num_positions // cell)
+    padded = torch.nn.functional.pad(mask.to(torch.int64), (0, cells * cell - num_positions) * 2)
+    return padded.view(num_heads, cells, cell, cells, cell).sum((2, 4))
+
+
+def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+    cells = -(-num_positions // cell)
+    total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
+    positions = torch.arange(num_positions)
+    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
+        for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
+            taken = positions[positions % length % rate == offset]
+            pairs = _within_segments(taken // length, taken // cell, cells, is_causal)
+            total[torch.tensor([o == offset for o in offsets])] += pairs
+    return total
+
+
+def _within_segments(segment: torch.Tensor, cell: torch.Tensor, cells: int, is_causal: bool) -> torch.Tensor:
+    """(cells, cells) pairs of positions of one segment, given the ascending segments and cells of the positions taken."""
+    if not segment.numel():
+        return torch.zeros(cells, cells, dtype=torch.int64)
+    # the positions that a segment has in a cell
+    pieces, count = torch.unique_consecutive(segment * cells + cell, return_counts=True)
+    segment, cell = pieces // cells, pieces % cells
+    own = torch.zeros(cells, dtype=torch.int64).index_add(0, cell, count * (count + 1) // 2 if is_causal else count * count)
+    # only segments across a boundary of cells have pairs of two cells, and there are fewer of them than cells
+    number, parts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)[1:]
+    across = parts[number] > 1
+    rows = torch.unique_consecutive(number[across], return_inverse=True)[1]
+    shared = torch.zeros(int(rows[-1]) + 1 if rows.numel() else 0, cells, dtype=torch.int64)
+    shared[rows, cell[across]] = count[across]
+    pairs = shared.T @ shared
+    pairs = pairs.tril(-1) if is_causal else pairs - pairs.diag().diag()
+    return pairs + own.diag()
+
+
+def _of_blocks(pattern: BlockPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+    cells = -(-num_positions // cell)
+    total = torch.zeros(num_heads * cells * cells, dtype=torch.int64)
+    pattern = pattern.at(num_positions)
+    pattern = pattern.causal() if is_causal else pattern
+    for head, row, column, pairs in block_pairs(pattern, num_positions, num_heads):
+        at = (head * cells + row * pattern.q_block // cell) * cells + column * pattern.k_block // cell
+        total.index_add_(0, at, pairs)
+    total = total.view(num_heads, cells, cells)
+    return total if pattern.per_head else total[:1].expand(num_heads, -1, -1)

@@ -1,0 +1,117 @@
+"""``recommend``: from a use case and a machine to the attention, its settings and the line that makes it, with the reason for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.planning import rules
+from dilated_attention.planning.cases import KINDS, Case, decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.recommendation import Recommendation
+
+USE_CASES: Mapping[str, str] = {
+    "training": "train a model of up to 7 billion parameters, or one attention layer",
+    "large-training": "train a model of more than 7 billion parameters",
+    "long-context": "continue or read one very long sequence",
+    "serving": "continue the sequences of many users",
+    "short-sequences": "train on sequences of fewer than 8,192 positions",
+    "encoder": "embed long documents without causality: slides, genomes, images",
+    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
+    "huggingface": "train or fine-tune a transformers model",
+}
+_SHAPE = ("parameters", "heads", "head_dim")
+# what a use case takes beside length, gpu and memory
+_TAKES = {
+    "training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "large-training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "long-context": (*_SHAPE, "gpus", "attention"),
+    "serving": (*_SHAPE, "gpus", "users", "attention"),
+    "short-sequences": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "encoder": (*_SHAPE, "gpus", "batch", "attention"),
+    "torchscale": (),
+    "huggingface": ("heads", "head_dim", "gpus", "causal", "attention"),
+}
+
+
+def recommend(
+    use_case: str,
+    length: int,
+    *,
+    gpu: str | None = None,
+    memory: float | None = None,
+    parameters: float | None = None,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    gpus: int | None = None,
+    batch: int | None = None,
+    users: int | None = None,
+    causal: bool | None = None,
+    attention: str | None = None,
+) -> Recommendation:
+    """What to take for a use case, with the reason for each setting and the line that makes it. Nothing is allocated on a device.
+
+    Reasons follow from the definition, from this library's planning functions, or from figures that its documentation measured, most of them
+    on one H200; they say which. What a model learns with an attention is not among them.
+
+    Args:
+        use_case: a key of ``USE_CASES``.
+        length: N, positions of a sequence; of ``"torchscale"`` tiles of a slide, of ``"serving"`` positions of a request.
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), taken to have every kernel package installed; ``"cpu"``; None: this machine.
+        memory: GiB of each device, instead of what it has.
+        parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
+        heads, head_dim: of queries; None: those that are usual for so many parameters.
+        gpus: devices, 1 unless given.
+        batch: sequences of a training step over all GPUs, 1 unless given.
+        users: requests at a time over all GPUs, 32 unless given.
+        causal: True unless given, but for encoders.
+        attention: ``"dense"``, ``"dilated"`` or ``"block_sparse"`` that a model has or must have; None leaves it open.
+
+    Raises:
+        ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case cannot use.
+    """
+    one_of("use_case", use_case, tuple(USE_CASES))
+    given = {"parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal, "attention": attention}  # fmt: skip
+    wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} given, which {use_case!r} does not use; it takes length, gpu, memory"
+            + "".join(f", {name}" for name in _TAKES[use_case])
+        )
+    sizes = {name: as_int(name, value, minimum=1) for name, value in given.items() if name in ("heads", "head_dim", "gpus", "batch", "users") and value is not None}  # fmt: skip
+    if attention is not None:
+        one_of("attention", attention, KINDS)
+    for name, number in (("parameters", parameters), ("memory", memory)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} is {number}; expected a number above 0")
+    case = Case(
+        name=use_case,
+        length=as_int("length", length, minimum=1),
+        machine=rules.machine_of(gpu, memory),
+        parameters=parameters,
+        heads=sizes.get("heads"),
+        head_dim=sizes.get("head_dim"),
+        gpus=sizes.get("gpus", 1),
+        batch=sizes.get("batch", 1),
+        users=sizes.get("users", 32),
+        causal=use_case not in ("encoder", "torchscale") if causal is None else causal,
+        attention=attention,
+    )
+    _check_use_case(case)
+    if use_case == "torchscale":
+        return torchscale(case)
+    if use_case == "huggingface":
+        return huggingface(case)
+    if use_case in ("long-context", "serving"):
+        return decoding(case)
+    return layer(case) if parameters is None else training(case)
+
+
+def _check_use_case(case: Case) -> None:
+    if case.name == "large-training" and (case.parameters is None or case.parameters <= rules.LARGE):
+        raise ValueError(
+            f"parameters is {case.parameters}; 'large-training' is for more than {rules.LARGE:,}: give them, or take 'training'"
+        )
+    if case.name == "training" and case.parameters is not None and case.parameters > rules.LARGE:
+        raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: take 'large-training'")
+    if case.name == "short-sequences" and case.length >= rules.LONG:
+        raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: take 'training'")
