@@ -264,7 +264,11 @@ def test_reference_has_every_public_name() -> None:
             thing = getattr(module, name)
             counts = inspect.isclass(thing) or inspect.isfunction(thing) or inspect.ismodule(thing)
             # a module named by itself is shown with all that it says is its own
-            if module.__name__ not in documented() and f"{module.__name__}.{name}" not in documented() and not (counts and id(thing) in classes_and_functions):
+            if (
+                module.__name__ not in documented()
+                and f"{module.__name__}.{name}" not in documented()
+                and not (counts and id(thing) in classes_and_functions)
+            ):
                 missing.append(f"{module.__name__}.{name}")
     assert not missing
     assert {f"dilated_attention.{name}" for name in dilated_attention.__all__} <= documented()

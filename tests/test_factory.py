@@ -79,6 +79,19 @@ def test_the_papers_models_have_about_the_papers_sizes(name: str, parameters: fl
     assert model.config.positions == "xpos" and model.config.dilation_rates == (1, 2, 4, 6, 12)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # GPT-2's 124,439,808 without its table of 1,024 positions
+        ("gpt2-124m", 124_439_808 - 1024 * 768),
+        ("llama-7b", 6_738_415_616),
+    ],
+)
+def test_shapes_of_known_models_have_their_number_of_parameters(name: str, parameters: int) -> None:
+    for attention in ({}, {"attention": "dense"}, {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0))}):
+        assert create_model(name, device="meta", **attention).num_parameters == parameters
+
+
 def test_another_kind_of_attention_takes_the_former_kinds_fields_away() -> None:
     dense = create_model("longnet-tiny", attention="dense")
     assert (dense.config.segment_lengths, dense.config.kind) == ((), "dense")

@@ -130,6 +130,16 @@ def test_saved_and_loaded_model_gives_equal_logits(tmp_path: Path) -> None:
         LongNetLM.from_pretrained(tmp_path)
 
 
+def test_a_model_with_weights_tied_by_hand_is_saved_whole(tmp_path: Path) -> None:
+    lm = model(tie_embeddings=False)
+    assert lm.output is not None
+    lm.output.weight = lm.embedding.weight
+    lm.decoder.blocks[0].attention.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32).T)
+    lm.save_pretrained(tmp_path)
+    tokens = torch.randint(50, (1, 40))
+    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens))
+
+
 def test_config_round_trip_and_refusals(tmp_path: Path) -> None:
     CONFIG.save(tmp_path / "config.json")
     assert LongNetConfig.load(tmp_path / "config.json") == CONFIG

@@ -12,6 +12,8 @@ import torch
 from dilated_attention.backends import BackendUnavailable
 
 T = TypeVar("T")
+# what torch's CPU allocator, C++ and the system say
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
 
 
 class Refused(Exception):
@@ -26,35 +28,41 @@ class Attempt(Generic[T]):
     note: str = ""
 
 
-def attempt(function: Callable[[], T]) -> Attempt[T]:
-    """Call; out of memory and refusals become a note, with the memory given back. Other errors are bugs and pass through."""
+def attempt(function: Callable[[], T], *, foreign: bool = False) -> Attempt[T]:
+    """Call; out of memory and refusals become a note, with the memory given back. Other errors are bugs and pass through.
+
+    Args:
+        foreign: other people's code runs in there, kernels that fail at shapes they do not take: all its errors become notes, too, but for
+            those after which a GPU computes nothing any more.
+    """
     try:
         return Attempt(function())
-    except torch.OutOfMemoryError:
-        note = "out of memory"
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            if not isinstance(error, BackendUnavailable):
-                raise
-            note = _reason(error)
-        else:
-            note = "out of memory"
     except Refused as refusal:
-        note = _first_line(refusal)
+        return Attempt(None, _first_line(refusal))
+    except BackendUnavailable as unavailable:
+        return Attempt(None, _reason(unavailable))
+    except Exception as error:
+        if is_out_of_memory(error):
+            note = "out of memory"
+        elif foreign and "CUDA error" not in str(error):
+            note = f"raised {type(error).__name__}: {_first_line(error)}"
+        else:
+            raise
     # the frames of a caught error keep its tensors alive until here
+    gc.collect()
     release()
     return Attempt(None, note)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "can't allocate memory" in text
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY)
 
 
 def release() -> None:
-    """Give what nobody holds back to the device."""
-    gc.collect()
+    """Give what nobody holds back to the device. A CPU has it back at once, but for what holds itself."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

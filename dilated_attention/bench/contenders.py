@@ -37,6 +37,8 @@ class Contender:
         trains: has gradients.
         bound: relative error allowed; None for the dtype's.
         chooses: problem → the pattern that chooses blocks by q and k, where there is one.
+        reference: problem → the same on one process, to compare a function of x with; None for ``make``.
+        local: problem → what this process holds of it, where processes share the sequence.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Contender:
     trains: bool = True
     bound: float | None = None
     chooses: Callable[[Problem], TopBlocks] | None = None
+    reference: Callable[[Problem], Attend] | None = None
+    local: Callable[[Problem], Problem] | None = None
 
     def allowed(self, problem: Problem) -> float:
         return BOUNDS[problem.dtype] if self.bound is None else self.bound
@@ -131,7 +135,7 @@ DENSE: tuple[Contender, ...] = (
 )
 
 
-def _dilated_pattern(problem: Problem) -> DilatedPattern:
+def dilated_pattern(problem: Problem) -> DilatedPattern:
     return DilatedPattern(*problem.branches)
 
 
@@ -189,7 +193,7 @@ class OfEmbedded:
         return out
 
 
-def _multihead(kind: str, problem: Problem, **config: Any) -> Attend:
+def multihead(kind: str, problem: Problem, **config: Any) -> Attend:
     torch.manual_seed(0)
     module = create_attention(
         kind,
@@ -203,9 +207,9 @@ def _multihead(kind: str, problem: Problem, **config: Any) -> Attend:
     return OfEmbedded(module, {"is_causal": problem.is_causal})
 
 
-def _multihead_dilated(problem: Problem) -> Attend:
+def multihead_dilated(problem: Problem) -> Attend:
     lengths, rates = problem.branches
-    return _multihead("multihead_dilated", problem, segment_lengths=lengths, dilation_rates=rates)
+    return multihead("multihead_dilated", problem, segment_lengths=lengths, dilation_rates=rates)
 
 
 def _both(problem: Problem) -> Attend:
@@ -222,7 +226,7 @@ def _torch_multihead(problem: Problem) -> Attend:
 
 
 MODULES: tuple[Contender, ...] = (
-    Contender(name="DilatedAttention", what="LongNet's branches: w = 2048 · 4^i, r = 4^i", make=_dilated, pattern=_dilated_pattern),
+    Contender(name="DilatedAttention", what="LongNet's branches: w = 2048 · 4^i, r = 4^i", make=_dilated, pattern=dilated_pattern),
     block_sparse("BlockSparseAttention 10%", "a tenth of the blocks, random", tenth),
     block_sparse("BlockSparseAttention window", "a sliding window of N/16 on either side", window),
     block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks a row", big_bird),
@@ -238,12 +242,12 @@ MODULES: tuple[Contender, ...] = (
 MULTIHEAD: tuple[Contender, ...] = (
     Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),
     Contender(
-        name="MultiheadDilatedAttention", what="with projections and norm", make=_multihead_dilated, pattern=_dilated_pattern, inputs="x"
+        name="MultiheadDilatedAttention", what="with projections and norm", make=multihead_dilated, pattern=dilated_pattern, inputs="x"
     ),
     Contender(
         name="MultiheadBlockSparseAttention",
         what="a tenth of the blocks, with projections and norm",
-        make=lambda problem: _multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
+        make=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
         pattern=tenth,
         inputs="x",
     ),

@@ -22,6 +22,7 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 6e-3, torch.
 FP8_BOUND = 0.15
 # positions up to which every row and every gradient is compared
 WHOLE = 512
+RESULTS = ("out", "dq", "dk", "dv")
 
 
 def wrong(errors: dict[str, float], bound: float) -> str:
@@ -37,10 +38,17 @@ def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradient
     with torch.set_grad_enabled(gradients):
         out = attend(*leaves)
     found = [out.detach(), *(torch.autograd.grad(out, leaves, dout) if gradients else ())]
+    true = true_results(pattern, problem, leaves, dout, gradients=gradients)
+    return {name: relative(a, b) for name, a, b in zip(RESULTS, found, true, strict=False)}
+
+
+def true_results(
+    pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], dout: torch.Tensor, *, gradients: bool = True
+) -> list[torch.Tensor]:
+    """[out] or, with ``gradients``, [out, dq, dk, dv] of ``leaves`` q, k, v in float64."""
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    true_out = _exact(exact[0], exact[1], exact[2], _log_multiplicity(pattern, problem))
-    true = [true_out.detach(), *(torch.autograd.grad(true_out, exact, dout.double()) if gradients else ())]
-    return {name: _relative(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), found, true, strict=False)}
+    out = _exact(exact[0], exact[1], exact[2], _log_multiplicity(pattern, problem))
+    return [out.detach(), *(torch.autograd.grad(out, exact, dout.double()) if gradients else ())]
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_m: torch.Tensor) -> torch.Tensor:
@@ -62,22 +70,37 @@ def _log_multiplicity(pattern: Pattern, problem: Problem) -> torch.Tensor:
     return m.log()
 
 
-def sampled_error(pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], out: torch.Tensor, *, count: int = 24) -> float:
-    """Error of ``out`` in ``count`` rows drawn over batch, positions and heads, the first and the last position among them."""
+def sampled_error(
+    pattern: Pattern,
+    problem: Problem,
+    leaves: list[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    count: int = 24,
+    held: torch.Tensor | None = None,
+) -> float:
+    """Error of ``out`` in ``count`` rows drawn over batch, positions and heads, the first and the last position among them.
+
+    Args:
+        leaves: q, k and v of the whole sequence.
+        out: (B, n, H, D).
+        held: (n,) positions of out's rows; None for all.
+    """
     generator = torch.Generator().manual_seed(problem.num_positions)
 
     def draw(high: int, how_many: int = count) -> list[int]:
         return torch.randint(high, (how_many,), generator=generator).tolist()
 
-    places = [0, problem.num_positions - 1, *draw(problem.num_positions, count - 2)]
+    rows = [0, out.shape[1] - 1, *draw(out.shape[1], count - 2)]
     q, k, v = (x.detach() for x in leaves)
     difference = norm = 0.0
-    for b, i, h in zip(draw(problem.batch_size), places, draw(problem.num_heads), strict=True):
+    for b, row, h in zip(draw(problem.batch_size), rows, draw(problem.num_heads), strict=True):
+        i = row if held is None else int(held[row])
         keys = keys_of(pattern, problem, i, h)
         kv = h * problem.kv_heads // problem.num_heads
         scores = k[b, keys, kv].double() @ q[b, i, h].double() * problem.head_dim**-0.5
         true = scores.softmax(0) @ v[b, keys, kv].double()
-        difference += float((out[b, i, h].detach().double() - true).square().sum())
+        difference += float((out[b, row, h].detach().double() - true).square().sum())
         norm += float(true.square().sum())
     return (difference / norm) ** 0.5 if norm else float(difference > 0)
 
@@ -102,5 +125,5 @@ def keys_of(pattern: Pattern, problem: Problem, position: int, head: int) -> tor
     return keys[kept]
 
 
-def _relative(found: torch.Tensor, true: torch.Tensor) -> float:
+def relative(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found.double() - true).norm() / true.norm().clamp(min=torch.finfo(torch.float64).tiny))

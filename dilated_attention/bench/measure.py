@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,18 @@ from dilated_attention.bench.contenders import Contender, OfEmbedded
 from dilated_attention.bench.correct import Attend
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Row
-from dilated_attention.bench.timing import Timing, interleaved, peak_extra
+from dilated_attention.bench.tables import ESTIMATED
+from dilated_attention.bench.timing import Timing, interleaved, one_call, peak_extra
 
 PASSES = ("forward", "backward", "both")
 # FLOPs of a pair and head dimension: two matrix products forward, five backward
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
+# FLOPs of a dense forward from which a shorter sequence is asked how long it takes: 0.1 s or so
+_WORTH_A_PROBE = {"cuda": 3e13, "cpu": 1e10}
+# and its length at most: kernels have reached their rate there
+_LONGEST_PROBE = 2**15
+# bytes that a graph may hold while others take their turns
+_HEAVY = 2**30
 
 
 def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
@@ -29,23 +36,32 @@ def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, f
     pattern's, is compared with itself on plain torch in float64 instead.
     """
     small = problem.reduced(correct.WHOLE)
-    small_attend = contender.make(small)
-    if contender.chooses is not None:
-        q, k, _ = (x.detach() for x in replace(small, batch_size=1).qkv(7))
-        picked = contender.chooses(small).choose(q, k, is_causal=small.is_causal)
-        return correct.whole_errors(small_attend, picked, replace(small, batch_size=1), gradients=contender.trains)
-    pattern = contender.pattern(small)
-    if contender.inputs == "x" or pattern is None:
-        return _against_itself(contender, small, small_attend)
-    errors = correct.whole_errors(small_attend, pattern, small, gradients=contender.trains)
-    if problem.num_positions > small.num_positions:
-        whole = contender.pattern(problem)
-        assert whole is not None
+    errors = dict(_small_errors(contender, small))
+    pattern = contender.pattern(problem)
+    if contender.inputs == "qkv" and pattern is not None and problem.num_positions > small.num_positions:
         leaves = problem.qkv(7)
         with torch.no_grad():
-            out = attend(*leaves)
-        errors["sampled out"] = correct.sampled_error(whole, problem, leaves, out)
+            out = whole(attend)(*leaves)
+        errors["sampled out"] = correct.sampled_error(pattern, problem, leaves, out)
     return errors
+
+
+@functools.lru_cache(maxsize=1024)
+def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, float], ...]:
+    """Errors where all is compared; once a process, as all longer sequences of a suite have the same one."""
+    attend = whole(contender.make(small))
+    if contender.chooses is not None:
+        single = replace(small, batch_size=1)
+        q, k, _ = (x.detach() for x in single.qkv(7))
+        picked = contender.chooses(small).choose(q, k, is_causal=small.is_causal)
+        errors = correct.whole_errors(attend, picked, single, gradients=contender.trains)
+    else:
+        pattern = contender.pattern(small)
+        if contender.inputs == "x" or pattern is None:
+            errors = _against_itself(contender, small, attend)
+        else:
+            errors = correct.whole_errors(attend, pattern, small, gradients=contender.trains)
+    return tuple(errors.items())
 
 
 def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
@@ -54,9 +70,10 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
     leaves = inputs_of(contender, problem, 7)
     dout = torch.randn_like(leaves[0]).detach()
     copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    reference = contender.make(exact)
-    if isinstance(attend, OfEmbedded) and isinstance(reference, OfEmbedded):
-        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in attend.module.state_dict().items()})
+    reference = (contender.reference or contender.make)(exact)
+    module = module_of(attend)
+    if module is not None and isinstance(reference, OfEmbedded):
+        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in module.state_dict().items()})
     found = attend(*leaves)
     true = reference(*copies)
     grads = torch.autograd.grad(found, leaves, dout)
@@ -68,7 +85,21 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
     }
 
 
+def whole(attend: Attend) -> Attend:
+    """``attend`` as a function of whole sequences, where it is one of this process's part."""
+    found: Attend = getattr(attend, "whole", attend)
+    return found
+
+
+def module_of(attend: Attend) -> torch.nn.Module | None:
+    """The module with projections behind ``attend``, if there is one."""
+    inner = getattr(attend, "__self__", attend)
+    inner = getattr(inner, "part", inner)
+    return inner.module if isinstance(inner, OfEmbedded) else None
+
+
 def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+    """x, or q, k and v."""
     return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
 
 
@@ -79,73 +110,154 @@ def measure(
     passes: Sequence[str] = PASSES,
     seconds: float = 0.5,
     memory: bool = False,
+    longest: float | None = None,
+    agree: Callable[[float], float] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> list[Row]:
     """A row for each contender and pass: ``ms``, its percentiles, ``tflops``, with ``memory`` also ``peak_bytes`` beyond the inputs.
 
-    What refuses, runs out of memory or is wrong has one row without figures, and a note.
+    What refuses, raises, runs out of memory or is wrong has one row without figures, and a note.
+
+    Args:
+        longest: seconds that a call may take; what a shorter sequence tells to take longer is not run, and its note says how long it
+            would take. None for no limit.
+        agree: as of ``interleaved``: where several processes measure together, all of them call this.
     """
     rows: list[Row] = []
-    able: dict[str, tuple[Contender, Attend, dict[str, float]]] = {}
+    able: dict[str, _Able] = {}
     case = problem.case | (extra or {})
     for contender in contenders:
-        made = attempt(functools.partial(contender.make, problem))
-        if made.value is None:
-            rows.append(Row(name=contender.name, case=case, note=made.note))
-            continue
-        attend = made.value
-        checked = attempt(functools.partial(check, contender, problem, attend))
-        note = checked.note or correct.wrong(checked.value or {}, contender.allowed(problem))
-        if note:
-            rows.append(Row(name=contender.name, case=case, errors=checked.value or {}, note=note))
-            continue
-        able[contender.name] = (contender, attend, checked.value or {})
+        found = attempt(functools.partial(_checked, contender, problem, longest, agree), foreign=True)
+        one = found.value
+        if one is None:
+            rows.append(Row(name=contender.name, case=case, note=found.note))
+        elif one.note.startswith(ESTIMATED):
+            those = [which for which in passes if which == "forward" or contender.trains]
+            rows += [Row(name=contender.name, case=case | {"pass": which}, note=_too_long(one, which, 0.0)) for which in those]
+        elif one.note:
+            rows.append(Row(name=contender.name, case=case, errors=one.errors, note=one.note))
+        else:
+            able[contender.name] = one
     release()
     for which in passes:
-        rows += _timed(able, problem, which, case, seconds, memory)
+        rows += _timed(able, problem, which, case, seconds, memory, longest, agree)
         release()
     return rows
 
 
+@dataclass
+class _Able:
+    """A contender that can do a problem, or a ``note`` on why not. ``expected``: seconds of a forward; None where it is short."""
+
+    contender: Contender
+    attend: Attend
+    errors: dict[str, float] = field(default_factory=dict)
+    expected: float | None = None
+    note: str = ""
+
+
+def _checked(contender: Contender, problem: Problem, longest: float | None, agree: Callable[[float], float] | None) -> _Able:
+    attend = contender.make(problem)
+    able = _Able(contender, attend)
+    if longest is not None:
+        able.expected = expected_seconds(contender, problem)
+        if able.expected is not None and agree is not None:
+            able.expected = agree(able.expected)
+        able.note = _too_long(able, "forward", longest)
+    if not able.note:
+        able.errors = check(contender, problem, attend)
+        able.note = correct.wrong(able.errors, contender.allowed(problem))
+    return able
+
+
+def expected_seconds(contender: Contender, problem: Problem) -> float | None:
+    """Of a forward, by one of an eighth of the positions or less, and the pairs of both; None where both are short and that tells nothing."""
+    short = replace(problem, num_positions=min(problem.num_positions // 8, _LONGEST_PROBE))
+    if 4 * problem.dense_pairs * problem.head_dim < _WORTH_A_PROBE.get(problem.device.type, 0.0) or short.num_positions < correct.WHOLE:
+        return None
+    attend = contender.make(short)
+    leaves = inputs_of(contender, _part(contender, short))
+    with torch.no_grad():
+        attend(*leaves)
+        seconds = min(one_call(lambda: attend(*leaves), problem.device) for _ in range(2))
+    pairs, few = contender.pairs(problem), contender.pairs(short)
+    return seconds * (pairs / few if pairs and few else (problem.num_positions / short.num_positions) ** 2)
+
+
+def _too_long(able: _Able, which: str, longest: float | None) -> str:
+    """The note of a pass that would take longer than ``longest`` seconds a call; "" where it would not."""
+    if longest is None or able.expected is None:
+        return ""
+    seconds = able.expected * FLOPS[which] / FLOPS["forward"]
+    return f"{ESTIMATED}{duration(seconds)}" if seconds > longest else ""
+
+
+def duration(seconds: float) -> str:
+    """Two digits and a unit."""
+    for most, unit, length in ((1.0, "ms", 1e-3), (100.0, "s", 1.0), (6000.0, "min", 60.0)):
+        if seconds < most:
+            return f"{float(f'{seconds / length:.2g}'):g} {unit}"
+    return f"{float(f'{seconds / 3600:.2g}'):g} h"
+
+
 def _timed(
-    able: dict[str, tuple[Contender, Attend, dict[str, float]]],
+    able: dict[str, _Able],
     problem: Problem,
     which: str,
     case: dict[str, Any],
     seconds: float,
     memory: bool,
+    longest: float | None,
+    agree: Callable[[float], float] | None,
 ) -> list[Row]:
-    rows, calls, peaks = [], {}, {}
+    rows: list[Row] = []
     # contenders share the sets of inputs, and each goes through them in its own turns
     shared: dict[str, list[Any]] = {}
-    for name, (contender, attend, _) in able.items():
-        if which != "forward" and not contender.trains:
-            continue
-        prepared = attempt(functools.partial(_call, contender, attend, problem, which, shared))
-        note = prepared.note
-        if prepared.value is not None:
-            # a first call by itself: what does not fit is left out before the turns begin
-            first = attempt(functools.partial(_first, prepared.value, problem.device, memory))
-            note = first.note
-            if first.value is not None:
-                calls[name], peaks[name] = prepared.value, first.value
-                continue
-        rows.append(Row(name=name, case=case | {"pass": which}, note=note))
-    for name, timing in interleaved(calls, problem.device, seconds=seconds).items():
-        contender, _, errors = able[name]
-        values = timing.values() | rate(contender.pairs(problem), problem.head_dim, which, timing)
-        if memory and problem.device.type == "cuda":
-            values["peak_bytes"] = peaks[name]
-        rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors=errors))
+    # one round for all, and one for each whose graph would leave the others no room
+    rounds = [[one for one in able.values() if which == "forward" or one.contender.trains]]
+    for together in rounds:
+        calls: dict[str, Callable[[], Any]] = {}
+        peaks: dict[str, int] = {}
+        for one in together:
+            note = _too_long(one, which, longest)
+            if not note:
+                attempt(functools.partial(_share, one.contender, problem, shared))
+                before = _allocated(problem.device)
+                # what does not fit is left out before the turns begin
+                first = attempt(functools.partial(_first, one, problem, which, shared, memory), foreign=True)
+                is_heavy = first.note == "out of memory" or _allocated(problem.device) - before > _HEAVY
+                if which == "backward" and is_heavy and len(together) > 1:
+                    rounds.append([one])
+                    del first
+                    release()
+                    continue
+                note = first.note
+                if first.value is not None:
+                    calls[one.contender.name], peaks[one.contender.name] = first.value
+                    del first
+                    continue
+            rows.append(Row(name=one.contender.name, case=case | {"pass": which}, note=note))
+        for name, timing in interleaved(calls, problem.device, seconds=seconds, warm=True, agree=agree).items():
+            contender = able[name].contender
+            values = timing.values() | rate(contender.pairs(problem), problem.head_dim, which, timing)
+            if memory and problem.device.type == "cuda":
+                values["peak_bytes"] = peaks[name]
+            if which == "forward" and able[name].expected is not None:
+                able[name].expected = timing.ms / 1000 if agree is None else agree(timing.ms / 1000)
+            rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors=able[name].errors))
     return rows
 
 
-def _first(call: Callable[[], Any], device: torch.device, memory: bool) -> int:
-    """Call once; the peak beyond what was allocated where ``memory`` is asked for and counted, else 0."""
-    if memory:
-        return peak_extra(call, device) or 0
+def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
+    """(call, the peak beyond what was allocated where ``memory`` is asked for and counted, else 0), called once."""
+    call = call_of(one.contender, one.attend, problem, which, shared)
     call()
-    return 0
+    # of a second call: what the first one compiles or tunes with is not its own
+    return call, (peak_extra(call, problem.device) or 0) if memory and problem.device.type == "cuda" else 0
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[str, float]:
@@ -153,13 +265,14 @@ def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[s
     return {} if pairs is None else {"tflops": FLOPS[which] * pairs * head_dim / timing.ms / 1e9}
 
 
-def _call(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
-    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand."""
-    if contender.inputs not in shared:
-        shared[contender.inputs] = [inputs_of(contender, problem, i) for i in range(sets_of(problem))]
-        shared["dout"] = shared.get("dout") or [problem.draw(problem.num_heads, 1000)]
-    sets = shared[contender.inputs]
-    dout = shared["dout"][0] if contender.inputs == "qkv" else shared["dout"][0].flatten(2)
+def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
+    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand.
+
+    ``shared``: sets of inputs, which calls of one problem have in common; {} at first.
+    """
+    _share(contender, problem, shared)
+    kind = _kind(contender)
+    sets, (dout,) = shared[kind], shared[f"dout of {kind}"]
     number = 0
 
     def following() -> int:
@@ -183,13 +296,35 @@ def _call(contender: Contender, attend: Attend, problem: Problem, which: str, sh
         return both
     if which != "backward":
         raise Refused(f"pass {which!r}; expected one of {', '.join(PASSES)}")
-    outs = [attend(*leaves) for leaves in sets]
+    before = _allocated(problem.device)
+    outs = [attend(*sets[0])]
+    if _allocated(problem.device) - before < _HEAVY:
+        outs += [attend(*leaves) for leaves in sets[1:]]
 
     def backward() -> None:
-        at = following()
+        at = following() % len(outs)
         torch.autograd.grad(outs[at], sets[at], dout, retain_graph=True)
 
     return backward
+
+
+def _share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
+    """Make the inputs that contenders of this kind go through, once."""
+    kind = _kind(contender)
+    if kind not in shared:
+        shared[kind] = [inputs_of(contender, _part(contender, problem), i) for i in range(sets_of(problem))]
+    if f"dout of {kind}" not in shared:
+        dout = _part(contender, problem).draw(problem.num_heads, 1000)
+        shared[f"dout of {kind}"] = [dout.flatten(2) if contender.inputs == "x" else dout]
+
+
+def _part(contender: Contender, problem: Problem) -> Problem:
+    """What this process holds of the problem."""
+    return problem if contender.local is None else contender.local(problem)
+
+
+def _kind(contender: Contender) -> str:
+    return contender.inputs if contender.local is None else f"{contender.inputs} in parts"
 
 
 def sets_of(problem: Problem) -> int:

@@ -36,6 +36,8 @@ class Line:
     high: Sequence[float] | None = None
     dashed: bool = False
     marked: bool = True
+    # False: points that no line joins
+    joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +86,33 @@ class Plot:
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
             colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
+            style = "--" if line.dashed else "-" if line.joined else "none"
             axes.plot(
-                line.x, line.y, "--" if line.dashed else "-", color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
+                line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
             )
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
         if self.log_x:
             self._log_ticks(axes)
         if self.log_y:
-            axes.set_yscale("log")
+            self._log_y(axes)
         else:
             axes.set_ylim(bottom=0)
+
+    def _log_y(self, axes: Any) -> None:
+        """Plain numbers, 0.5 and 20, where they are short; marks between powers of ten are written where there are few powers."""
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        if low < 1e-3 or high > 1e6:
+            return
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        if high / low < 100:
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0) if high / low > 10 else (2.0, 3.0, 5.0)))
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.10g}")
+        else:
+            axes.yaxis.set_minor_formatter(NullFormatter())
 
     def _log_ticks(self, axes: Any) -> None:
         """Every measured x is a tick where they are few, written as 4k or 1M."""
@@ -118,7 +136,7 @@ class Plot:
             axes.bar(places, line.y, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=line.label, yerr=errors, ecolor="#444444")
         axes.set_xticks(range(len(self.bars)), self.bars, rotation=30 if max(map(len, self.bars), default=0) > 12 else 0, ha="center")
         if self.log_y:
-            axes.set_yscale("log")
+            self._log_y(axes)
 
 
 def short(size: int) -> str:

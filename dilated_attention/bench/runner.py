@@ -10,15 +10,24 @@ from pathlib import Path
 import torch
 
 from dilated_attention.bench.attempt import is_out_of_memory, release
+from dilated_attention.bench.joined import joined, stem
 from dilated_attention.bench.rows import Results, Row, machine
 from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.together import Broken
 
 
 @dataclass
 class Outcome:
-    """What a run left: results, files written, and groups that the time limit cut off."""
+    """What a run left: results, files written, groups that the time limit cut off.
+
+    Args:
+        together: the results with those of other numbers of processes, of which tables and plots are made.
+        broken: why processes could not go on together; "" if they could.
+    """
 
     results: Results
+    together: Results
+    broken: str = ""
     written: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     measured: int = 0
@@ -37,40 +46,56 @@ def run(
     """Measure what ``output`` does not hold yet.
 
     Args:
-        output: folder of ``<suite>.json``, ``<suite>.md`` and plots; None writes nothing.
+        output: folder of ``<suite>.json``, of W processes ``<suite>-W.json``, ``<suite>.md`` and plots; None writes nothing.
         minutes: no group is begun after so long; what is left is named, and measured by the next run.
         fresh: begin anew, whatever ``output`` holds.
         started: called with (groups done, groups in all, label) before each group and after the last, then with label "".
 
     Raises:
-        ValueError: ``output`` holds results of other hardware, versions or settings.
+        ValueError: ``output`` holds results of other hardware, versions or settings; several processes and a suite of one.
         ModuleNotFoundError: plots are asked for and matplotlib is missing; nothing is measured then.
     """
+    if session.world_size > 1 and not suite.over_processes:
+        raise ValueError(f"{session.world_size} processes were started and suite {suite.name} measures one; start it without torchrun")
     if plots and output is not None:
         _need_matplotlib()
     here = machine(session.device, session.world_size)
     writes = session.rank == 0
-    path = output / f"{suite.name}.json" if output is not None else None
-    results = Results.open(path, suite.name, here, suite.settings(session), fresh=fresh)
+    settings = suite.settings(session)
+    path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
+    results = Results.open(path, suite.name, here, settings, fresh=fresh or not suite.resumes)
     if not writes:
         results.path = None
     groups = suite.groups(session)
     assert len({group.label for group in groups}) == len(groups), "labels of groups are unique"
-    outcome = Outcome(results)
+    outcome = Outcome(results, results)
     begun = time.monotonic()
     for i, group in enumerate(groups):
+        if outcome.broken:
+            # no process can ask the others any more
+            outcome.left_out += [group.label] if group.label not in results.groups else []
+            continue
         if _agreed(group.label in results.groups, session):
             continue
         if _agreed(minutes is not None and time.monotonic() - begun > 60 * minutes, session):
             outcome.left_out.append(group.label)
             continue
         started(i, len(groups), group.label)
-        results.add(group.label, _rows(group))
+        try:
+            rows = _rows(group)
+        except Broken as broken:
+            # told in the file, so that the next run goes on behind it
+            outcome.broken = str(broken)
+            rows = [Row(name="all", case={"group": group.label}, note=outcome.broken)]
+        results.add(group.label, rows)
         outcome.measured += 1
         release()
     started(len(groups), len(groups), "")
+    outcome.together, _ = joined(results, output)
     if output is not None and writes:
         outcome.written = write(suite, results, output, plots=plots)
+    if writes and not outcome.left_out:
+        outcome.written += suite.finish(results, session)
     return outcome
 
 
@@ -95,11 +120,12 @@ def _agreed(mine: bool, session: Session) -> bool:
 
 
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
-    """``<suite>.json``, ``<suite>.md`` and, if asked for, ``<suite>-<name>.png``; the paths."""
+    """``<suite>.json``, ``<suite>.md`` and, if asked for, ``<suite>-<name>.png``; the paths. Other numbers of processes are told together."""
     output.mkdir(parents=True, exist_ok=True)
-    results.path = output / f"{suite.name}.json"
+    results.path = output / f"{stem(results)}.json"
     results.save()
     written = [results.path]
+    results, left_out = joined(results, output)
     drawn = []
     if plots:
         for plot in suite.plots(results):
@@ -108,6 +134,7 @@ def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -
             drawn.append((plot, path))
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]
     lines += [table.markdown() for table in suite.tables(results)]
+    lines += [f"{sentence}\n" for sentence in left_out]
     lines += [f"![{plot.title}]({path.name})\n" for plot, path in drawn]
     markdown = output / f"{suite.name}.md"
     markdown.write_text("\n".join(lines), encoding="utf-8")
@@ -117,7 +144,9 @@ def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -
 def headline(results: Results) -> str:
     """Hardware, versions, date, in a line."""
     hardware, versions = results.machine["hardware"], results.machine["versions"]
-    device = hardware["device"] if hardware["devices"] == 1 else f"{hardware['devices']} × {hardware['device']}"
+    device, count = hardware["device"], hardware["devices"]
+    if count != 1:
+        device = f"{count} processes on {device}" if "threads" in hardware else f"{count} × {device}"
     threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dilated_attention")
     return f"{device}{threads} · {known} · {results.machine['date']}"

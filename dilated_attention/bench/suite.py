@@ -6,6 +6,7 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,12 @@ class Suite(ABC):
     name: ClassVar[str]
     # a line for --help
     about: ClassVar[str]
+    # whether several processes can measure it together; their groups then differ from those of one
+    over_processes: ClassVar[bool] = False
+    # False: measured anew on every run, whatever the folder holds
+    resumes: ClassVar[bool] = True
+    # False: no part of ``bench all``
+    in_all: ClassVar[bool] = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most suites have their own, none must
         """Options beside those of all suites. What changes figures belongs into ``settings``."""
@@ -72,6 +79,10 @@ class Suite(ABC):
 
     @abstractmethod
     def plots(self, results: Results) -> list[Plot]: ...
+
+    def finish(self, results: Results, session: Session) -> list[Path]:
+        """Called once every group is measured; the paths of files beside JSON, Markdown and plots that it wrote."""
+        return []
 
     def verdict(self, results: Results) -> int:
         """The exit code: 0, unless figures themselves are a failure."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dilated_attention.bench.rows import Row
+
+# notes that begin so are estimates of what was not run
+ESTIMATED = "would take about "
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ def pivot(
     title: str,
     scale: float = 1.0,
     caption: str = "",
-    baseline: str | None = None,
+    baseline: str | Mapping[Any, float] | None = None,
+    more_is_better: bool = False,
+    share: Callable[[Row], float | None] = lambda row: None,
 ) -> Table:
     """Names down, the case's ``across`` to the right, ``values[value] · scale`` in the cells; a note where a figure is missing.
 
     Args:
-        baseline: name of a contender; cells get "(x ×)" behind them: its figure over theirs, so that above 1 is faster.
+        baseline: name of a contender, or a figure for each of the heads; cells get "(x ×)" behind them: its figure over theirs, so that
+            above 1 is faster.
+        more_is_better: figures are rates, and theirs over its.
+        share: of a row, from 0 to 1; cells get "(x %)" behind them where it is one.
     """
     rows = list(rows)
     # a whole group that failed has a note and no place in the table
@@ -63,21 +71,30 @@ def pivot(
     names = list(dict.fromkeys(row.name for row in rows if value in row.values))
     found = {(row.name, row.case[across]): row for row in rows}
     notes: dict[str, int] = {}
+    if isinstance(baseline, str):
+        bases = {row.case[across]: row.values[value] for row in rows if row.name == baseline and value in row.values}
+    else:
+        bases = dict(baseline or {})
 
     def cell(name: str, head: Any) -> str:
         row = found.get((name, head))
         if row is None:
             return "–"
+        if value not in row.values and row.note.startswith(ESTIMATED):
+            return "≈ " + row.note.removeprefix(ESTIMATED)
         if value not in row.values:
             return f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else "–"
         text = figure(row.values[value] * scale)
-        base = found.get((baseline, head)) if baseline is not None and name != baseline else None
-        if base is not None and value in base.values and row.values[value]:
-            text += f" ({figure(base.values[value] / row.values[value])} ×)"
-        return text
+        if bases.get(head) and name != baseline and row.values[value]:
+            ratio = bases[head] / row.values[value]
+            text += f" ({figure(1 / ratio if more_is_better else ratio)} ×)"
+        part = share(row)
+        return text if part is None else f"{text} ({figure(100 * part)} %)"
 
     body = [[name, *(cell(name, head) for head in heads)] for name in names]
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
+    if any(text.startswith("≈ ") for line in body for text in line[1:]):
+        legend = " ".join(filter(None, ["≈: estimated from a shorter length, and not run.", legend]))
     columns = [across, *(f"{head:,}" if isinstance(head, int) else str(head) for head in heads)]
     return Table(title, columns, body, "\n".join(filter(None, [caption, legend, absent(rows, value), *failed])))
 

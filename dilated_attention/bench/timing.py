@@ -48,7 +48,14 @@ class Timing:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 20
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    seconds: float = 0.5,
+    least: int = 3,
+    most: int = 20,
+    warm: bool = False,
+    agree: Callable[[float], float] | None = None,
 ) -> dict[str, Timing]:
     """Time every function in turn, again and again, for about ``seconds`` each, and at least ``least`` turns.
 
@@ -56,23 +63,55 @@ def interleaved(
         functions: results are thrown away. Each is called twice before it is timed: the first call may compile.
         device: what they run on.
         most: turns at most.
+        warm: they were called before, and are called once before they are timed.
+        agree: gives all processes the first one's number, where functions exchange between processes: all call them equally often then,
+            one by one.
     """
     if not functions:
         return {}
     once: dict[str, float] = {}
     for name, function in functions.items():
-        function()
-        once[name] = _one_call(function, device)
+        if not warm:
+            function()
+        once[name] = one_call(function, device) if agree is None else agree(one_call(function, device))
     longest = max(once.values())
     turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            samples[name] += _turn(function, device, once[name], min(seconds / turns, 0.1))
+            mine = min(seconds / turns, 0.1)
+            samples[name] += _turn(function, device, once[name], mine) if agree is None else _counted(function, device, once[name], mine)
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def _one_call(function: Callable[[], Any], device: torch.device) -> float:
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 10
+) -> dict[str, Timing]:
+    """As ``interleaved``, by the wall clock, of work as long as a training step: what its host does counts, and no cache is emptied.
+
+    A sample is a turn: several calls one after another where they are short, so that the host may run ahead of the device as it does in use.
+
+    Args:
+        functions: called before, so that nothing compiles any more; once more before they are timed.
+    """
+    if not functions:
+        return {}
+    once = {name: one_call(function, device) for name, function in functions.items()}
+    turns = max(least, min(most, int(seconds / max(max(once.values()), 1e-9))))
+    counts = {name: max(1, int(seconds / turns / max(each, 1e-9))) for name, each in once.items()}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+
+            def several(function: Callable[[], Any] = function, count: int = counts[name]) -> None:
+                for _ in range(count):
+                    function()
+
+            samples[name].append(1000 * one_call(several, device) / counts[name])
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def one_call(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds by the wall clock, the device waited for."""
     synchronise(device)
     start = time.perf_counter()
@@ -85,7 +124,7 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
     """Milliseconds of some calls."""
     if device.type != "cuda":
         if once >= _LONG["cpu"]:
-            return [1000 * _one_call(function, device)]
+            return [1000 * one_call(function, device)]
         timer = benchmark.Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
         return [1000 * timer.timeit(max(1, int(seconds / max(once, 1e-9)))).median]
     with torch.cuda.device(device):
@@ -99,6 +138,11 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
         end.record()
         end.synchronize()
         return [float(start.elapsed_time(end))]
+
+
+def _counted(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    """Milliseconds of as many calls as ``once`` tells, whatever they take."""
+    return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(seconds / max(once, 1e-9)))))]
 
 
 def synchronise(device: torch.device) -> None:

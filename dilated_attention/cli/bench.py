@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     tuning.set_defaults(run=tune.run)
     for name, suite in SUITES.items():
         _add_suite(suites.add_parser(name, help=suite.about, description=f"{suite.about}."), suite())
-    everything = suites.add_parser("all", help="every suite above but tune, one after another, each with its defaults")
+    everything = suites.add_parser("all", help="every suite above but tune and regression, one after another, each with its defaults")
     _add_common(everything)
-    everything.set_defaults(run=_run_all, parser=everything)
+    everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
 
 
 def _add_suite(parser: argparse.ArgumentParser, suite: Suite) -> None:
     _add_common(parser)
     suite.add_arguments(parser)
-    parser.set_defaults(run=lambda args: _run_one(suite, args))
+    parser.set_defaults(run=lambda args: _ended(functools.partial(_run_one, suite), args))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +56,29 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
 
 
+def _ended(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """``run``, and after it the end of the process group that it began; one whose exchanges failed is left to the end of the process."""
+    began = not torch.distributed.is_initialized()
+    # collecting garbage between groups need not look at all that torch has imported, which takes half a second each time
+    gc.freeze()
+    try:
+        code = run(args)
+    finally:
+        gc.unfreeze()
+    if code == 0 and began and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return code
+
+
 def _run_all(args: argparse.Namespace) -> int:
     codes = []
-    for suite in (suite() for suite in SUITES.values()):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    able = [suite() for suite in SUITES.values() if suite.in_all]
+    suites = [suite for suite in able if world_size == 1 or suite.over_processes]
+    if world_size > 1 and os.environ.get("RANK") == "0":
+        others = [suite.name for suite in able if suite not in suites]
+        print(f"of one process, so not measured by {world_size}: {', '.join(others)}", file=sys.stderr)
+    for suite in suites:
         own = argparse.ArgumentParser(add_help=False)
         suite.add_arguments(own)
         codes.append(_run_one(suite, argparse.Namespace(**vars(own.parse_args([])) | vars(args))))
@@ -76,6 +99,8 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
     )
     if session.rank == 0:
         _tell(suite, outcome, args.json)
+    if outcome.broken:
+        return 1
     return suite.verdict(outcome.results)
 
 
@@ -145,10 +170,15 @@ def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
         whole = {"suite": suite.name, "machine": results.machine, "settings": results.settings, "rows": rows, "left_out": outcome.left_out}
         print(json.dumps(whole | {"written": [str(path) for path in outcome.written]}, indent=1, ensure_ascii=False))
     else:
-        for table in suite.tables(results):
+        for table in suite.tables(outcome.together):
             print(table.text())
         print("written: " + ", ".join(str(path) for path in outcome.written))
-    if outcome.left_out:
+    if outcome.broken:
+        print(
+            f"processes could not go on together ({outcome.broken}); {len(outcome.left_out)} groups are left, with which the same command goes on",
+            file=sys.stderr,
+        )
+    elif outcome.left_out:
         print(
             f"--minutes was over before {len(outcome.left_out)} of {len(results.groups) + len(outcome.left_out)} groups; "
             "the same command goes on with them",

@@ -18,7 +18,8 @@ class Lanes:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._side = _streams(device, count - 1) if self._main is not None else ()
+        # the same ones whatever their number: torch's allocator keeps memory apart for every stream
+        self._side = tuple(_stream(device, index) for index in range(count - 1)) if self._main is not None else ()
 
     def __enter__(self) -> Lanes:
         if self._side:
@@ -42,5 +43,5 @@ class Lanes:
 
 
 @functools.lru_cache(maxsize=64)
-def _streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(count))
+def _stream(device: torch.device, index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

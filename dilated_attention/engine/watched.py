@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import torch
+# the name by which torch.library reads the annotations of what it is given, which is the function made here
+import torch  # noqa: F401
 
 from dilated_attention.engine.need import Need, without_memory
 
@@ -37,9 +38,6 @@ def watched(need_of: NeedOf) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            # functions that are no op are traced through
-            if torch.compiler.is_compiling():
-                return function(*args, **kwargs)
             if watchers:
                 for watcher in list(watchers):
                     watcher(need(*args, **kwargs))

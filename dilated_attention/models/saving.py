@@ -106,7 +106,7 @@ class Pretrained(nn.Module):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save(folder / CONFIG_FILE)
-        safetensors.save_model(self, str(folder / WEIGHTS_FILE))
+        safetensors.save_file(_apart(self.state_dict()), str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
 
     @classmethod
     def from_pretrained(
@@ -137,6 +137,19 @@ class Pretrained(nn.Module):
         model.load_state_dict(weights, assign=True)
         model.requires_grad_()
         return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
+
+
+def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same without gaps, each with memory of its own: a file has no weight that is another's, and a model made from it needs them all."""
+    taken: set[int] = set()
+    apart = {}
+    for name, weight in weights.items():
+        x = weight.contiguous()
+        if x.numel() and x.untyped_storage().data_ptr() in taken:
+            x = x.clone()
+        taken.add(x.untyped_storage().data_ptr())
+        apart[name] = x
+    return apart
 
 
 def _safetensors() -> Any:

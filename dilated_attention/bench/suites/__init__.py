@@ -1,8 +1,17 @@
 """One file a suite. A new one is a file here and a line below."""
 
 from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.suites.accuracy import Accuracy
+from dilated_attention.bench.suites.bandwidth import Bandwidth
+from dilated_attention.bench.suites.extreme import Extreme
+from dilated_attention.bench.suites.implementations import Implementations
+from dilated_attention.bench.suites.regression import Regression
+from dilated_attention.bench.suites.scaling import Scaling
 from dilated_attention.bench.suites.speed import Speed
+from dilated_attention.bench.suites.train_infer import TrainInfer
 
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (Speed,)}
+_ALL = (Speed, Implementations, Accuracy, Bandwidth, Extreme, Scaling, TrainInfer, Regression)
+
+SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in _ALL}
 
 __all__ = ["SUITES"]

@@ -1,0 +1,177 @@
+"""How time and memory grow: with the length, with the batch, and over processes that share a sequence.
+
+    python -m dilated_attention bench scaling
+    torchrun --nproc-per-node 4 -m dilated_attention bench scaling
+
+Each number of processes has a file of its own, and all that lie in one folder are told together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dilated_attention.bench import measure, spread
+from dilated_attention.bench.arguments import size
+from dilated_attention.bench.attempt import Refused
+from dilated_attention.bench.contenders import Contender, block_sparse, dense
+from dilated_attention.bench.correct import Attend
+from dilated_attention.bench.plots import Plot
+from dilated_attention.bench.problem import Problem
+from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.suites import scaling_report as report
+from dilated_attention.bench.tables import Table
+from dilated_attention.bench.together import Together
+from dilated_attention.factory import create_attention
+from dilated_attention.pattern import DilatedPattern
+
+PASSES = ("forward", "both")
+# dense attention beyond it takes seconds a call, by a law that shorter lengths show
+_LONGEST_DENSE = 2**18
+_MASKS = {"full": False, "causal": True}
+
+
+def _dense(contender: Contender, problem: Problem) -> Attend:
+    if problem.num_positions > _LONGEST_DENSE:
+        raise Refused(f"left out beyond {_LONGEST_DENSE:,} positions, where a call takes seconds")
+    return contender.make(problem)
+
+
+_AUTO = dense("auto", "dense attention, on the backend that this library chooses")
+
+
+def contenders(unit: int) -> tuple[Contender, ...]:
+    """Dense attention, and two whose work grows with N: their shortest segment and their window do not."""
+
+    def dilated(problem: Problem) -> Attend:
+        lengths, rates = spread.branches(problem, unit)
+        module = create_attention("dilated", segment_lengths=lengths, dilation_rates=rates)
+        return functools.partial(module, is_causal=problem.is_causal)
+
+    return (
+        replace(_AUTO, name="dense", make=functools.partial(_dense, _AUTO)),
+        Contender(
+            name="DilatedAttention",
+            what=f"LongNet's branches: w = {unit:,} · 4^i, r = 4^i",
+            make=dilated,
+            pattern=lambda problem: DilatedPattern(*spread.branches(problem, unit)),
+        ),
+        block_sparse(
+            "BlockSparseAttention window",
+            f"keys within {unit // 2:,} positions on either side",
+            lambda problem: spread.window(problem, unit),
+        ),
+    )
+
+
+class Scaling(Suite):
+    """Laws of growth, fitted, and efficiency over processes."""
+
+    name = "scaling"
+    about = "time and memory per token by length, by batch, and over processes (torchrun)"
+    over_processes = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 1M; on a CPU 256 … 4k")
+        parser.add_argument("--batches", type=size, nargs="+", help="default: 1 … 32; on a CPU 1 … 4")
+        parser.add_argument("--positions", type=size, help="of each sequence in the weak part over batch; default 4k, on a CPU 512")
+        parser.add_argument(
+            "--strong", type=size, help="positions that processes share; default 64k, dilated and window 512k; on a CPU 2k, 4k"
+        )
+        parser.add_argument("--weak", type=size, help="positions for each process; default 16k, dilated and window 128k; on a CPU 1k, 2k")
+        parser.add_argument("--masks", nargs="+", choices=list(_MASKS), help="over processes; default: both; on a CPU causal")
+        parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
+
+    def settings(self, session: Session) -> dict[str, Any]:
+        return super().settings(session) | {"unit": _unit(session), "dtype": str(session.dtype).removeprefix("torch.")}
+
+    def groups(self, session: Session) -> Sequence[Group]:
+        mine = _of_processes(session)
+        return mine if session.world_size > 1 else [*_of_lengths(session), *_of_batches(session), *mine]
+
+    def tables(self, results: Results) -> list[Table]:
+        return report.tables(results)
+
+    def plots(self, results: Results) -> list[Plot]:
+        return report.plots(results)
+
+
+def _unit(session: Session) -> int:
+    """Of segments and windows, in positions."""
+    return 2048 if session.full else 128
+
+
+def _problem(session: Session, positions: int, batch: int = 1) -> Problem:
+    heads, head_dim = (16, 128) if session.full else (2, 64)
+    return Problem(
+        num_positions=positions,
+        num_heads=heads,
+        head_dim=head_dim,
+        batch_size=batch,
+        dtype=session.dtype,
+        device=session.device,
+    )
+
+
+def _of_lengths(session: Session) -> list[Group]:
+    lengths = session.options.lengths or ([2**i for i in range(12, 21, 2)] if session.full else [2**i for i in range(8, 13)])
+    return [_group(session, "length", _problem(session, n)) for n in lengths]
+
+
+def _of_batches(session: Session) -> list[Group]:
+    """weak: sequences of equal length, so work that grows with the batch; strong: equally many tokens in more and shorter sequences."""
+    batches = session.options.batches or ([1, 2, 4, 8, 16, 32] if session.full else [1, 2, 4])
+    positions = session.options.positions or (4096 if session.full else 512)
+    total = positions * max(batches)
+    groups = [_group(session, "weak", _problem(session, positions, batch)) for batch in batches]
+    return [*groups, *(_group(session, "strong", _problem(session, total // batch, batch)) for batch in batches)]
+
+
+def _group(session: Session, part: str, problem: Problem) -> Group:
+    return Group(f"{part} {problem.label}", functools.partial(_measured, problem, part, _unit(session), session.seconds))
+
+
+def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Row]:
+    extra = {"part": "length"} if part == "length" else {"part": "batch", "mode": part}
+    compared = contenders(unit)
+    rows = measure.measure(compared, problem, passes=PASSES, seconds=seconds, memory=True, extra=extra)
+    pairs = {contender.name: contender.pairs(problem) for contender in compared}
+    return [_per_token(row, problem, pairs[row.name]) for row in rows]
+
+
+def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:
+    """With figures of one token, and the pairs that arithmetic has."""
+    if "ms" not in row.values:
+        return row
+    tokens = problem.batch_size * problem.num_positions
+    values = row.values | {"ns_per_token": 1e6 * row.values["ms"] / tokens, "tokens_per_s": 1000 * tokens / row.values["ms"]}
+    if pairs is not None:
+        values["pairs"] = pairs
+    if "peak_bytes" in values:
+        values["bytes_per_token"] = values["peak_bytes"] / tokens
+    return replace(row, values=values)
+
+
+def _of_processes(session: Session) -> list[Group]:
+    groups = []
+    for kind in spread.kinds(_unit(session)):
+        is_dense = kind.name == "ring_attention"
+        if session.full:
+            total, each = (2**16, 2**14) if is_dense else (2**19, 2**17)
+        else:
+            total, each = (2048, 1024) if is_dense else (4096, 2048)
+        total, each = session.options.strong or total, session.options.weak or each
+        for mode, positions, alone in (("strong", total, total), ("weak", each * session.world_size, each)):
+            for mask in session.options.masks or (_MASKS if session.full else ("causal",)):
+                whole, own = (replace(_problem(session, n), is_causal=_MASKS[mask]) for n in (positions, alone))
+                run = functools.partial(_spread, session, kind, whole, own, mode)
+                groups.append(Group(f"{kind.name} {mode} W={session.world_size} {whole.label}", run))
+    return groups
+
+
+def _spread(session: Session, kind: spread.Kind, whole: Problem, own: Problem, mode: str) -> list[Row]:
+    return spread.measure(kind, whole, own, mode, Together(session), seconds=session.seconds, timeout=session.options.timeout)
