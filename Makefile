@@ -1,10 +1,10 @@
-# make demo · make test · make lint · make bench · make docs: each makes .venv and installs what it needs.
+# make demo · make test · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs docs-serve clean
+.PHONY: demo test lint bench bench-check docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
@@ -25,7 +25,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/cpu_speed.py
+	$(BIN)/python -m dilated_attention bench all
 
 # into build/site; a broken link, a page outside of the navigation or a docstring that cannot be read stops it
 docs: $(STAMP)

@@ -68,13 +68,13 @@ CASES: dict[str, Callable[[int], None]] = {
     "dilated forward": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.float32, False),
     "dilated training": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.float32, True),
     "dilated bfloat16": lambda n: call(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), (n, 4, 64), torch.bfloat16, True),
-    "dense training": lambda n: call(attention, (n, 128, 64), torch.float32, True),
+    "dense training": lambda n: call(attention, (n, 256, 64), torch.float32, True),
     "block_sparse forward": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, False),
     "block_sparse training": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, True),
     "standard training": lambda n: call(standard_attention, (n, 4, 64), torch.float32, True),
     "module training": lambda n: module((n, 256, 4), True),
     "model": lambda n: step("longnet-tiny", n, {}),
-    "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 8}),
+    "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 6}),
 }
 
 

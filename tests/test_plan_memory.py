@@ -24,7 +24,7 @@ LENGTHS = {
     "dilated forward": 2**16,
     "dilated training": 2**15,
     "dilated bfloat16": 2**15,
-    "dense training": 2**9,
+    "dense training": 2**8,
     "block_sparse forward": 2**16,
     "block_sparse training": 2**15,
     "standard training": 2**11,
@@ -50,13 +50,13 @@ def planned(case: str) -> int:
         "dilated forward": lambda: attention("dilated", n, training=False, **BRANCHES),
         "dilated training": lambda: attention("dilated", n, **BRANCHES),
         "dilated bfloat16": lambda: attention("dilated", n, dtype=torch.bfloat16, **BRANCHES),
-        "dense training": lambda: attention("dense", n, heads=128),
+        "dense training": lambda: attention("dense", n, heads=256),
         "block_sparse forward": lambda: attention("block_sparse", n, training=False, pattern=WINDOW),
         "block_sparse training": lambda: attention("block_sparse", n, pattern=WINDOW),
         "standard training": lambda: attention("standard", n),
         "module training": lambda: module_memory("multihead_dilated", **layer, **BRANCHES).peak,  # type: ignore[arg-type]
         "model": lambda: model(n),
-        "model, checkpointed": lambda: model(n, checkpoint_activations=True, num_layers=8),
+        "model, checkpointed": lambda: model(n, checkpoint_activations=True, num_layers=6),
     }[case]()
 
 

@@ -122,6 +122,8 @@ def _place(error: BaseException) -> str:
     found = "an operation"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE) and path.name != "watched.py":
+        # not "<genexpr>"
+        is_named = not frame.f_code.co_name.startswith("<")
+        if is_named and path.is_relative_to(_PACKAGE) and path.name != "watched.py":
             found = f"{frame.f_code.co_name} ({path.relative_to(_PACKAGE)})"
     return found

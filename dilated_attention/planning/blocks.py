@@ -44,9 +44,15 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     """
     if num_blocks(pattern, num_positions, num_heads) <= most:
         return _counted(pattern, num_positions, num_heads, is_causal)
+    if isinstance(pattern, Sparsity):
+        return _of_density(pattern, num_positions, num_heads, is_causal)
     block = max(pattern.q_block, pattern.k_block)
     blocks = 8
-    while num_blocks(pattern, 2 * blocks * block, num_heads) <= most:
+    while (longer := num_blocks(pattern, 2 * blocks * block, num_heads)) <= MOST_BLOCKS:
+        # beyond a window rows do not grow any more, and shorter sequences would tell of that growth alone
+        grows = longer > 2.1 * num_blocks(pattern, blocks * block // 2, num_heads) * 2
+        if longer > most and not grows:
+            break
         blocks *= 2
     # whole blocks, so that their ends weigh alike; the same ones for every long sequence, so that they are counted once
     lengths = tuple(blocks * part // 4 * block for part in (2, 3, 4))
@@ -55,6 +61,9 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     pairs_of_block = pattern.q_block * pattern.k_block * (1 if pattern.per_head else num_heads)
 
     def told(values: tuple[int, ...]) -> int:
+        if values[2] - values[1] < values[1] - values[0]:
+            # what levels off has reached its window: from there on it grows evenly
+            return values[2] + (values[2] - values[1]) * (num_positions - lengths[2]) // (lengths[2] - lengths[1])
         return max(values[-1], parabola(lengths, values, num_positions))
 
     pairs = min(told(tuple(x.pairs for x in known)), max(known[-1].pairs, int(named * pairs_of_block)))
@@ -65,6 +74,28 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
         computed=max(pairs, entries * pairs_of_block),
         list_bytes=told(tuple(x.list_bytes - 8 * x.entries for x in known)) + 8 * entries,
         mask_kind=known[-1].mask_kind,
+        is_exact=False,
+    )
+
+
+def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
+    """By the density that the pattern keeps at every length, to within a block a row; blocks at its edges are kept in part."""
+    grid = pattern.grid(num_positions)
+    whole = grid.num_rows * grid.num_columns
+    causal = (num_positions + 1) / (2 * num_positions) if is_causal else 1.0
+    groups = num_heads if pattern.per_head else 1
+    is_whole = pattern.kind in ("random", "dilated")
+    entries = groups * int(pattern.ratio * whole * causal + (0 if is_whole else grid.num_rows))
+    pairs = int(num_heads * pattern.ratio * num_positions**2 * causal)
+    return BlockCounts(
+        pairs=pairs,
+        entries=entries,
+        computed=max(pairs, entries * pattern.q_block * pattern.k_block * (num_heads // groups)),
+        # with the ends of every query's keys where blocks are kept in part
+        list_bytes=4 * groups * grid.num_rows
+        + (4 if is_whole and not is_causal else 8) * entries
+        + (0 if is_whole and not is_causal else 8 * num_positions),
+        mask_kind="none" if is_whole and not is_causal else "interval",
         is_exact=False,
     )
 

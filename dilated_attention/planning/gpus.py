@@ -134,12 +134,8 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _known(name: str) -> Gpu | None:
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    for word in _NOISE:
-        plain = plain.replace(word, "")
-    # SXM2 … SXM5 are generations of one form, and a GPU has one of them
-    plain = re.sub(r"sxm\d", "sxm", plain)
-    names = {re.sub(r"sxm\d", "sxm", re.sub(r"[^a-z0-9]", "", other.lower())): other for other in GPUS}
+    plain = _plain(name)
+    names = {_plain(other): other for other in GPUS}
     if plain in _USUAL or plain in names:
         return GPUS[_USUAL.get(plain) or names[plain]]
     # the same words in another order: A100-80GB-PCIe
@@ -148,9 +144,22 @@ def _known(name: str) -> Gpu | None:
     return GPUS[same[0]] if len(same) == 1 else None
 
 
+def _plain(name: str) -> str:
+    """Letters and digits of what tells GPUs apart."""
+    plain = re.sub(r"[^a-z0-9]", "", _without_generation(name))
+    for word in _NOISE:
+        plain = plain.replace(word, "")
+    return plain
+
+
 def _words(name: str) -> list[str]:
-    words = re.split(r"[^a-z0-9]+", re.sub(r"sxm\d", "sxm", name.lower()))
+    words = re.split(r"[^a-z0-9]+", _without_generation(name))
     return [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word and word not in _NOISE]
+
+
+def _without_generation(name: str) -> str:
+    """SXM2 … SXM5 are generations of one form, and a GPU has one of them."""
+    return re.sub(r"sxm\d(?![a-z0-9])", "sxm", name.lower())
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:

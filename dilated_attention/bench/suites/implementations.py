@@ -34,6 +34,7 @@ class Implementations(Suite):
     """The table that attention libraries publish of their modules, for this one and for any other."""
 
     name = "implementations"
+    over_processes = True
     about = "all attention modules, and other people's: time, memory, tokens/s"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,167 @@
+"""Planned peak memory and times against what this GPU takes; of spread sequences against two of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention.factory import create_attention, create_model
+from dilated_attention.pattern import LocalWindow, with_sparsity
+from dilated_attention.planning import module_memory, plan_attention, plan_model
+
+pytestmark = pytest.mark.gpu
+
+LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
+WINDOW = LocalWindow(1024)
+CALLS: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor]]] = {
+    "dilated": (LONGNET, lambda q, k, v, **o: dilated_attention(q, k, v, **LONGNET, **o)),
+    "dense": ({}, attention),
+    "block_sparse": ({"pattern": WINDOW}, lambda q, k, v, **o: block_sparse_attention(q, k, v, WINDOW, **o)),
+    "random blocks": ({"pattern": with_sparsity(0.1)}, lambda q, k, v, **o: block_sparse_attention(q, k, v, with_sparsity(0.1), **o)),
+}
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """Bytes beyond what was there, of a second run, which has kernels, plans and lists."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = run()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def called(function: Callable[..., torch.Tensor], shape: tuple[int, ...], kv_heads: int, training: bool, **options: Any) -> Any:
+    B, N, H, D = shape
+    tensors = [torch.randn(B, N, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads)]
+    if not training:
+        with torch.no_grad():
+            return function(*tensors, **options)
+    leaves = [x.requires_grad_() for x in tensors]
+    out = function(*leaves, **options)
+    return out, torch.autograd.grad(out, leaves, torch.randn_like(out))
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 12, 64), (16, 4, 128)])
+def test_planned_peaks_are_what_the_gpu_takes(kind: str, training: bool, heads: int, kv_heads: int, dim: int) -> None:
+    options, function = CALLS[kind]
+    n = 2**16 if kind in ("dense", "random blocks") else 2**19
+    name = "block_sparse" if "blocks" in kind else kind
+    shape = {"num_positions": n, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "training": training}
+    plan = plan_attention(name, find_longest=False, **shape, **options)
+    found = peak_of(lambda: called(function, (1, n, heads, dim), kv_heads, training))
+    # lists of blocks are kept from call to call, and were there before
+    there = dict(plan.memory.forward).get("lists of blocks", 0) + dict(plan.memory.backward).get("lists as the kernel reads them", 0)
+    building = dict(plan.memory.backward).get("lists by key block, while they are sorted", 0)
+    assert plan.peak - there - building == pytest.approx(found, rel=0.1), str(plan.memory)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_planned_peaks_of_a_layer_are_what_the_gpu_takes(training: bool) -> None:
+    layer = create_attention("multihead_dilated", embed_dim=1024, num_heads=16, device="cuda", dtype=torch.bfloat16, **LONGNET)
+    n = 2**17
+
+    def run() -> Any:
+        layer.zero_grad(set_to_none=True)
+        x = torch.randn(1, n, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=training)
+        with torch.set_grad_enabled(training):
+            y, _ = layer(x)
+            if training:
+                y.backward(torch.ones_like(y))
+        return y
+
+    planned = module_memory(
+        "multihead_dilated", embed_dim=1024, num_heads=16, num_positions=n, dtype=torch.bfloat16, training=training, **LONGNET
+    )
+    weights = sum(p.numel() * 2 for p in layer.parameters())
+    assert planned.peak - weights == pytest.approx(peak_of(run), rel=0.1), str(planned)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_planned_peaks_of_a_model_are_what_the_gpu_takes(checkpointed: bool) -> None:
+    n = 2**16
+    model = create_model("longnet-125m", num_layers=6, checkpoint_activations=checkpointed, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(1000, (1, n), device="cuda")
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, targets=tokens)
+        loss.backward()
+        optimizer.step()
+
+    run()
+    before = torch.cuda.memory_allocated()
+    optimizer.zero_grad()
+    there = torch.cuda.memory_allocated()
+    plan = plan_model("longnet-125m", num_layers=6, num_positions=n, checkpoint_activations=checkpointed, find_longest=False)
+    assert before > there
+    # weights, moments and workspaces are there from step to step
+    assert plan.peak == pytest.approx(there + peak_of(run), rel=0.1), str(plan)
+
+
+@pytest.mark.parametrize("kind", ["dilated", "dense", "block_sparse"])
+def test_estimated_times_are_near_what_the_gpu_takes(kind: str) -> None:
+    options, function = CALLS[kind]
+    n = 2**15 if kind == "dense" else 2**18
+    plan = plan_attention(kind, num_positions=n, num_heads=16, head_dim=128, training=False, find_longest=False, **options)
+    if plan.seconds is None or "assumed" in plan.passes[0].source:
+        pytest.skip(f"no rate was measured on {plan.device}")
+    q, k, v = (torch.randn(1, n, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    times = []
+    for index in range(23):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function(q, k, v)
+        end.record()
+        torch.cuda.synchronize()
+        if index >= 3:
+            times.append(start.elapsed_time(end) / 1e3)
+    assert plan.seconds == pytest.approx(statistics.median(times), rel=0.4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["ring", "ring_dilated", "ring_block_sparse"])
+@pytest.mark.parametrize("training", [False, True])
+def test_planned_peaks_of_a_spread_sequence_are_what_two_gpus_take(kind: str, training: bool, tmp_path: Any) -> None:
+    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), kind, training), nprocs=2)
+
+
+RINGS: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring_dilated": {"segment_lengths": (2048, 2**18), "dilation_rates": (1, 16)},
+    "ring_block_sparse": {"pattern": WINDOW},
+}
+
+
+def _rank(rank: int, store: str, kind: str, training: bool) -> None:
+    import torch.distributed as dist
+
+    from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    options = RINGS[kind]
+    n = 2**16 if kind == "ring" else 2**18
+    function = {"ring": ring_attention, "ring_dilated": ring_dilated_attention, "ring_block_sparse": ring_block_sparse_attention}[kind]
+    layout = "zigzag" if kind == "ring" else "contiguous"
+    try:
+        found = peak_of(lambda: called(function, (1, n // 2, 16, 128), 4, training, layout=layout, seq_len=n, **options))
+        plan = plan_attention(
+            kind, num_positions=n, num_heads=16, num_kv_heads=4, head_dim=128, world_size=2, layout=layout, training=training,
+            find_longest=False, **options,
+        )  # fmt: skip
+        there = dict(plan.memory.forward).get("lists of blocks", 0)
+        assert plan.peak - there == pytest.approx(found, rel=0.1), f"took {found / 2**20:.0f} MiB\n{plan.memory}"
+    finally:
+        dist.destroy_process_group()
