@@ -123,8 +123,8 @@ def measure(
     for kind, timing in in_turns(able, device, seconds=seconds).items():
         trainer = able[kind]
         values = timing.values() | _rates(trainer.model, context, batch, timing.ms) | {"loss": trainer.first_loss}
-        if peaks[kind] is not None:
-            values["peak_bytes"] = peaks[kind]
+        peak = peaks[kind]
+        values |= {} if peak is None else {"peak_bytes": peak}
         finite = math.isfinite(trainer.first_loss) and bool(trainer.last_loss.isfinite())
         note = "" if finite else f"wrong: the loss went from {trainer.first_loss} to {float(trainer.last_loss)}"
         rows.append(Row(name=kind, case=case | attention[kind], values=values if finite else {}, errors=errors[kind], note=note))
