@@ -54,12 +54,13 @@ def test_two_layers_are_compared_with_float64(kind: str) -> None:
 
 def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "train-infer", "--output", str(tmp_path), "--models", "gpt2-124m", "llama-7b", "--contexts", "64", "96"]
-    command += ["--batches", "1", "2", "--tokens", "192", "--seconds", "0.001", "--no-plots", "--quiet"]
+    command += ["--batches", "1", "2", "--tokens", "192", "--prompts", "150", "--seconds", "0.001", "--no-plots", "--quiet"]
     assert main(command) == 0
     text = capsys.readouterr().out
     before = (tmp_path / "train-infer.json").read_text()
     rows = Results.load(tmp_path / "train-infer.json").rows
-    assert not [row for row in rows if row.note]
+    # two prompts of 96 are more than 150 tokens
+    assert {(row.case["N"], row.case["B"]) for row in rows if row.note} == {(96, 2)}
     trained = [row for row in rows if row.case["task"] == "train"]
     assert len(trained) == 2 * 2 * 3
     first: dict[Any, float] = {}
@@ -75,16 +76,17 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
         assert values["loss"] == pytest.approx(first.setdefault((case["model"], case["N"]), values["loss"]), rel=tolerance)
         assert set(row.errors) == {"logits", "gradient"}
     written = [row for row in rows if row.case["task"] == "decode"]
-    assert len(written) == len([row for row in rows if row.case["task"] == "prefill"]) == 2 * 2 * 2 * 3
+    assert len(written) == len([row for row in rows if row.case["task"] == "prefill" and row.values]) == 2 * 3 * 3
     for row in written:
         assert row.values["tokens_per_s"] == pytest.approx(1000 * row.case["B"] / row.values["ms"], rel=1e-3)
     cached = {
         (row.name, row.case["N"], row.case["B"]): row.values["cache_bytes"] for row in written if row.case["model"].startswith("gpt2")
     }
     # 2 layers of keys and values of 128 floats, for the prompt, what comes behind it, and 4 more
-    assert cached["dense", 96, 2] == 2 * 2 * 128 * 4 * 2 * (96 + 4 + 5 * 8)
+    assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 4 + 5 * 8)
     assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing behind a prompt" in text
     assert "block_sparse: the last 256 keys" in text and "dilated: segments/rates 256/1, 1,024/4" in text
+    assert "more than 150 tokens of prompts together are left out" in text
     assert main(command) == 0
     assert (tmp_path / "train-infer.json").read_text() == before
 

@@ -122,6 +122,7 @@ def _over_processes(results: Results, mode: str) -> Table | None:
         "received and sent by the process with most"
     ]
     missing = [f"{row.name}, W={row.case['W']}, {'causal' if row.case['causal'] else 'full'}: {row.note}" for row in rows if row.note]
+    caption.append("`torchrun --nproc-per-node W -m dilated_attention bench scaling` with the same --output adds the rows of W processes")
     caption += [*dict.fromkeys(missing), *(f"{row.case['group']}: {row.note}" for row in failed)]
     return Table(MODES[mode], [*columns, *(["peak, GiB"] if with_memory else [])], body, "\n".join(caption))
 

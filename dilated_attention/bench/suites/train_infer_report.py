@@ -126,7 +126,18 @@ def plots(results: Results) -> list[Plot]:
 def _plot(name: str, title: str, unit: str, lines: list[Line], note: str) -> list[Plot]:
     if not any(len(line.x) > 1 for line in lines):
         return []
-    return [Plot(name=name, title=title, x_label="positions of the context", y_label=unit, lines=lines, log_x=True, log_y=True, note=note)]
+    return [
+        Plot(
+            name=name,
+            title=title,
+            x_label="positions of the context",
+            y_label=unit,
+            lines=lines,
+            log_x=True,
+            log_y=unit != "GiB",
+            note=note,
+        )
+    ]
 
 
 def _lines(
