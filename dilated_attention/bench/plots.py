@@ -72,11 +72,11 @@ class Plot:
             figure = Figure(figsize=(9, 5), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
-            self._bars(axes) if self.bars is not None else self._lines(axes)
             axes.set_title(self.title, loc="left")
             axes.set_xlabel(self.x_label)
             axes.set_ylabel(self.y_label)
-            axes.grid(True, which="major", axis="both" if self.bars is None else "y", alpha=0.25)
+            axes.grid(True, which="major", alpha=0.25)
+            self._bars(axes) if self.bars is not None else self._lines(axes)
             axes.set_axisbelow(True)
             if len(self.lines) > 1:
                 # beside the axes: contenders are many, and no corner is free in all plots
@@ -124,18 +124,35 @@ class Plot:
             axes.minorticks_off()
 
     def _bars(self, axes: Any) -> None:
+        """Upright, or lying where their names would run into one another."""
         assert self.bars is not None
+        names = [name.replace("\n", " ") for name in self.bars]
+        lying = sum(map(len, names)) > 80
         width = 0.8 / max(1, len(self.lines))
         for i, line in enumerate(self.lines):
-            places = [at - 0.4 + width * (i + 0.5) for at in range(len(self.bars))]
+            places = [at - 0.4 + width * (i + 0.5) for at in range(len(names))]
             errors = None
             if line.low is not None and line.high is not None:
                 errors = [
                     [y - low for y, low in zip(line.y, line.low, strict=True)],
                     [high - y for y, high in zip(line.y, line.high, strict=True)],
                 ]
-            axes.bar(places, line.y, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=line.label, yerr=errors, ecolor="#444444")
-        axes.set_xticks(range(len(self.bars)), self.bars, rotation=30 if max(map(len, self.bars), default=0) > 12 else 0, ha="center")
+            style = {"color": _COLOURS[i % len(_COLOURS)], "label": line.label, "ecolor": "#444444"}
+            if lying:
+                axes.barh(places, line.y, width * 0.92, xerr=errors, **style)
+            else:
+                axes.bar(places, line.y, width * 0.92, yerr=errors, **style)
+        if lying:
+            axes.set_yticks(range(len(names)), names)
+            axes.invert_yaxis()
+            axes.set_xlabel(self.y_label)
+            axes.set_ylabel(self.x_label)
+            axes.grid(False, axis="y")
+            if self.log_y:
+                axes.set_xscale("log")
+            return
+        axes.grid(False, axis="x")
+        axes.set_xticks(range(len(names)), self.bars)
         if self.log_y:
             self._log_y(axes)
 
