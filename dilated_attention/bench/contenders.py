@@ -80,8 +80,10 @@ def _standard(problem: Problem) -> Attend:
         repeats = q.shape[2] // k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        weights = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
-        return (weights @ v).transpose(1, 2)
+        if hidden is not None:
+            # under the same name: no more than two matrices at a time
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
 
     return attend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ _COLOURS = (
     "#3d405b",
     "#e07a5f",
 )
+# characters that fit below a picture
+_NOTE = 135
 _MARKS = "osD^vP*X<>hd"
 
 
@@ -79,7 +82,7 @@ class Plot:
                 # beside the axes: contenders are many, and no corner is free in all plots
                 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
             if self.note:
-                figure.supxlabel(self.note, fontsize=8, x=0.01, ha="left", color="#555555")
+                figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=110, metadata={"Software": None})
 
@@ -87,9 +90,7 @@ class Plot:
         for i, line in enumerate(self.lines):
             colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
             style = "--" if line.dashed else "-" if line.joined else "none"
-            axes.plot(
-                line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
-            )
+            axes.plot(line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
         if self.log_x:

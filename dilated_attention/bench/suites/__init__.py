@@ -5,12 +5,13 @@ from dilated_attention.bench.suites.accuracy import Accuracy
 from dilated_attention.bench.suites.bandwidth import Bandwidth
 from dilated_attention.bench.suites.extreme import Extreme
 from dilated_attention.bench.suites.implementations import Implementations
+from dilated_attention.bench.suites.memory import Memory
 from dilated_attention.bench.suites.regression import Regression
 from dilated_attention.bench.suites.scaling import Scaling
 from dilated_attention.bench.suites.speed import Speed
 from dilated_attention.bench.suites.train_infer import TrainInfer
 
-_ALL = (Speed, Implementations, Accuracy, Bandwidth, Extreme, Scaling, TrainInfer, Regression)
+_ALL = (Speed, Implementations, Accuracy, Memory, Bandwidth, Extreme, Scaling, TrainInfer, Regression)
 
 SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in _ALL}
 

@@ -1,0 +1,476 @@
+"""Peak memory: of attention by length, implementation by implementation; what fits a GPU; of a model of Llama-7B's shape. Predicted beside measured."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dilated_attention.bench import model_memory
+from dilated_attention.bench.arguments import size
+from dilated_attention.bench.attempt import Attempt, attempt, release
+from dilated_attention.bench.children import Peak, in_child, why_no_children
+from dilated_attention.bench.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
+from dilated_attention.bench.correct import WHOLE, Attend, wrong
+from dilated_attention.bench.measure import check
+from dilated_attention.bench.plots import Line, Plot
+from dilated_attention.bench.problem import Problem, geometric
+from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.tables import Table, absent, figure, pivot
+from dilated_attention.models.summary import USABLE
+from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
+from dilated_attention.planning import detected_gpu, find_gpu
+from dilated_attention.planning.attention import memory_of
+from dilated_attention.planning.plan import MOST_POSITIONS, longest_of
+from dilated_attention.planning.problem import Problem as Planned
+from dilated_attention.planning.problem import make_problem
+
+CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
+PASSES = ("forward", "training")
+# of GPUs that people have: 8 GB of a laptop to the 141 of an H200
+SIZES_GIB = (8, 24, 40, 80, 141)
+# what is asked how far it goes: one layer's attention of Llama-7B's shape, in bfloat16
+_FITS: dict[str, tuple[str, DilatedPattern | BlockPattern | None]] = {
+    "standard": ("standard", None),
+    "dense kernel": ("dense", None),
+    "DilatedAttention": ("dilated", DilatedPattern(*geometric(2**25))),
+    "BlockSparseAttention, window of 4,096": ("block_sparse", LocalWindow(4096)),
+}
+# bytes of a call beyond which it is not run on a CPU: its owner has other plans for the memory
+_MOST_ON_CPU = 2 * 2**30
+# FLOP/s that a check of what fits is taken to run at, for its time to be known beforehand
+_SLOW = 2e14
+
+
+class Memory(Suite):
+    """Bytes, not time: a peak is the same on every run."""
+
+    name = "memory"
+    about = "peak memory by length, predicted and measured; the longest sequences that fit 8 to 141 GB; models of Llama-7B's shape"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 256k; on a CPU 1k … 4k")
+        parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
+        parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+        parser.add_argument("--model-lengths", type=size, nargs="+", help="default: 4k 32k; on a CPU 512")
+        parser.add_argument("--parts", nargs="+", choices=("attention", "fits", "model"), default=["attention", "fits", "model"])
+        parser.add_argument("--limit", type=float, default=1.0, help="seconds of a call that checks what fits, on a GPU; default: 1")
+
+    def settings(self, session: Session) -> dict[str, Any]:
+        return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch."), "limit": session.options.limit}
+
+    def problems(self, session: Session) -> list[Problem]:
+        lengths = session.options.lengths or ([2**i for i in range(12, 19)] if session.full else [1024, 2048, 4096])
+        heads, head_dim = (16, 128) if session.full else (8, 64)
+        return [
+            Problem(num_positions=n, num_heads=heads, head_dim=head_dim, dtype=session.dtype, device=session.device, is_causal=True)
+            for n in lengths
+        ]
+
+    def groups(self, session: Session) -> Sequence[Group]:
+        parts = session.options.parts
+        groups = []
+        if "attention" in parts:
+            chosen = [CONTENDERS[name] for name in session.options.contenders or CONTENDERS]
+            groups += [
+                Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
+                for problem in self.problems(session)
+                for which in session.options.passes
+            ]
+        if "fits" in parts:
+            groups += [Group(f"fits {gib} GB", functools.partial(_fits, gib, session)) for gib in SIZES_GIB]
+        if "model" in parts:
+            lengths = session.options.model_lengths or ([4096, 32768] if session.full else [512])
+            groups += [
+                Group(f"model N={n} {work}", functools.partial(_models, n, work, session)) for n in lengths for work in model_memory.WORK
+            ]
+            groups.append(Group("model fits", _models_fit))
+        return groups
+
+    def tables(self, results: Results) -> list[Table]:
+        return [*_attention_tables(results), *_fits_tables(results), *_model_tables(results)]
+
+    def plots(self, results: Results) -> list[Plot]:
+        return [*_attention_plots(results), *_fits_plots(results), *_model_plots(results)]
+
+
+def _attention(contenders: Iterable[Contender], problem: Problem, which: str) -> list[Row]:
+    rows = []
+    for contender in contenders:
+        row = Row(name=contender.name, case=problem.case | {"part": "attention", "pass": which})
+        if which == "training" and not contender.trains:
+            continue
+        note = _wrong(contender.name, problem.reduced(WHOLE))
+        predicted = None if note else predicted_bytes(contender, problem, which)
+        if predicted is not None and predicted > _MOST_ON_CPU and problem.device.type == "cpu":
+            note = f"not run: it would take {predicted / 2**30:.1f} GiB, on a CPU at most {_MOST_ON_CPU / 2**30:.0f}"
+        found = Attempt(None, note) if note else _peak_of(contender, problem, which)
+        if found.value is None:
+            rows.append(replace(row, note=found.note))
+            continue
+        values: dict[str, float] = {"peak_bytes": found.value, "bytes_per_token": found.value / problem.num_positions / problem.batch_size}
+        if predicted is not None:
+            values |= {"predicted_bytes": predicted, "off": found.value / predicted - 1}
+        rows.append(replace(row, values=values))
+    return rows
+
+
+@functools.lru_cache(maxsize=256)
+def _wrong(name: str, small: Problem) -> str:
+    """A note where a contender does not run or is wrong on a short sequence."""
+    contender = CONTENDERS[name]
+    made = attempt(lambda: check(contender, small, contender.make(small)))
+    return made.note or wrong(made.value or {}, contender.allowed(small))
+
+
+def _peak_of(contender: Contender, problem: Problem, which: str) -> Attempt[int]:
+    function = functools.partial(peak_of_call, contender.name, problem, which)
+    if problem.device.type != "cuda":
+        why_not = why_no_children()
+        return Attempt(None, why_not) if why_not else in_child(function)
+    release()
+    found = attempt(function)
+    release()
+    return found
+
+
+def peak_of_call(name: str, problem: Problem, which: str) -> int:
+    """Bytes at the highest point of a call, inputs and results included, in the process at hand."""
+    contender = CONTENDERS[name]
+    if problem.device.type != "cuda":
+        # code is loaded where it is first needed: that is not the call's
+        small = problem.reduced(WHOLE)
+        _called(contender.make(small), small, which)
+    attend = contender.make(problem)
+    gc.collect()
+    if problem.device.type == "cuda":
+        # tables and plans that calls share are made once
+        _called(attend, problem, which)
+        gc.collect()
+    peak = Peak(problem.device)
+    _called(attend, problem, which)
+    return peak.bytes()
+
+
+def _called(attend: Attend, problem: Problem, which: str) -> None:
+    leaves = problem.qkv()
+    if which == "forward":
+        with torch.no_grad():
+            attend(*leaves)
+        return
+    out = attend(*leaves)
+    torch.autograd.grad(out, leaves, problem.draw(problem.num_heads, 9))
+
+
+def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int | None:
+    """What planning tells of the same call; None of what it does not know."""
+    planned = _planned(contender, problem, which)
+    if planned is None:
+        return None
+    found = memory_of(planned)
+    return found.forward_peak if which == "forward" else found.peak
+
+
+def _planned(contender: Contender, problem: Problem, which: str) -> Planned | None:
+    pattern = contender.pattern(problem)
+    if pattern is None or contender.bound is not None:
+        return None
+    kind = {STANDARD.name: "standard", SDPA.name: "sdpa"}.get(contender.name, "dense")
+    given: dict[str, Any] = {}
+    if contender not in DENSE:
+        kind, given = "block_sparse" if isinstance(pattern, BlockPattern) else "dilated", {"pattern": pattern}
+    return make_problem(
+        kind,
+        num_positions=problem.num_positions,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        batch_size=problem.batch_size,
+        dtype=problem.dtype,
+        is_causal=problem.is_causal,
+        training=which == "training",
+        gpu=detected_gpu(problem.device) if problem.device.type == "cuda" else None,
+        **given,
+    )
+
+
+def _fits(gib: int, session: Session) -> list[Row]:
+    """The longest sequence of each implementation in so much memory of a GPU, by formula; on a GPU that has as much, looked at under that limit."""
+    here = detected_gpu(session.device) if session.device.type == "cuda" else None
+    gpu = here or find_gpu("H200")
+    rows = []
+    for name, (kind, pattern) in _FITS.items():
+        for which in PASSES:
+            given = {} if pattern is None else {"pattern": pattern}
+            planned = make_problem(kind, num_positions=4096, num_heads=32, head_dim=128, dtype=torch.bfloat16, is_causal=True,
+                                   training=which == "training", gpu=gpu, **given)  # type: ignore[arg-type]  # fmt: skip
+            longest = longest_of(planned, gib * 2**30)
+            values: dict[str, float] = {"longest": longest, "predicted_bytes": memory_of(planned.of_length(longest)).peak}
+            note = ""
+            if here is not None and gib * 2**30 <= 1.02 * here.memory:
+                found = _held(planned.of_length(longest), min(gib * 2**30, here.memory), session)
+                note = found.note
+                if found.value is not None:
+                    values |= {"peak_bytes": found.value, "off": found.value / values["predicted_bytes"] - 1}
+            rows.append(Row(name=name, case={"part": "fits", "GB": gib, "pass": which}, values=values, note=note))
+    return rows
+
+
+def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
+    """The peak of the call itself, with no more memory than ``memory``; a note where it is not tried, or does not fit."""
+    N, H, D = planned.num_positions, planned.num_heads, planned.head_dim
+    problem = Problem(num_positions=N, num_heads=H, head_dim=D, dtype=planned.dtype, device=session.device, is_causal=True)
+    pairs = problem.dense_pairs if planned.computes == "dense" else planned.pattern.density(2**16) * problem.dense_pairs
+    if isinstance(planned.pattern, DilatedPattern) and planned.computes == "dilated":
+        pairs = planned.pattern.pairs(N, H, is_causal=True)
+    if (14 if planned.training else 4) * D * pairs / _SLOW > session.options.limit:
+        return Attempt(None, "not tried: time, not memory")
+    attend = _attend_of(planned)
+    device = session.device
+    release()
+    torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory, device)
+    try:
+
+        def call() -> int:
+            peak = Peak(device)
+            _called(attend, problem, "training" if planned.training else "forward")
+            return peak.bytes()
+
+        return attempt(call)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        release()
+
+
+def _attend_of(planned: Planned) -> Attend:
+    from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
+    from dilated_attention.planning.attention import standard_attention
+
+    if planned.kind == "standard":
+        return functools.partial(standard_attention, is_causal=True)
+    if planned.kind == "dense":
+        return functools.partial(attention, is_causal=True)
+    if isinstance(planned.pattern, DilatedPattern):
+        lengths, rates = planned.pattern.segment_lengths, planned.pattern.dilation_rates
+        return functools.partial(dilated_attention, segment_lengths=lengths, dilation_rates=rates, is_causal=True)
+    return functools.partial(block_sparse_attention, pattern=planned.pattern, is_causal=True)
+
+
+def _models(num_positions: int, work: str, session: Session) -> list[Row]:
+    """Measured of ``DEPTHS`` layers, told of all; predicted of both."""
+    device, full = session.device, session.full
+    gpu = detected_gpu(device) if device.type == "cuda" else None
+    rows = []
+    for kind in model_memory.ATTENTION:
+        case = {"part": "model", "N": num_positions, "work": work, "full": full}
+        found = []
+        for layers in model_memory.DEPTHS:
+            one = _model_peak(functools.partial(model_memory.measured, kind, work, num_positions, layers, full, device), device)
+            if one.value is None:
+                rows.append(Row(name=kind, case=case, note=one.note))
+                break
+            found.append(one.value)
+        if len(found) < len(model_memory.DEPTHS):
+            continue
+        few, some = model_memory.DEPTHS
+        each = (found[1] - found[0]) / (some - few)
+        values: dict[str, float] = {"few_bytes": found[1], "layer_bytes": each, "all_bytes": found[1] + (model_memory.LAYERS - some) * each}
+        # a plan is for the GPU where there is one
+        if gpu is not None or not torch.cuda.is_available():
+            told = functools.partial(model_memory.planned, kind, work, num_positions, full=full, gpu=gpu)
+            predicted = told(layers=some).peak
+            values |= {"predicted_few_bytes": predicted, "off": found[1] / predicted - 1}
+            # nobody asks about 32 layers of the small one
+            if full:
+                predicted = told(layers=model_memory.LAYERS).peak
+                values |= {"predicted_bytes": predicted, "off_all": values["all_bytes"] / predicted - 1}
+        rows.append(Row(name=kind, case=case, values=values))
+    return rows
+
+
+def _model_peak(function: Callable[[], int], device: torch.device) -> Attempt[int]:
+    if device.type != "cuda":
+        why_not = why_no_children()
+        return Attempt(None, why_not) if why_not else in_child(function)
+    release()
+    found = attempt(function)
+    release()
+    return found
+
+
+def _models_fit() -> list[Row]:
+    """The longest sequence of the whole model by memory of a GPU, from formulas and fake tensors."""
+    rows = []
+    for kind in model_memory.ATTENTION:
+        for work, (training, _) in model_memory.WORK.items():
+            weights = 0
+            for gib in reversed(SIZES_GIB):
+                values: dict[str, float] = {"longest": 0}
+                # weights, and in training their gradients and two moments, alone
+                if weights <= USABLE * gib * 2**30:
+                    plan = model_memory.planned(kind, work, 4096, full=True, layers=model_memory.LAYERS, gpu="H200", memory=gib * 2**30)
+                    values["longest"] = plan.longest
+                    weights = plan.parameters * (16 if training else 2)
+                rows.append(Row(name=kind, case={"part": "model fits", "GB": gib, "work": work}, values=values))
+    return rows
+
+
+def _part(results: Results, part: str, **case: Any) -> list[Row]:
+    return [row for row in results.rows if row.case.get("part") == part and all(row.case.get(key) == value for key, value in case.items())]
+
+
+def _attention_tables(results: Results) -> list[Table]:
+    tables = []
+    for which in PASSES:
+        rows = _part(results, "attention", **{"pass": which})
+        if not rows:
+            continue
+        tables.append(pivot(rows, "peak_bytes", across="N", scale=2**-20, title=f"peak memory of {which}, MiB by positions",
+                            caption="Inputs, results and all between; causal, one sequence."))  # fmt: skip
+        tables.append(_reductions(rows, which))
+        if any("off" in row.values for row in rows):
+            tables.append(pivot(rows, "off", across="N", scale=100, title=f"measured against predicted, {which}, percent",
+                                caption="Above 0: more than predicted."))  # fmt: skip
+    return tables
+
+
+def _reductions(rows: Sequence[Row], which: str) -> Table:
+    """At the longest sequence that the standard has figures of, and at the longest of each."""
+    dense = {contender.name for contender in DENSE if contender is not STANDARD}
+    peaks = {(row.name, row.case["N"]): row.values["peak_bytes"] for row in rows if row.values}
+    cells = []
+    for name in dict.fromkeys(name for name, _ in peaks):
+        longest = max(n for other, n in peaks if other == name)
+        peak = peaks[name, longest]
+        standard = peaks.get((STANDARD.name, longest))
+        best = min((peaks[other, n] for other, n in peaks if n == longest and other in dense), default=None)
+        batch = next(row.case["B"] for row in rows)
+        against = [f"{figure(x / peak)} ×" if x else "–" for x in (standard, best)]
+        cells.append([name, f"{longest:,}", figure(peak / 2**20), figure(peak / longest / batch / 2**20), *against])
+    columns = ("", "positions", "MiB", "MiB per token", "less than standard", "less than best dense kernel")
+    return Table(f"memory of {which} per token, and by how much less", columns, cells, absent(rows, "peak_bytes"))
+
+
+def _fits_tables(results: Results) -> list[Table]:
+    tables = []
+    for which in PASSES:
+        rows = _part(results, "fits", **{"pass": which})
+        if not rows:
+            continue
+        checked = sum("peak_bytes" in row.values for row in rows)
+        failed = [f"{row.name}, {row.case['GB']} GB: {row.note}" for row in rows if row.note and not row.note.startswith("not tried")]
+        caption = (
+            "By formula: one layer's attention of Llama-7B's shape, 32 heads of 128, causal, bfloat16, inputs and results included, "
+            f"nine tenths of the memory taken. {checked} of {len(rows)} were run under that limit of memory on this GPU"
+        )
+        caption += f"; {'; '.join(failed)}." if failed else "."
+        tables.append(
+            pivot(
+                [replace(row, note="") for row in rows],
+                "longest",
+                across="GB",
+                title=f"longest sequence that fits, {which}, by GB",
+                caption=caption,
+            )
+        )
+        if checked:
+            tables.append(pivot(rows, "off", across="GB", scale=100, title=f"of these, measured against predicted, {which}, percent"))
+    return tables
+
+
+def _model_tables(results: Results) -> list[Table]:
+    tables = []
+    for n in sorted({row.case["N"] for row in _part(results, "model")}):
+        rows = [row for row in _part(results, "model", N=n) if row.values]
+        cells = []
+        for row in rows:
+            v = row.values
+            shown = [figure(v[key] / 2**20) if key in v else "–" for key in ("few_bytes", "predicted_few_bytes")]
+            shown.append(f"{v['off']:+.1%}" if "off" in v else "–")
+            shown += [figure(v[key] / 2**20) if key in v else "–" for key in ("layer_bytes", "all_bytes", "predicted_bytes")]
+            shown.append(f"{v['off_all']:+.1%}" if "off_all" in v else "–")
+            cells.append([f"{row.name}, {row.case['work']}", *shown])
+        some = model_memory.DEPTHS[1]
+        columns = ("", f"{some} layers", "predicted", "off", "each layer", f"{model_memory.LAYERS} layers", "predicted", "off")
+        full = bool(rows) and bool(rows[0].case["full"])
+        what = "Llama-7B's shape" if full else "Llama-7B's proportions at a sixteenth of its width"
+        caption = (
+            f"A model of {what}, one sequence. {some} layers are measured; those of {model_memory.LAYERS} are these and what each layer more takes, "
+            f"by {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
+        )
+        tables.append(
+            Table(
+                f"memory of a model at {n:,} positions, MiB",
+                columns,
+                cells,
+                "\n".join(filter(None, [caption, absent(_part(results, "model", N=n), "few_bytes")])),
+            )
+        )
+    rows = _part(results, "model fits")
+    if rows:
+        named = [replace(row, name=f"{row.name}, {row.case['work']}") for row in rows]
+        caption = (
+            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: float32 weights and AdamW, bfloat16 "
+            f"autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; {figure(MOST_POSITIONS)} is as far as is looked."
+        )
+        tables.append(pivot(named, "longest", across="GB", title="longest sequence of a 7B model on one GPU, by GB", caption=caption))
+    return tables
+
+
+def _attention_plots(results: Results) -> list[Plot]:
+    plots = []
+    for which in PASSES:
+        lines = []
+        rows = [row for row in _part(results, "attention", **{"pass": which}) if row.values]
+        for name in dict.fromkeys(row.name for row in rows):
+            mine = sorted((row for row in rows if row.name == name), key=lambda row: row.case["N"])
+            lines.append(Line(name, [row.case["N"] for row in mine], [row.values["peak_bytes"] / 2**20 for row in mine]))
+        if lines:
+            plots.append(Plot(name=f"peak-{which}", title=f"Peak memory of {which}, causal attention", x_label="positions", y_label="MiB",
+                              lines=lines, log_x=True, log_y=True))  # fmt: skip
+    return plots
+
+
+def _fits_plots(results: Results) -> list[Plot]:
+    plots = []
+    for which in PASSES:
+        rows = _part(results, "fits", **{"pass": which})
+        sizes = sorted({row.case["GB"] for row in rows})
+        lines = []
+        for name in dict.fromkeys(row.name for row in rows):
+            mine = {row.case["GB"]: row.values["longest"] for row in rows if row.name == name}
+            lines.append(Line(name, range(len(sizes)), [mine.get(gib, 0) for gib in sizes]))
+        if lines:
+            plots.append(Plot(name=f"fits-{which}", title=f"Longest sequence that fits, {which}, one layer's attention", x_label="memory of the GPU",
+                              y_label="positions", lines=lines, bars=[f"{gib} GB" for gib in sizes], log_y=True))  # fmt: skip
+    return plots
+
+
+def _model_plots(results: Results) -> list[Plot]:
+    plots = []
+    some = model_memory.DEPTHS[1]
+    bars = {
+        "few_bytes": f"{some} layers, measured",
+        "predicted_few_bytes": f"{some} layers, predicted",
+        "all_bytes": f"{model_memory.LAYERS} layers, by those measured",
+        "predicted_bytes": f"{model_memory.LAYERS} layers, predicted",
+    }
+    for n in sorted({row.case["N"] for row in _part(results, "model")}):
+        rows = [row for row in _part(results, "model", N=n) if row.values]
+        if not rows:
+            continue
+        names = [f"{row.name}, {row.case['work']}".replace(", ", ",\n") for row in rows]
+        lines = [
+            Line(label, range(len(rows)), [row.values[key] / 2**30 for row in rows])
+            for key, label in bars.items()
+            if all(key in row.values for row in rows)
+        ]
+        title = f"Memory of a model of Llama-7B's {'shape' if rows[0].case['full'] else 'proportions, small,'} at {n:,} positions"
+        plots.append(Plot(name=f"model-{n}", title=title, x_label="", y_label="GiB", lines=lines, bars=names))
+    return plots
