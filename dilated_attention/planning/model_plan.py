@@ -119,7 +119,7 @@ def plan_model(
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "batch_size": batch_size, "world_size": world_size, "weight_shards": weight_shards}
     sizes = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
-    model = create_model(preset, **overrides, device="meta")
+    model = _model_of(preset, tuple(sorted(overrides.items())))
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     problem = _attention_of(config, machine.gpu, sizes, dtype, training)
     half = problem.dtype in (torch.float16, torch.bfloat16)

@@ -453,24 +453,20 @@ def _fits_plots(results: Results) -> list[Plot]:
 
 
 def _model_plots(results: Results) -> list[Plot]:
+    some, every = model_memory.DEPTHS[1], model_memory.LAYERS
+    pairs = ((f"{some}", "few_bytes", "measured", "predicted_few_bytes"), (f"{every}", "all_bytes", f"by {some} layers", "predicted_bytes"))
     plots = []
-    some = model_memory.DEPTHS[1]
-    bars = {
-        "few_bytes": f"{some} layers, measured",
-        "predicted_few_bytes": f"{some} layers, predicted",
-        "all_bytes": f"{model_memory.LAYERS} layers, by those measured",
-        "predicted_bytes": f"{model_memory.LAYERS} layers, predicted",
-    }
     for n in sorted({row.case["N"] for row in _part(results, "model")}):
         rows = [row for row in _part(results, "model", N=n) if row.values]
-        if not rows:
-            continue
-        names = [f"{row.name}, {row.case['work']}".replace(", ", ",\n") for row in rows]
-        lines = [
-            Line(label, range(len(rows)), [row.values[key] / 2**30 for row in rows])
-            for key, label in bars.items()
-            if all(key in row.values for row in rows)
-        ]
-        title = f"Memory of a model of Llama-7B's {'shape' if rows[0].case['full'] else 'proportions, small,'} at {n:,} positions"
-        plots.append(Plot(name=f"model-{n}", title=title, x_label="", y_label="GiB", lines=lines, bars=names))
+        works = list(dict.fromkeys(row.case["work"] for row in rows))
+        for layers, found, how, predicted in pairs:
+            lines = []
+            for kind in dict.fromkeys(row.name for row in rows):
+                mine = {row.case["work"]: row.values for row in rows if row.name == kind}
+                for key, label in ((found, how), (predicted, "predicted")):
+                    if all(key in mine.get(work, {}) for work in works):
+                        lines.append(Line(f"{kind}, {label}", range(len(works)), [mine[work][key] / 2**30 for work in works]))
+            if lines:
+                title = f"{layers} layers of Llama-7B's {'shape' if rows[0].case['full'] else 'proportions, small'}, {n:,} positions"
+                plots.append(Plot(name=f"model-{n}-{layers}", title=title, x_label="", y_label="peak memory, GiB", lines=lines, bars=works))
     return plots

@@ -160,17 +160,18 @@ class Regression(Suite):
         return tables
 
     def plots(self, results: Results) -> list[Plot]:
-        known = sorted((row for row in results.rows if "change" in row.values), key=lambda row: row.values["change"])
+        known = [row for row in results.rows if "change" in row.values]
         if not known:
             return []
-        # the ends say what there is to see
-        shown = known if len(known) <= 24 else [*known[:8], *known[-16:]]
-        bars = Line("change", range(len(shown)), [100 * row.values["change"] for row in shown])
-        note = "Time by the yardsticks', against the baseline: below 0 is faster." + (
-            f" {len(shown)} of {len(known)} rows." if shown != known else ""
-        )
-        return [Plot(name="change", title="Change of time since the baseline", x_label="", y_label="percent", lines=[bars],
-                     bars=[_described(row) for row in shown], note=note)]  # fmt: skip
+        lines = []
+        for name in dict.fromkeys(row.name for row in known):
+            mine = [row for row in known if row.name == name]
+            lines.append(Line(name, [row.values["then_ms"] for row in mine], [1 + row.values["change"] for row in mine], joined=False))
+        ends = [min(x for line in lines for x in line.x), max(x for line in lines for x in line.x)]
+        lines.append(Line("as the baseline", ends, [1, 1], dashed=True, marked=False))
+        note = "By the yardstick that shows least; a point a case."
+        return [Plot(name="change", title="Time against the baseline", x_label="milliseconds in the baseline", y_label="time / baseline's time",
+                     lines=lines, log_x=True, note=note)]  # fmt: skip
 
 
 def hardware_of(whole: Mapping[str, Any]) -> dict[str, Any]:
