@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import USABLE, Summary
 from dilated_attention.pattern import BlockPattern
@@ -119,7 +118,9 @@ def plan_model(
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "batch_size": batch_size, "world_size": world_size, "weight_shards": weight_shards}
     sizes = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
-    model = _model_of(preset, tuple(sorted(overrides.items())))
+    # what is planned is looked up again by its arguments
+    fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
+    model = model_of(preset, fields)
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     problem = _attention_of(config, machine.gpu, sizes, dtype, training)
     half = problem.dtype in (torch.float16, torch.bfloat16)
@@ -128,7 +129,7 @@ def plan_model(
         raise ValueError(f"autocast is True and dtype is {problem.dtype}; autocast computes in float16 or bfloat16: leave it out")
     run = Run(
         preset=preset,
-        overrides=tuple(sorted(overrides.items())),
+        overrides=fields,
         batch_size=batch_size,
         training=training,
         dtype=problem.dtype,
@@ -247,3 +248,8 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
         f"what is read and written between {moved * 1e3:,.3g} ms, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
     )
     return attention + linear + moved, source, ""
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
