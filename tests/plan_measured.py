@@ -74,7 +74,7 @@ CASES: dict[str, Callable[[int], None]] = {
     "standard training": lambda n: call(standard_attention, (n, 4, 64), torch.float32, True),
     "module training": lambda n: module((n, 256, 4), True),
     "model": lambda n: step("longnet-tiny", n, {}),
-    "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 6}),
+    "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 4}),
 }
 
 

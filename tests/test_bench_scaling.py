@@ -70,9 +70,11 @@ def test_laws_of_growth_and_one_process(of_one: Path, capsys: pytest.CaptureFixt
     assert len(lengths) == 3 * 3 * 2
     for row in lengths:
         assert row.values["ns_per_token"] == pytest.approx(1e6 * row.values["ms"] / row.case["N"], rel=1e-3)
+        # out alone, of 2 heads of 64 floats; backward also dq, dk and dv
+        assert row.values["bytes_per_token"] >= 4 * 2 * 64 * (1 if row.case["pass"] == "forward" else 4)
     dense = {row.case["N"]: row.values["pairs"] for row in lengths if row.name == "dense"}
     assert dense == {n: 2 * n * n for n in (64, 128, 256)}
-    assert "time per token, ns, by positions" in text and "pairs ∝ N^" in text
+    assert "time per token, ns, by positions" in text and "memory per token, bytes" in text and "pairs ∝ N^" in text
     line = next(line for line in text.splitlines() if line.split()[:1] == ["dense"])
     assert line.split()[-1] == "2.00"
 

@@ -367,3 +367,11 @@ def test_what_a_model_cannot_be_is_refused() -> None:
         tiny(colour="red")
     with pytest.raises(ValueError, match="autocast is True"):
         tiny(autocast=True, dtype=torch.float32)
+
+
+def test_a_model_takes_lists_as_create_model_does() -> None:
+    lists, tuples = (
+        plan_model("longnet-tiny", num_positions=4096, segment_lengths=kind((256, 4096)), dilation_rates=kind((1, 4)), memory=2**34)
+        for kind in (list, tuple)
+    )
+    assert lists.peak == tuples.peak > 0

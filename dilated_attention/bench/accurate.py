@@ -16,6 +16,7 @@ from dilated_attention.bench.exact import RESULTS, Result, softmax_attention
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Row
 from dilated_attention.functional import attention, dilated_attention
+from dilated_attention.pattern import HeadOffsets
 from dilated_attention.testing import FLOAT64_TOLERANCE, largest, low_precision_bound, max_error, relative_bound
 
 KINDS = {"dense": dense_pattern, "dilated": dilated_pattern}
@@ -33,7 +34,7 @@ class Call:
     problem: Problem
     deterministic: bool = False
     precision: str = "native"
-    head_offsets: str = "cyclic"
+    head_offsets: HeadOffsets = "cyclic"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.backend == "math" and self.problem.num_positions > _MOST_PLAIN_POSITIONS:
@@ -70,9 +71,10 @@ def errors(kind: str, problem: Problem, extra: dict[str, Any]) -> list[Row]:
     """
     pattern = KINDS[kind](problem)
     with torch.no_grad():
-        leaves, dout = [x.detach() for x in problem.qkv()], problem.draw(problem.num_heads, 500)
+        q, k, v = (x.detach() for x in problem.qkv())
+        dout = problem.draw(problem.num_heads, 500)
         half = problem.dtype if problem.dtype.itemsize == 2 else None
-        exact = functools.partial(softmax_attention, pattern, *leaves, dout, is_causal=problem.is_causal)
+        exact = functools.partial(softmax_attention, pattern, q, k, v, dout, is_causal=problem.is_causal)
         truth = exact(dtype=torch.float64, rounds_out=half)
         plain = exact(dtype=problem.dtype)
         float32_lse = plain["lse"] if half is None else exact(dtype=torch.float32)["lse"]
@@ -94,10 +96,11 @@ def errors_in_8_bits(kind: str, problem: Problem, extra: dict[str, Any]) -> list
     """Of the forward: plain softmax attention on inputs rounded to e4m3, and the backends whose products are of that kind."""
     pattern = KINDS[kind](problem)
     with torch.no_grad():
-        leaves, dout = [x.detach() for x in problem.qkv()], problem.draw(problem.num_heads, 500)
-        truth = softmax_attention(pattern, *leaves, dout, is_causal=problem.is_causal, dtype=torch.float64)
-        rounded = [_in_8_bits(x) for x in leaves]
-        plain = softmax_attention(pattern, *rounded, dout, is_causal=problem.is_causal, dtype=torch.float32)
+        q, k, v = (x.detach() for x in problem.qkv())
+        dout = problem.draw(problem.num_heads, 500)
+        truth = softmax_attention(pattern, q, k, v, dout, is_causal=problem.is_causal, dtype=torch.float64)
+        q, k, v = (_in_8_bits(x) for x in (q, k, v))
+        plain = softmax_attention(pattern, q, k, v, dout, is_causal=problem.is_causal, dtype=torch.float32)
     truth, plain = ({name: result[name] for name in ("out", "lse")} for result in (truth, plain))
     case = problem.case | extra | {"part": "error", "kind": kind, "dtype": "fp8"}
     rows = [_compared(PLAIN, case, plain, truth, {})]

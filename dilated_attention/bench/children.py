@@ -9,22 +9,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
-import select
 import signal
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.bench.attempt import Attempt, attempt
 
-_LENGTH = struct.Struct("<Q")
-_helper: subprocess.Popen[bytes] | None = None
+
+class _Helper(NamedTuple):
+    process: subprocess.Popen[bytes]
+    calls: Connection
+    answers: Connection
+
+
+_helper: _Helper | None = None
 
 
 def why_no_children() -> str:
@@ -38,7 +42,7 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
     """``attempt(function(*args))`` in a new process on the CPU.
 
     Args:
-        function: of a module, as are ``args`` and the result something that ``pickle`` takes.
+        function: of a module; it, ``args`` and the result can be sent to another process, as ``multiprocessing`` does.
         memory: bytes that it may allocate; beyond them an allocation fails, as ``out of memory``.
         seconds: after which it is ended, as ``time, not memory``.
 
@@ -47,21 +51,21 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
     """
     assert not why_no_children()
     helper = _start()
-    assert helper.stdin is not None and helper.stdout is not None
-    _send(helper.stdin, pickle.dumps((function, args, memory, seconds)))
-    answer = _receive(helper.stdout)
-    if answer is None:
-        raise RuntimeError(f"the process that forks children for measurements ended with code {helper.wait()}")
-    found = pickle.loads(answer)
+    try:
+        helper.calls.send((function, args, memory, seconds))
+        found = helper.answers.recv()
+    except (EOFError, BrokenPipeError) as gone:
+        code = helper.process.wait()
+        raise RuntimeError(f"the process that forks children for measurements ended with code {code}") from gone
     if isinstance(found, str):
         raise RuntimeError(f"in a process of its own: {found}")
     assert isinstance(found, Attempt)
     return found
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start() -> _Helper:
     global _helper
-    if _helper is None or _helper.poll() is not None:
+    if _helper is None or _helper.process.poll() is not None:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -70,52 +74,65 @@ def _start() -> subprocess.Popen[bytes]:
             "CUDA_VISIBLE_DEVICES": "",
         }
         command = [sys.executable, "-c", "from dilated_attention.bench.children import serve; serve()"]
-        _helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert process.stdin is not None and process.stdout is not None
+        calls = Connection(os.dup(process.stdin.fileno()), readable=False)
+        answers = Connection(os.dup(process.stdout.fileno()), writable=False)
+        process.stdin.close()
+        process.stdout.close()
+        _helper = _Helper(process, calls, answers)
         atexit.register(_stop, _helper)
     return _helper
 
 
-def _stop(helper: subprocess.Popen[bytes]) -> None:
-    """The end of its input ends it."""
-    if helper.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            helper.stdin.close()
-    helper.wait()
+def _stop(helper: _Helper) -> None:
+    """The end of its calls ends it."""
+    helper.calls.close()
+    helper.process.wait()
 
 
 def serve() -> None:
     """The helper: calls on stdin, answers on what was stdout."""
     # Ctrl-C is for the process that asks; the end of its pipe ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with os.fdopen(os.dup(1), "wb") as answers:
-        # what a function prints must not get between answers
-        os.dup2(2, 1)
-        while (call := _receive(sys.stdin.buffer)) is not None:
-            _send(answers, _forked(*pickle.loads(call)))
+    calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    # what a function prints must not get between answers
+    os.dup2(2, 1)
+    while True:
+        try:
+            call = calls.recv()
+        except EOFError:
+            return
+        answer = _forked(*call)
+        # a child's answer is handed on as it came
+        answers.send_bytes(answer) if isinstance(answer, bytes) else answers.send(answer)
 
 
-def _forked(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None, seconds: float | None) -> bytes:
-    reading, writing = os.pipe()
+def _forked(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None, seconds: float | None) -> bytes | Attempt[Any]:
+    reading, writing = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        os.close(reading)
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(_run(function, args, memory))
+        reading.close()
+        writing.send(_run(function, args, memory))
         # no exit handlers of the helper
         os._exit(0)
-    os.close(writing)
-    answer = _all(reading, None if seconds is None else time.monotonic() + seconds)
-    os.close(reading)
-    if answer is None:
+    writing.close()
+    answer: bytes | None = None
+    in_time = reading.poll(seconds)
+    if in_time:
+        with contextlib.suppress(EOFError):
+            answer = reading.recv_bytes()
+    else:
         os.kill(child, signal.SIGKILL)
+    reading.close()
     _, status = os.waitpid(child, 0)
-    if answer is None:
-        return pickle.dumps(Attempt(None, "time, not memory"))
+    if not in_time:
+        return Attempt(None, "time, not memory")
     # the system's own remedy against too little memory is SIGKILL, a library's is abort()
-    return answer or pickle.dumps(Attempt(None, f"the process ended by signal {os.waitstatus_to_exitcode(status) * -1}"))
+    return answer or Attempt(None, f"the process ended by signal {os.waitstatus_to_exitcode(status) * -1}")
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> bytes:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> Attempt[Any] | str:
     try:
         if memory is not None:
             # of a child's own from here on; what it shares with the helper it has already
@@ -123,38 +140,11 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None
 
             limit = status_bytes("VmData") + memory
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        return pickle.dumps(attempt(lambda: function(*args)))
+        return attempt(lambda: function(*args))
     except BaseException:  # noqa: BLE001 - told to the process that asked
         import traceback
 
-        return pickle.dumps(traceback.format_exc())
-
-
-def _all(descriptor: int, until: float | None) -> bytes | None:
-    """What comes until its end; None if that is not before ``until``."""
-    parts = []
-    while True:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([descriptor], [], [], left)[0]:
-            return None
-        part = os.read(descriptor, 2**16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-
-
-def _send(pipe: Any, message: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(message)) + message)
-    pipe.flush()
-
-
-def _receive(pipe: BinaryIO | Any) -> bytes | None:
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    message: bytes = pipe.read(length)
-    return message if len(message) == length else None
+        return traceback.format_exc()
 
 
 def status_bytes(field: str) -> int:

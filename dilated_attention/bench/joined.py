@@ -45,9 +45,5 @@ def joined(results: Results, folder: Path | None) -> tuple[Results, list[str]]:
 
 
 def _compared(a: Results, b: Results) -> list[tuple[str, object, object]]:
-    hardware = [{key: value for key, value in one.machine["hardware"].items() if key != "devices"} for one in (a, b)]
-    return [
-        ("hardware", *hardware),
-        ("versions", a.machine["versions"], b.machine["versions"]),
-        ("settings", a.settings, b.settings),
-    ]
+    mine, theirs = ({key: value for key, value in one.machine["hardware"].items() if key != "devices"} for one in (a, b))
+    return [("hardware", mine, theirs), ("versions", a.machine["versions"], b.machine["versions"]), ("settings", a.settings, b.settings)]

@@ -67,10 +67,13 @@ def _buffers(layers: Layers, D: int, device: torch.device, dtype: torch.dtype, s
     """out, lse, the flat buffers of parts and of their lses, B = 1."""
     generator = torch.Generator(device).manual_seed(seed)
     N, H = layers.positions, layers.heads
-    options = {"device": device, "generator": generator}
     part_rows, lse_rows = H * layers.rows(with_direct=False), H * layers.rows(with_direct=True)
-    out, parts = (torch.randn(*shape, **options, dtype=dtype) for shape in ((1, N, H, D), (part_rows * D,)))
-    return [out, torch.empty(1, N, H, device=device), parts, torch.randn(lse_rows, **options)]
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator, dtype=dtype)
+
+    out, parts = draw(1, N, H, D, dtype=dtype), draw(part_rows * D, dtype=dtype)
+    return [out, torch.empty(1, N, H, device=device), parts, draw(lse_rows)]
 
 
 def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:

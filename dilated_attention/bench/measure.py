@@ -21,8 +21,10 @@ from dilated_attention.bench.timing import Timing, interleaved, one_call, peak_e
 PASSES = ("forward", "backward", "both")
 # FLOPs of a pair and head dimension: two matrix products forward, five backward
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
-# FLOPs of a dense forward from which an eighth of the length tells how long it takes: 0.1 s or so
+# FLOPs of a dense forward from which a shorter sequence is asked how long it takes: 0.1 s or so
 _WORTH_A_PROBE = {"cuda": 3e13, "cpu": 1e10}
+# and its length at most: kernels have reached their rate there
+_LONGEST_PROBE = 2**15
 # bytes that a graph may hold while others take their turns
 _HEAVY = 2**30
 
@@ -117,8 +119,8 @@ def measure(
     What refuses, raises, runs out of memory or is wrong has one row without figures, and a note.
 
     Args:
-        longest: seconds that a call may take; what an eighth of the positions tells to take longer is not run, and its note says how long
-            it would take. None for no limit.
+        longest: seconds that a call may take; what a shorter sequence tells to take longer is not run, and its note says how long it
+            would take. None for no limit.
         agree: as of ``interleaved``: where several processes measure together, all of them call this.
     """
     rows: list[Row] = []
@@ -169,8 +171,8 @@ def _checked(contender: Contender, problem: Problem, longest: float | None, agre
 
 
 def expected_seconds(contender: Contender, problem: Problem) -> float | None:
-    """Of a forward, by one of an eighth of the positions and the pairs of both; None where that would tell nothing, as both are short."""
-    short = replace(problem, num_positions=problem.num_positions // 8)
+    """Of a forward, by one of an eighth of the positions or less, and the pairs of both; None where both are short and that tells nothing."""
+    short = replace(problem, num_positions=min(problem.num_positions // 8, _LONGEST_PROBE))
     if 4 * problem.dense_pairs * problem.head_dim < _WORTH_A_PROBE.get(problem.device.type, 0.0) or short.num_positions < correct.WHOLE:
         return None
     attend = contender.make(short)
@@ -179,7 +181,7 @@ def expected_seconds(contender: Contender, problem: Problem) -> float | None:
         attend(*leaves)
         seconds = min(one_call(lambda: attend(*leaves), problem.device) for _ in range(2))
     pairs, few = contender.pairs(problem), contender.pairs(short)
-    return seconds * (64 if not pairs or not few else pairs / few)
+    return seconds * (pairs / few if pairs and few else (problem.num_positions / short.num_positions) ** 2)
 
 
 def _too_long(able: _Able, which: str, longest: float | None) -> str:
@@ -249,10 +251,9 @@ def _timed(
 def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
     """(call, the peak beyond what was allocated where ``memory`` is asked for and counted, else 0), called once."""
     call = call_of(one.contender, one.attend, problem, which, shared)
-    if memory:
-        return call, peak_extra(call, problem.device) or 0
     call()
-    return call, 0
+    # of a second call: what the first one compiles or tunes with is not its own
+    return call, (peak_extra(call, problem.device) or 0) if memory and problem.device.type == "cuda" else 0
 
 
 def _allocated(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ _COLOURS = (
     "#3d405b",
     "#e07a5f",
 )
+# characters that fit below a picture
+_NOTE = 135
 _MARKS = "osD^vP*X<>hd"
 
 
@@ -69,17 +72,17 @@ class Plot:
             figure = Figure(figsize=(9, 5), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
-            self._bars(axes) if self.bars is not None else self._lines(axes)
             axes.set_title(self.title, loc="left")
             axes.set_xlabel(self.x_label)
             axes.set_ylabel(self.y_label)
-            axes.grid(True, which="major", axis="both" if self.bars is None else "y", alpha=0.25)
+            axes.grid(True, which="major", alpha=0.25)
+            self._bars(axes) if self.bars is not None else self._lines(axes)
             axes.set_axisbelow(True)
             if len(self.lines) > 1:
                 # beside the axes: contenders are many, and no corner is free in all plots
                 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
             if self.note:
-                figure.supxlabel(self.note, fontsize=8, x=0.01, ha="left", color="#555555")
+                figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=110, metadata={"Software": None})
 
@@ -87,9 +90,7 @@ class Plot:
         for i, line in enumerate(self.lines):
             colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
             style = "--" if line.dashed else "-" if line.joined else "none"
-            axes.plot(
-                line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label
-            )
+            axes.plot(line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
         if self.log_x:
@@ -123,18 +124,35 @@ class Plot:
             axes.minorticks_off()
 
     def _bars(self, axes: Any) -> None:
+        """Upright, or lying where their names would run into one another."""
         assert self.bars is not None
+        names = [name.replace("\n", " ") for name in self.bars]
+        lying = sum(map(len, names)) > 80
         width = 0.8 / max(1, len(self.lines))
         for i, line in enumerate(self.lines):
-            places = [at - 0.4 + width * (i + 0.5) for at in range(len(self.bars))]
+            places = [at - 0.4 + width * (i + 0.5) for at in range(len(names))]
             errors = None
             if line.low is not None and line.high is not None:
                 errors = [
                     [y - low for y, low in zip(line.y, line.low, strict=True)],
                     [high - y for y, high in zip(line.y, line.high, strict=True)],
                 ]
-            axes.bar(places, line.y, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=line.label, yerr=errors, ecolor="#444444")
-        axes.set_xticks(range(len(self.bars)), self.bars, rotation=30 if max(map(len, self.bars), default=0) > 12 else 0, ha="center")
+            style = {"color": _COLOURS[i % len(_COLOURS)], "label": line.label, "ecolor": "#444444"}
+            if lying:
+                axes.barh(places, line.y, width * 0.92, xerr=errors, **style)
+            else:
+                axes.bar(places, line.y, width * 0.92, yerr=errors, **style)
+        if lying:
+            axes.set_yticks(range(len(names)), names)
+            axes.invert_yaxis()
+            axes.set_xlabel(self.y_label)
+            axes.set_ylabel(self.x_label)
+            axes.grid(False, axis="y")
+            if self.log_y:
+                axes.set_xscale("log")
+            return
+        axes.grid(False, axis="x")
+        axes.set_xticks(range(len(names)), self.bars)
         if self.log_y:
             self._log_y(axes)
 

@@ -94,7 +94,7 @@ def pivot(
     body = [[name, *(cell(name, head) for head in heads)] for name in names]
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
     if any(text.startswith("≈ ") for line in body for text in line[1:]):
-        legend = " ".join(filter(None, ["≈: estimated from an eighth of the length, and not run.", legend]))
+        legend = " ".join(filter(None, ["≈: estimated from a shorter length, and not run.", legend]))
     columns = [across, *(f"{head:,}" if isinstance(head, int) else str(head) for head in heads)]
     return Table(title, columns, body, "\n".join(filter(None, [caption, legend, absent(rows, value), *failed])))
 

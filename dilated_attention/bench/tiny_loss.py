@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def losses(num_positions: int, steps: int, device: torch.device, extra: dict[str
     columns: dict[str, Attempt[list[float]]] = {"float32": Attempt(exact)}
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        columns[name] = attempt(lambda dtype=dtype: _trained(data, device, dtype)[0], foreign=True)
+        trained = attempt(functools.partial(_trained, data, device, dtype), foreign=True)
+        columns[name] = Attempt(None if trained.value is None else trained.value[0], trained.note)
     columns["fp8"] = in_8_bits
     rows = []
     for name, column in columns.items():
@@ -57,7 +59,7 @@ def _trained(
     small: Attempt[list[float]] = Attempt([])
     for tokens in data:
         if also_8_bits and small.value is not None:
-            mine = attempt(lambda tokens=tokens: _in_8_bits(model, tokens), foreign=True)
+            mine = attempt(functools.partial(_in_8_bits, model, tokens), foreign=True)
             small = Attempt(None, mine.note) if mine.value is None else Attempt([*small.value, mine.value])
         with torch.autocast(device.type, dtype) if dtype.itemsize == 2 else contextlib.nullcontext():
             loss = _loss(model, tokens)

@@ -59,14 +59,18 @@ class Trainer:
         self.first_loss = math.nan
         self.last_loss = torch.tensor(math.nan)
 
+    def look(self) -> None:
+        """The loss before any step."""
+        tokens = self.batches[0]
+        with torch.no_grad():
+            self.first_loss = float(self.model(tokens[:, :-1], targets=tokens[:, 1:]))
+
     def __call__(self) -> None:
         tokens = self.batches[self.steps % len(self.batches)]
         loss = self.model(tokens[:, :-1], targets=tokens[:, 1:])
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.steps == 0:
-            self.first_loss = float(loss.detach())
         self.last_loss = loss.detach()
         self.steps += 1
 
@@ -85,7 +89,7 @@ def measure(
     """A row for each kind.
 
     Values: ``ms`` of a step, with percentiles; ``samples_per_s``, sequences of ``context`` tokens; ``tokens_per_s``; ``tflops`` by
-    the FLOPs that the model needs, whatever is computed twice; ``loss`` of the first step; on a GPU ``peak_bytes`` of everything.
+    the FLOPs that the model needs, whatever is computed twice; ``loss`` of the first tokens before any step; on a GPU ``peak_bytes`` of everything.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     means = means_of(shape, batch * context, dtype, memory)
@@ -103,7 +107,12 @@ def measure(
         return [*rows, *(Row(name=kind, case=case | attention[kind], note=made.note) for kind in errors)]
     able: dict[str, Trainer] = {}
     peaks: dict[str, int | None] = {}
+    # before any of them changes the weights of all
+    looked = {kind: attempt(trainer.look).note for kind, trainer in made.value.items()}
     for kind, trainer in made.value.items():
+        if looked[kind]:
+            rows.append(Row(name=kind, case=case | attention[kind], note=looked[kind]))
+            continue
         first = attempt(functools.partial(_first, trainer, device))
         if first.note:
             # a step that was cut off leaves gradients
@@ -114,8 +123,8 @@ def measure(
     for kind, timing in in_turns(able, device, seconds=seconds).items():
         trainer = able[kind]
         values = timing.values() | _rates(trainer.model, context, batch, timing.ms) | {"loss": trainer.first_loss}
-        if peaks[kind] is not None:
-            values["peak_bytes"] = peaks[kind]
+        peak = peaks[kind]
+        values |= {} if peak is None else {"peak_bytes": peak}
         finite = math.isfinite(trainer.first_loss) and bool(trainer.last_loss.isfinite())
         note = "" if finite else f"wrong: the loss went from {trainer.first_loss} to {float(trainer.last_loss)}"
         rows.append(Row(name=kind, case=case | attention[kind], values=values if finite else {}, errors=errors[kind], note=note))

@@ -40,10 +40,11 @@ class Footprint:
         return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
-def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False) -> Footprint:
+def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, residual_bytes: int = 4) -> Footprint:
     """Of a stack whose blocks keep for the backward what ``functional.lean`` keeps: x, q, k, v, out and its lse, x after attention, W_1 x.
 
-    With ``checkpoint_activations`` a block keeps its input, and one block at a time has the rest. An estimate, made of the tensors that
+    With ``checkpoint_activations`` a block keeps its input, of ``residual_bytes`` an element: the residual stream has the dtype of what enters
+    it, float32 under autocast unless that is cast. One block at a time has the rest. An estimate, made of the tensors that
     must be alive at once; docs/models.md sets it beside measured peaks.
     """
     embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
@@ -56,7 +57,7 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     # backward of the feed-forward layer: its activation, norm and their gradients beside the gradient of the residual stream
     passing = 2 * (3 * inner + 2 * embed)
     if checkpoint_activations:
-        kept, passing = config.num_layers * 2 * embed, passing + block
+        kept, passing = config.num_layers * residual_bytes * embed, passing + block
     else:
         kept = config.num_layers * block
     return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)

@@ -10,7 +10,7 @@ from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.planning.gpus import Gpu
-from dilated_attention.planning.model_plan import insides
+from dilated_attention.planning.model_memory import insides
 from dilated_attention.planning.plan import machine_of
 from dilated_attention.planning.problem import make_problem
 from dilated_attention.planning.trace import Moment, Tape, fake_tensors

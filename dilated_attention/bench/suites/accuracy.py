@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,12 +160,14 @@ def _error_tables(kind: str, dtype: str, rows: list[Row]) -> list[Table]:
     full = [row for row in rows if not row.case["causal"]] or rows
     tables = [table]
     if len({row.case["N"] for row in full}) > 1:
-        by_length = [replace(row, values={"out": row.errors["out"]}) for row in full if row.values]
+        present = {row.name for row in full if row.values}
+        gaps = [row for row in full if not row.values and row.name in present]
+        by_length = gaps + [replace(row, values={"out": row.errors["out"]}) for row in full if row.values]
         tables.append(pivot(by_length, "out", across="N", title=f"relative error of out by positions, {what}"))
         worst_of = [replace(row, values={"gradient": max(row.errors[key] for key in GRADIENTS)}) for row in full if "dq" in row.errors]
         if worst_of:
             title = f"relative error of the worst of dq, dk, dv by positions, {what}"
-            tables.append(pivot(worst_of, "gradient", across="N", title=title))
+            tables.append(pivot(gaps + worst_of, "gradient", across="N", title=title))
     return tables
 
 
@@ -245,7 +248,8 @@ def _growth(rows: Iterable[Row], what: str, label: Callable[[Row], str]) -> list
     """Relative error by length; plain softmax dashed."""
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        if what in row.errors:
+        # what a picture cannot show is in the table
+        if math.isfinite(row.errors.get(what, math.nan)):
             lines.setdefault(label(row), []).append(row)
     found = []
     for name, mine in lines.items():

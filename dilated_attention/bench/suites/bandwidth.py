@@ -6,6 +6,7 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -166,7 +167,7 @@ def _kernels(session: Session) -> list[Row]:
     """Kernels of ours that only move memory, each right on a small problem first."""
     rows, calls, known = [], {}, {}
     for kernel in kernels.KERNELS:
-        case = {"part": "kernels", "dtype": str(session.dtype).removeprefix("torch.")}
+        case: dict[str, Any] = {"part": "kernels", "dtype": str(session.dtype).removeprefix("torch.")}
         made = attempt(functools.partial(kernel.prepare, session.device, session.dtype, session.full))
         note = made.note
         if made.value is not None:

@@ -36,6 +36,7 @@ class Implementations(Suite):
     name = "implementations"
     over_processes = True
     about = "all attention modules, and other people's: time, memory, tokens/s"
+    over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k 8k 32k 64k 128k; on a CPU 1k 2k")
@@ -205,7 +206,7 @@ def _table(results: Results, case: tuple[tuple[str, Any], ...]) -> Table:
             if "processes" in of
             else []
         ),
-        *(["≈: estimated from an eighth of the length, and not run."] if any(cell.startswith("≈") for row in body for cell in row) else []),
+        *(["≈: estimated from a shorter length, and not run."] if any(cell.startswith("≈") for row in body for cell in row) else []),
         *(f"[{number}] {note}" for note, number in notes.items()),
     ]
     title = f"{of['N']:,} positions, batch {of['B']}, {of['H']} heads of {of['D']}, {of['dtype']}, {'causal' if of['causal'] else 'full'}"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from dilated_attention.bench import measure, spread
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.attempt import Refused
+from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.contenders import Contender, block_sparse, dense
 from dilated_attention.bench.correct import Attend
 from dilated_attention.bench.plots import Plot
@@ -28,17 +29,12 @@ from dilated_attention.bench.tables import Table
 from dilated_attention.bench.together import Together
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.profiling import profile_memory
 
 PASSES = ("forward", "both")
-# dense attention beyond it takes seconds a call, by a law that shorter lengths show
-_LONGEST_DENSE = 2**18
+# seconds that one call may take
+_LONGEST = 4.0
 _MASKS = {"full": False, "causal": True}
-
-
-def _dense(contender: Contender, problem: Problem) -> Attend:
-    if problem.num_positions > _LONGEST_DENSE:
-        raise Refused(f"left out beyond {_LONGEST_DENSE:,} positions, where a call takes seconds")
-    return contender.make(problem)
 
 
 _AUTO = dense("auto", "dense attention, on the backend that this library chooses")
@@ -53,7 +49,7 @@ def contenders(unit: int) -> tuple[Contender, ...]:
         return functools.partial(module, is_causal=problem.is_causal)
 
     return (
-        replace(_AUTO, name="dense", make=functools.partial(_dense, _AUTO)),
+        replace(_AUTO, name="dense"),
         Contender(
             name="DilatedAttention",
             what=f"LongNet's branches: w = {unit:,} · 4^i, r = 4^i",
@@ -137,10 +133,29 @@ def _group(session: Session, part: str, problem: Problem) -> Group:
 
 def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Row]:
     extra = {"part": "length"} if part == "length" else {"part": "batch", "mode": part}
-    compared = contenders(unit)
-    rows = measure.measure(compared, problem, passes=PASSES, seconds=seconds, memory=True, extra=extra)
-    pairs = {contender.name: contender.pairs(problem) for contender in compared}
+    compared = {contender.name: contender for contender in contenders(unit)}
+    rows = measure.measure(compared.values(), problem, passes=PASSES, seconds=seconds, memory=True, longest=_LONGEST, extra=extra)
+    if part == "length" and problem.device.type == "cpu":
+        rows = [_with_memory(row, compared[row.name], problem) for row in rows]
+    pairs = {name: contender.pairs(problem) for name, contender in compared.items()}
     return [_per_token(row, problem, pairs[row.name]) for row in rows]
+
+
+def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
+    """With the peak that a GPU's allocator counts, here from torch's profiler."""
+    if "ms" not in row.values:
+        return row
+
+    def peak() -> int | None:
+        call = measure.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
+        # what is made once is kept
+        call()
+        # its notes of start and stop, on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        return profile_memory(call, device=problem.device).peak_allocated
+
+    found = attempt(peak)
+    return replace(row, values=row.values | ({} if found.value is None else {"peak_bytes": found.value}), note=found.note)
 
 
 def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:

@@ -66,7 +66,9 @@ def _positions(rows: Sequence[Row]) -> str:
 
 
 def _by_length(rows: list[Row], value: str, whole: str, title: str, scale: float) -> Table:
-    caption = f"∝ N^: the exponent of the whole by N, fitted to the {_FITTED} longest lengths; pairs: that of (query, key) pairs, so of arithmetic"
+    caption = (
+        f"∝ N^: the exponent of a call by N, fitted to the {_FITTED} longest lengths; pairs: that of (query, key) pairs, so of arithmetic"
+    )
     table = pivot(rows, value, across="N", title=title, scale=scale, caption=caption)
     laws = [(_law(rows, name, whole), _law(rows, name, "pairs")) for name, *_ in table.rows]
     body = [[*row, *("–" if law is None else f"{law:.2f}" for law in pair)] for row, pair in zip(table.rows, laws, strict=True)]
@@ -93,7 +95,7 @@ def _over_processes(results: Results, mode: str) -> Table | None:
         "positions",
         "ms",
         "TFLOP/s each",
-        "alone",
+        "TFLOP/s alone",
         "efficiency",
         "against one",
         "receives, MiB",
@@ -120,7 +122,8 @@ def _over_processes(results: Results, mode: str) -> Table | None:
         "received and sent by the process with most"
     ]
     missing = [f"{row.name}, W={row.case['W']}, {'causal' if row.case['causal'] else 'full'}: {row.note}" for row in rows if row.note]
-    caption += [*missing, *(f"{row.case['group']}: {row.note}" for row in failed)]
+    caption.append("`torchrun --nproc-per-node W -m dilated_attention bench scaling` with the same --output adds the rows of W processes")
+    caption += [*dict.fromkeys(missing), *(f"{row.case['group']}: {row.note}" for row in failed)]
     return Table(MODES[mode], [*columns, *(["peak, GiB"] if with_memory else [])], body, "\n".join(caption))
 
 
@@ -144,7 +147,7 @@ def plots(results: Results) -> list[Plot]:
             lines = []
             for contender in _kinds(rows):
                 law = _law(rows, contender, whole)
-                label = contender if law is None else f"{contender}: whole ∝ N^{law:.2f}"
+                label = contender if law is None else f"{contender}: a call ∝ N^{law:.2f}"
                 lines += _line(rows, contender, "N", value, label)
             if any(len(line.x) > 1 for line in lines):
                 found.append(
@@ -219,6 +222,16 @@ def _of_processes(results: Results) -> list[Plot]:
                         mine = [row for row in rows if (row.case["mode"], row.case["pass"], row.case["causal"]) == (mode, which, causal)]
                         lines += _line(mine, kind, "W", value, f"{kind}, {'causal' if causal else 'full'}", scale, dashed=causal)
                 # keys travel once more backward: their plot is that of both
+                if name == "efficiency" and lines:
+                    lines.append(
+                        Line(
+                            "the kernel alone",
+                            sorted({row.case["W"] for row in rows}),
+                            [100.0] * len({row.case["W"] for row in rows}),
+                            dashed=True,
+                            marked=False,
+                        )
+                    )
                 if lines and (name, which) != ("wire", "forward"):
                     found.append(
                         Plot(

@@ -12,7 +12,7 @@ from dilated_attention.bench import generating, training
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.language import KINDS, Shape
 from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.rows import Results
+from dilated_attention.bench.rows import Results, Row
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import train_infer_report as report
 from dilated_attention.bench.tables import Table
@@ -24,7 +24,7 @@ TASKS = ("train", "generate")
 # contexts that are trained, and the tokens of a step unless the context has more; of models with more than so many parameters the second
 _CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
 _TOKENS = (32768, 8192)
-# prompts of a batch together, for a cache that fits
+# tokens of several prompts together, so that a run takes minutes
 _PROMPTS = (131072, 65536)
 _LARGE = 10**9
 # on a CPU: contexts to train and to generate behind, requests together, and tokens written in a turn
@@ -50,13 +50,21 @@ class TrainInfer(Suite):
         )
         parser.add_argument("--batches", type=size, nargs="+", help="requests that are continued together; default: 1 8; on a CPU 1 4")
         parser.add_argument(
+            "--prompts", type=size, help="tokens of all requests together, at most; default: 128k, from 1G parameters on 64k"
+        )
+        parser.add_argument(
             "--tokens", type=size, help="of a training step, at least one sequence; default: 32k, from 1G parameters on 8k; on a CPU 2k"
         )
         parser.add_argument("--layers", type=size, help="so many of a model, which is then called cut")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
-        return super().settings(session) | {"layers": options.layers, "tokens": options.tokens, "kinds": list(options.kinds)}
+        return super().settings(session) | {
+            "layers": options.layers,
+            "tokens": options.tokens,
+            "prompts": options.prompts,
+            "kinds": list(options.kinds),
+        }
 
     def groups(self, session: Session) -> Sequence[Group]:
         groups = []
@@ -103,13 +111,20 @@ def _groups(session: Session, shape: Shape, task: str, context: int, large: bool
         batch = max(1, tokens // context)
         run = functools.partial(training.measure, shape, kinds, context, batch, **where)
         return [Group(f"train {shape.name} N={context} B={batch} {dtype}", run)]
-    most = _PROMPTS[large]
+    most = session.options.prompts or _PROMPTS[large]
     where["new_tokens"] = 32 if session.full else _SMALL_NEW
+    groups = []
+    for batch in session.options.batches or ((1, 8) if session.full else _SMALL_BATCHES):
+        run = functools.partial(generating.measure, shape, kinds, context, batch, **where)
+        if batch > 1 and batch * context > most:
+            run = functools.partial(_left_out, shape, kinds, context, batch, dtype, most)
+        groups.append(Group(f"generate {shape.name} N={context} B={batch} {dtype}", run))
+    return groups
+
+
+def _left_out(shape: Shape, kinds: Sequence[str], context: int, batch: int, dtype: str, most: int) -> list[Row]:
+    case = {"task": "prefill", "model": shape.name, "N": context, "B": batch, "dtype": dtype}
     return [
-        Group(
-            f"generate {shape.name} N={context} B={batch} {dtype}",
-            functools.partial(generating.measure, shape, kinds, context, batch, **where),
-        )
-        for batch in session.options.batches or ((1, 8) if session.full else _SMALL_BATCHES)
-        if batch == 1 or batch * context <= most
+        Row(name=kind, case=case, note=f"more than {most:,} tokens of prompts together are left out; --prompts raises that")
+        for kind in kinds
     ]

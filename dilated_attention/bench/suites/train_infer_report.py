@@ -24,7 +24,11 @@ def tables(results: Results) -> list[Table]:
         rows = _of(results, model, "train")
         if rows:
             rate = functools.partial(pivot, rows, across="N", baseline="dense", more_is_better=True)
-            found.append(rate("samples_per_s", title=f"{model}: training, sequences per second by positions", caption=_how(rows)))
+            found.append(
+                rate(
+                    "samples_per_s", title=f"{model}: training, sequences per second by positions", caption=f"{_how(rows)}; {_kinds(rows)}"
+                )
+            )
             what = "of what the model needs; what is computed again for the backward does not count"
             found.append(rate("tflops", title=f"{model}: training, TFLOP/s by positions", caption=what, baseline=None))
         if any("peak_bytes" in row.values for row in rows):
@@ -36,7 +40,15 @@ def tables(results: Results) -> list[Table]:
             if rows:
                 title = f"{model}: {doing}, tokens per second over all requests"
                 found.append(
-                    pivot(rows, "tokens_per_s", across=PLACE, title=title, caption=_kinds(rows), baseline="dense", more_is_better=True)
+                    pivot(
+                        rows,
+                        "tokens_per_s",
+                        across=PLACE,
+                        title=title,
+                        caption=f"{_where(rows)}; {_kinds(rows)}",
+                        baseline="dense",
+                        more_is_better=True,
+                    )
                 )
             if task == "decode" and rows:
                 title = f"{model}: keys and values cached, MiB"
@@ -79,17 +91,16 @@ def _how(rows: Sequence[Row]) -> str:
     batches = ", ".join(f"{batch} × {context:,}" for context, batch, _, _ in sorted(settings))
     again = [f"{context:,}" for context, _, _, checkpointed in sorted(settings) if checkpointed]
     sentences = [
-        f"forward, backward and step of {' or '.join(optimisers)}, weights and moments like activations, {batches} tokens",
+        f"forward, backward and step of {' or '.join(optimisers)}, all in {_where(rows)}; sequences × positions: {batches}",
         f"activations computed again at {', '.join(again)}" if again else "",
-        _kinds(rows),
     ]
     return "; ".join(filter(None, sentences))
 
 
 def _kinds(rows: Sequence[Row]) -> str:
-    """Dtype, what the kinds of attention are, and what stands in brackets."""
+    """What the kinds of attention are, and what stands in brackets."""
     known = dict.fromkeys((row.name, row.case["attention"]) for row in rows if "attention" in row.case)
-    return "; ".join([_where(rows), *(f"{name}: {what}" for name, what in known), "(…): over dense"])
+    return "; ".join([*(f"{name}: {what}" for name, what in known), "(…): over dense"])
 
 
 def plots(results: Results) -> list[Plot]:
@@ -115,7 +126,18 @@ def plots(results: Results) -> list[Plot]:
 def _plot(name: str, title: str, unit: str, lines: list[Line], note: str) -> list[Plot]:
     if not any(len(line.x) > 1 for line in lines):
         return []
-    return [Plot(name=name, title=title, x_label="positions of the context", y_label=unit, lines=lines, log_x=True, log_y=True, note=note)]
+    return [
+        Plot(
+            name=name,
+            title=title,
+            x_label="positions of the context",
+            y_label=unit,
+            lines=lines,
+            log_x=True,
+            log_y=unit != "GiB",
+            note=note,
+        )
+    ]
 
 
 def _lines(
