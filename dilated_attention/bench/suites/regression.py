@@ -34,6 +34,9 @@ CONTENDERS = tuple(
     x for x in (*DENSE, *MODULES, *MULTIHEAD) if x.name not in ("standard", "flash3_fp8", "flash2", "flex", "BlockSparseAttention BigBird")
 )
 _SLOWER, _FASTER, _SAME = "slower", "faster", "same"
+# as a row's values have it
+_STATES = {_SAME: 0, _SLOWER: 1, _FASTER: -1, "new": 2}
+_NEW = _STATES["new"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Regression(Suite):
 
     def tables(self, results: Results) -> list[Table]:
         rows = results.rows
-        if not any("change" in row.values for row in rows):
+        if not any(_state(row) for row in rows):
             cells = [[_described(row), figure(row.values["ms"]), _noise(row)] for row in rows if row.values]
             return [
                 Table(
@@ -335,10 +338,12 @@ def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
         if old is None or not row.values:
             if old is not None:
                 row = replace(row, note=f"missing: {row.note or 'no figure'}")
+            elif row.values:
+                row = replace(row, values=row.values | {"state": _NEW})
             result.append(row)
             continue
         a, b = Figures.of_values(old.values), Figures.of_values(row.values)
-        state = {_SLOWER: 1, _SAME: 0, _FASTER: -1}[verdict(a, b, how.threshold)]
+        state = _STATES[verdict(a, b, how.threshold)]
         result.append(replace(row, values=row.values | {"change": change(a, b), "then_ms": a.ms, "state": state}))
     return [*result, *(Row(name=old.name, case=old.case, note="missing: in the baseline only") for old in then.values())]
 
@@ -360,12 +365,11 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _state(row: Row) -> str:
-    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``, or ``""`` of a row without figures here and there."""
+    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``, or ``""`` of a row without figures here and there, or of a baseline."""
     if row.note.startswith("missing"):
         return "missing"
-    if "state" in row.values:
-        return {1: _SLOWER, 0: _SAME, -1: _FASTER}[int(row.values["state"])]
-    return "new" if row.values else ""
+    names = {number: name for name, number in _STATES.items()}
+    return names[int(row.values["state"])] if "state" in row.values else ""
 
 
 def _described(row: Row) -> str:
