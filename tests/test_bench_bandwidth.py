@@ -18,7 +18,9 @@ from dilated_attention.cli import main
 CPU = torch.device("cpu")
 
 
-def test_figures_are_flops_and_least_bytes_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_flops_and_least_bytes_over_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = Problem(batch_size=2, num_positions=64, num_heads=4, num_kv_heads=2, head_dim=16)
     monkeypatch.setattr(bandwidth.Bandwidth, "problems", lambda self, session: [problem])
     names = ["standard", "DilatedAttention", "BlockSparseAttention 10%"]
@@ -54,7 +56,10 @@ def test_figures_are_flops_and_least_bytes_over_time(tmp_path: Path, capsys: pyt
 
 
 def test_the_roof_is_the_lower_of_both_ceilings() -> None:
-    rows = [Row(name="copy", case={"dtype": "bytes"}, values={"gb_s": 4000.0}), Row(name="matrix product", case={"dtype": "bfloat16"}, values={"tflops": 800.0})]
+    rows = [
+        Row(name="copy", case={"dtype": "bytes"}, values={"gb_s": 4000.0}),
+        Row(name="matrix product", case={"dtype": "bfloat16"}, values={"tflops": 800.0}),
+    ]
     roof = bandwidth.Roof(rows)
     assert roof.at(100.0, "bfloat16") == pytest.approx(400.0)
     assert roof.at(1000.0, "bfloat16") == 800.0
@@ -106,10 +111,15 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
         problem = Problem(num_positions=n, num_heads=16, head_dim=128, dtype=torch.bfloat16)
         for i, name in enumerate(bandwidth.CONTENDERS):
             for which in bandwidth.PASSES:
-                row = Row(name=name, case=problem.case | {"part": "attention", "pass": which}, values={"ms": 1.0, "tflops": tflops - 20 * i / 3})
+                row = Row(
+                    name=name, case=problem.case | {"part": "attention", "pass": which}, values={"ms": 1.0, "tflops": tflops - 20 * i / 3}
+                )
                 pairs = STANDARD.pairs(problem)
                 attention.append(bandwidth._placed(row, problem, pairs // (i // 5 + 1) if pairs else pairs))
-    moving = [Row(name=kernel.name, case={"part": "kernels"}, values={"ms": 1.0, "least_bytes": 10**9, "gb_s": 3000.0}) for kernel in kernels.KERNELS]
+    moving = [
+        Row(name=kernel.name, case={"part": "kernels"}, values={"ms": 1.0, "least_bytes": 10**9, "gb_s": 3000.0})
+        for kernel in kernels.KERNELS
+    ]
     results = Results("bandwidth", machine(CPU), {}, {"ceilings": rows, "attention a": attention, "kernels": moving})
     written = write(bandwidth.Bandwidth(), results, tmp_path)
     assert [path.name for path in written if path.suffix == ".png"] == [

@@ -100,7 +100,9 @@ def small_run(folder: Path, *more: str) -> list[str]:
     return [*command, "--memory-gib", "0.04", "--kinds", "dilated", *more]
 
 
-def test_lengths_double_until_memory_is_out_and_are_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_double_until_memory_is_out_and_are_bisected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
     rows = Results.load(tmp_path / "extreme.json").rows
     lengths = [row.case["N"] for row in rows]
@@ -147,12 +149,25 @@ def test_a_wrong_kind_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     rows = []
-    for kind, which, limit in (("dilated", "forward", 2**25), ("dilated", "both", 2**24), ("block-sparse", "forward", 2**25), ("dense", "forward", 2**21)):
+    for kind, which, limit in (
+        ("dilated", "forward", 2**25),
+        ("dilated", "both", 2**24),
+        ("block-sparse", "forward", 2**25),
+        ("dense", "forward", 2**21),
+    ):
         for power in range(18, limit.bit_length() + 1):
             case = {"pass": which, "N": 2**power, "B": 1, "H": 8, "D": 64, "dtype": "bfloat16", "causal": False}
             values = {"ms": 2**power / 1e5, "tokens_per_s": 1e8, "peak_bytes": 4200 * 2**power, "bytes_per_token": 4200.0}
             fits = 2**power <= limit
-            rows.append(Row(name=kind, case=case, values=values if fits else {}, errors={"out": 2e-3} if fits else {}, note="" if fits else "out of memory"))
+            rows.append(
+                Row(
+                    name=kind,
+                    case=case,
+                    values=values if fits else {},
+                    errors={"out": 2e-3} if fits else {},
+                    note="" if fits else "out of memory",
+                )
+            )
     hardware = {"device": "NVIDIA H200", "devices": 1}
     settings = {"heads": 8, "head_dim": 64, "causal": False, "dtype": "bfloat16"}
     results = Results("extreme", {"date": "2026-01-01", "hardware": hardware, "versions": {"torch": "2.11"}}, settings, {"all": rows})

@@ -88,7 +88,9 @@ class Plot:
 
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
-            colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)] if line.marked else None
+            # a colour that comes again has another mark
+            mark = _MARKS[(i + i // len(_COLOURS)) % len(_MARKS)] if line.marked else None
+            colour = _COLOURS[i % len(_COLOURS)]
             style = "--" if line.dashed else "-" if line.joined else "none"
             axes.plot(line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label)
             if line.low is not None and line.high is not None:

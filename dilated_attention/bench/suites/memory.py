@@ -32,6 +32,7 @@ from dilated_attention.planning.problem import Problem as Planned
 from dilated_attention.planning.problem import make_problem
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
+_DENSE_KERNELS = {contender.name for contender in DENSE if contender is not STANDARD}
 PASSES = ("forward", "training")
 # of GPUs that people have: 8 GB of a laptop to the 141 of an H200
 SIZES_GIB = (8, 24, 40, 80, 141)
@@ -340,14 +341,13 @@ def _attention_tables(results: Results) -> list[Table]:
 
 def _reductions(rows: Sequence[Row], which: str) -> Table:
     """At the longest sequence that the standard has figures of, and at the longest of each."""
-    dense = {contender.name for contender in DENSE if contender is not STANDARD}
     peaks = {(row.name, row.case["N"]): row.values["peak_bytes"] for row in rows if row.values}
     cells = []
     for name in dict.fromkeys(name for name, _ in peaks):
         longest = max(n for other, n in peaks if other == name)
         peak = peaks[name, longest]
         standard = peaks.get((STANDARD.name, longest))
-        best = min((peaks[other, n] for other, n in peaks if n == longest and other in dense), default=None)
+        best = min((peaks[other, n] for other, n in peaks if n == longest and other in _DENSE_KERNELS), default=None)
         batch = next(row.case["B"] for row in rows)
         against = [f"{figure(x / peak)} ×" if x else "–" for x in (standard, best)]
         cells.append([name, f"{longest:,}", figure(peak / 2**20), figure(peak / longest / batch / 2**20), *against])
@@ -426,13 +426,28 @@ def _attention_plots(results: Results) -> list[Plot]:
     for which in PASSES:
         lines = []
         rows = [row for row in _part(results, "attention", **{"pass": which}) if row.values]
+        least, label = _least_dense(rows)
         for name in dict.fromkeys(row.name for row in rows):
+            if name in _DENSE_KERNELS and name != least:
+                continue
             mine = sorted((row for row in rows if row.name == name), key=lambda row: row.case["N"])
-            lines.append(Line(name, [row.case["N"] for row in mine], [row.values["peak_bytes"] / 2**20 for row in mine]))
+            shown = label if name == least else name
+            lines.append(Line(shown, [row.case["N"] for row in mine], [row.values["peak_bytes"] / 2**20 for row in mine]))
         if lines:
             plots.append(Plot(name=f"peak-{which}", title=f"Peak memory of {which}, causal attention", x_label="positions", y_label="MiB",
                               lines=lines, log_x=True, log_y=True))  # fmt: skip
     return plots
+
+
+def _least_dense(rows: Sequence[Row]) -> tuple[str, str]:
+    """(name, label) of the dense kernel that takes least where the sequence is longest: they take about the same, and are many."""
+    dense = [row for row in rows if row.name in _DENSE_KERNELS]
+    if not dense:
+        return "", ""
+    longest = max(row.case["N"] for row in dense)
+    name = min((row for row in dense if row.case["N"] == longest), key=lambda row: row.values["peak_bytes"]).name
+    count = len({row.name for row in dense})
+    return name, f"{name} (least of {count} dense kernels)" if count > 1 else name
 
 
 def _fits_plots(results: Results) -> list[Plot]:
