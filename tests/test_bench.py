@@ -203,7 +203,8 @@ def test_turns_are_fair() -> None:
     # two calls of each first, then turn by turn
     assert order[4:] == ["slow", "fast"] * (len(order[4:]) // 2)
     assert times["slow"].samples == times["fast"].samples >= 3
-    assert times["slow"].ms == pytest.approx(60, rel=0.5)
+    # a busy machine wakes sleepers late, never early
+    assert times["slow"].ms >= 59 and times["fast"].ms >= 54
     assert Timing.of([3.0, 1.0, 2.0]).ms == 2.0
     assert Timing.of([2.0] * 5).spread == 0.0
 
