@@ -47,7 +47,7 @@ def test_figures_are_of_the_fastest_calls_and_their_noise_of_blocks() -> None:
     rods = {name: [1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0] for name in YARDSTICKS}
     found = figures_of([2.0, 9.0, 2.0, 2.0, 2.4, 3.0, 2.0, 2.0, 2.0, 50.0], rods)
     assert found.per == dict.fromkeys(YARDSTICKS, 2.0)
-    assert found.noise == pytest.approx(dict.fromkeys(YARDSTICKS, 0.2))
+    assert found.noise == pytest.approx(dict.fromkeys(YARDSTICKS, 0.1))
     assert (found.ms, found.low_ms, found.samples) == (2.0, 2.0, 10)
     assert Figures.of_values(found.values()) == found
 

@@ -34,7 +34,7 @@ class Figures:
         low_ms: the fastest.
         samples: calls.
         per: time by each yardstick's.
-        noise: of each: how far that ratio's blocks of turns lie apart, (largest − smallest) / median.
+        noise: of each: half of how far that ratio lies apart in blocks of the turns, (largest − smallest) / (2 · median).
     """
 
     ms: float
@@ -108,7 +108,7 @@ def figures_of(times: Sequence[float], rods: Mapping[str, Sequence[float]]) -> F
     for name, of_rod in rods.items():
         per[name] = min(times) / min(of_rod)
         blocks = [min(mine) / min(theirs) for mine, theirs in zip(_blocks(times), _blocks(of_rod), strict=True)]
-        noise[name] = (max(blocks) - min(blocks)) / statistics.median(blocks)
+        noise[name] = (max(blocks) - min(blocks)) / (2 * statistics.median(blocks))
     return Figures(ms=statistics.median(times), low_ms=min(times), samples=len(times), per=per, noise=noise)
 
 

@@ -152,7 +152,7 @@ class Regression(Suite):
                     "baseline",
                     ("", "ms", "noise"),
                     cells,
-                    "Noise: how far figures of blocks of turns lie apart, by the yardstick that shows more.",
+                    "Noise: half of how far figures of blocks of turns lie apart, by the yardstick that shows more.",
                 )
             ]
         tables = [_counts(rows)]
@@ -275,7 +275,7 @@ def merged(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     for name in rounds[0]:
         mine = [x[name] for x in rounds]
         per = {rod: statistics.median(x.per[rod] for x in mine) for rod in mine[0].per}
-        apart = {rod: (max(x.per[rod] for x in mine) - min(x.per[rod] for x in mine)) / per[rod] for rod in per}
+        apart = {rod: (max(x.per[rod] for x in mine) - min(x.per[rod] for x in mine)) / (2 * per[rod]) for rod in per}
         noise = {rod: max(apart[rod], statistics.median(x.noise[rod] for x in mine)) for rod in per}
         found[name] = Figures(ms=statistics.median(x.ms for x in mine), low_ms=min(x.low_ms for x in mine),
                               samples=sum(x.samples for x in mine), per=per, noise=noise)  # fmt: skip
@@ -324,7 +324,7 @@ def _rods(session: Session) -> dict[str, float]:
 def _of_row(row: Row, rods: Mapping[str, float]) -> Figures:
     ms, low, high = (row.values[key] for key in ("ms", "low_ms", "high_ms"))
     per = {rod: low / x for rod, x in rods.items()}
-    return Figures(ms=ms, low_ms=low, samples=int(row.values.get("samples", 1)), per=per, noise=dict.fromkeys(rods, (high - low) / ms))
+    return Figures(ms=ms, low_ms=low, samples=int(row.values.get("samples", 1)), per=per, noise=dict.fromkeys(rods, (high - low) / (2 * ms)))
 
 
 def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
