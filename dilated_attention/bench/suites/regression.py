@@ -324,7 +324,9 @@ def _rods(session: Session) -> dict[str, float]:
 def _of_row(row: Row, rods: Mapping[str, float]) -> Figures:
     ms, low, high = (row.values[key] for key in ("ms", "low_ms", "high_ms"))
     per = {rod: low / x for rod, x in rods.items()}
-    return Figures(ms=ms, low_ms=low, samples=int(row.values.get("samples", 1)), per=per, noise=dict.fromkeys(rods, (high - low) / (2 * ms)))
+    return Figures(
+        ms=ms, low_ms=low, samples=int(row.values.get("samples", 1)), per=per, noise=dict.fromkeys(rods, (high - low) / (2 * ms))
+    )
 
 
 def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
