@@ -122,7 +122,7 @@ def test_a_slower_module_is_found_and_an_unchanged_one_let_be(
     for which in ("forward", "both"):
         slow = rows["DilatedAttention", which].values
         assert slow["state"] == 1 and slow["change"] > 0.3
-        assert rows["standard", which].values["state"] == 0
+        assert rows["standard", which].values["state"] != 1
     out = capsys.readouterr().out
     assert "slower      2" in out and "DilatedAttention, B=1 N=128, forward" in out
     assert (tmp_path / "out" / "regression-change.png").stat().st_size > 5000
