@@ -7,6 +7,7 @@ stride s_H + shift · s_N: the head stride carries the offset. So a branch is mi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,25 +43,43 @@ def head_groups(members: Sequence[Member], group_size: int, shifted: bool = True
     """Members as few groups, each with its first member. ``group_size`` query heads read one key/value head.
 
     Args:
+        members: in the order of their heads.
         shifted: also groups whose heads have different offsets.
     """
-    best: list[tuple[HeadGroup, Member]] | None = None
+    # plans of a ring's steps differ in rows and not in heads: their groups are looked up, so kinds are told apart by numbers
+    kinds: dict[object, int] = {}
+    numbered = tuple(Member(member.head, member.offset, kinds.setdefault(member.kind, len(kinds))) for member in members)
+    return [(group, members[first]) for group, first in _grouped(numbered, group_size, shifted)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int]]:
+    """Groups, each with the index of its first member."""
+    best: list[tuple[HeadGroup, Member]] = []
     indices = [member.head for member in members]
     steps = sorted({b - a for a in indices for b in indices if b > a}) or [1]
     for same_offset in (True, False) if shifted else (True,):
+        # no group has two kinds, nor, unless it is shifted, two offsets
+        least = len({(member.kind, member.offset if same_offset else 0) for member in members})
         for step in steps:
-            groups = list(_deal(members, step, group_size, same_offset))
-            if best is None or len(groups) < len(best):
-                best = groups
-    return best or []
+            if best and len(best) <= least:
+                break
+            groups = _deal(members, step, group_size, same_offset, len(best) or len(members) + 1)
+            best = groups or best
+    places = {member.head: index for index, member in enumerate(members)}
+    return [(group, places[first.head]) for group, first in best]
 
 
-def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool) -> list[tuple[HeadGroup, Member]]:
-    """Groups of heads ``step`` apart, each as long as one launch can read it."""
+def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool, fewer_than: int) -> list[tuple[HeadGroup, Member]]:
+    """Groups of heads ``step`` apart, each as long as one launch can read it; none if there are not ``fewer_than``."""
     waiting = {member.head: member for member in members}
-    groups = []
-    while waiting:
-        run = [waiting.pop(min(waiting))]
+    groups: list[tuple[HeadGroup, Member]] = []
+    for member in members:
+        if member.head not in waiting:
+            continue
+        if len(groups) + 1 == fewer_than:
+            return []
+        run = [waiting.pop(member.head)]
         while (after := waiting.get(run[-1].head + step)) is not None and _joins(run, after, same_offset):
             del waiting[after.head]
             run.append(after)

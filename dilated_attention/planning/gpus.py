@@ -1,4 +1,8 @@
-"""GPUs by name: memory, bandwidth, peak rates and links, as their vendor states them, for planning on a machine that is not at hand."""
+"""GPUs by name: memory, bandwidth, peak rates and links, as their vendor states them, for planning on a machine that is not at hand.
+
+Every figure was compared in November 2026 with copies of the document that ``source`` names, or with quotations from it. Peaks are dense: where
+a document states them with 2:4 sparsity alone, they are half of that. A figure for which no such copy was found is not in the table.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,8 @@ class Gpu:
         bandwidth: bytes/s of its memory; None where it is not known.
         peaks: by ``"float32"``, ``"float16"``, ``"bfloat16"`` and ``"fp8"``, FLOP/s of dense products that sum in float32, without sparsity;
             what is missing the GPU does not have. float32 is that of its plain cores, without TF32. Empty where they are not known.
-        link: bytes/s to other GPUs of its node, in one direction.
+        link: bytes/s to other GPUs of its node, in one direction. A bridge that joins two or four cards counts where it is the form's usual way
+            (NVL; RTX 3090, A40, RTX A6000); the A30 and PCIe forms of A100 and H100 are taken without theirs.
         link_name: ``"NVLink"`` or ``"PCIe"``.
         source: where the figures stand.
     """
@@ -77,30 +82,31 @@ _PCIE_3, _PCIE_4, _PCIE_5 = (32, "PCIe"), (64, "PCIe"), (128, "PCIe")
 _ALL = (
     _gpu("GTX 1080", (6, 1), 8, 320, (8.87, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 whitepaper"),
     _gpu("GTX 1080 Ti", (6, 1), 11, 484, (11.3, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 Ti specifications"),
-    _gpu("P100 PCIe", (6, 0), 16, 732, (9.3, 18.7, None, None), *_PCIE_3, "NVIDIA, Tesla P100 datasheet"),
-    _gpu("P100 SXM2", (6, 0), 16, 732, (10.6, 21.2, None, None), 160, "NVLink", "NVIDIA, Tesla P100 datasheet"),
+    # its 18.7 and 21.2 TFLOP/s in float16 sum in float16; sums in float32 run at float32's rate
+    _gpu("P100 PCIe", (6, 0), 16, 732, (9.3, 9.3, None, None), *_PCIE_3, "NVIDIA, Tesla P100 datasheet; float16 at the rate of float32, which it sums in"),
+    _gpu("P100 SXM2", (6, 0), 16, 732, (10.6, 10.6, None, None), 160, "NVLink", "NVIDIA, Tesla P100 datasheet; float16 at the rate of float32, which it sums in"),
     _gpu("V100 PCIe 16GB", (7, 0), 16, 900, (14, 112, None, None), *_PCIE_3, "NVIDIA, V100 datasheet"),
     _gpu("V100 PCIe 32GB", (7, 0), 32, 900, (14, 112, None, None), *_PCIE_3, "NVIDIA, V100 datasheet"),
     _gpu("V100 SXM2 16GB", (7, 0), 16, 900, (15.7, 125, None, None), 300, "NVLink", "NVIDIA, V100 datasheet"),
     _gpu("V100 SXM2 32GB", (7, 0), 32, 900, (15.7, 125, None, None), 300, "NVLink", "NVIDIA, V100 datasheet"),
     _gpu("T4", (7, 5), 16, 320, (8.1, 65, None, None), *_PCIE_3, "NVIDIA, T4 datasheet", has_inline_code=True),
-    _gpu("RTX 3090", (8, 6), 24, 936, (35.6, 71, 71, None), 112.5, "NVLink", "NVIDIA, Ampere GA102 whitepaper, table 3"),
+    _gpu("RTX 3090", (8, 6), 24, 936, (35.6, 71, 71, None), 112.5, "NVLink", "NVIDIA, Ampere GA102 whitepaper, appendix A"),
     _gpu("A10", (8, 6), 24, 600, (31.2, 125, 125, None), *_PCIE_4, "NVIDIA, A10 datasheet", has_inline_code=True),
-    _gpu("A30", (8, 0), 24, 933, (10.3, 165, 165, None), 200, "NVLink", "NVIDIA, A30 datasheet"),
+    _gpu("A30", (8, 0), 24, 933, (10.3, 165, 165, None), *_PCIE_4, "NVIDIA, A30 datasheet"),
     _gpu("A40", (8, 6), 48, 696, (37.4, 149.7, 149.7, None), 112.5, "NVLink", "NVIDIA, A40 datasheet", has_inline_code=True),
-    _gpu("RTX A6000", (8, 6), 48, 768, (38.7, 154.8, 154.8, None), 112.5, "NVLink", "NVIDIA, RTX A6000 datasheet"),
+    _gpu("RTX A6000", (8, 6), 48, 768, (38.7, 154.8, 154.8, None), 112.5, "NVLink", "NVIDIA, RTX A6000 datasheet, half of what it states with sparsity"),
     _gpu("A100 SXM 40GB", (8, 0), 40, 1555, (19.5, 312, 312, None), 600, "NVLink", "NVIDIA, A100 datasheet"),
     _gpu("A100 PCIe 40GB", (8, 0), 40, 1555, (19.5, 312, 312, None), *_PCIE_4, "NVIDIA, A100 datasheet"),
     _gpu("A100 SXM 80GB", (8, 0), 80, 2039, (19.5, 312, 312, None), 600, "NVLink", "NVIDIA, A100 datasheet"),
     _gpu("A100 PCIe 80GB", (8, 0), 80, 1935, (19.5, 312, 312, None), *_PCIE_4, "NVIDIA, A100 datasheet"),
-    _gpu("RTX 4090", (8, 9), 24, 1008, (82.6, 165.2, 165.2, 330.3), *_PCIE_4, "NVIDIA, Ada GPU architecture whitepaper"),
+    _gpu("RTX 4090", (8, 9), 24, 1008, (82.6, 165.2, 165.2, 330.3), *_PCIE_4, "NVIDIA, Ada GPU architecture whitepaper 2.02, appendix A"),
     _gpu("L4", (8, 9), 24, 300, (30.3, 121, 121, 242.5), *_PCIE_4, "NVIDIA, L4 datasheet, half of what it states with sparsity", has_inline_code=True),
     _gpu("L40", (8, 9), 48, 864, (90.5, 181.05, 181.05, 362), *_PCIE_4, "NVIDIA, L40 datasheet", has_inline_code=True),
     _gpu("L40S", (8, 9), 48, 864, (91.6, 362.05, 362.05, 733), *_PCIE_4, "NVIDIA, L40S datasheet", has_inline_code=True),
     _gpu("H100 PCIe", (9, 0), 80, 2000, (51, 756, 756, 1513), *_PCIE_5, "NVIDIA, H100 datasheet, half of what it states with sparsity"),
-    _gpu("H100 NVL", (9, 0), 94, 3900, (60, 835, 835, 1671), 600, "NVLink", "NVIDIA, H100 datasheet, half of what it states with sparsity"),
+    _gpu("H100 NVL", (9, 0), 94, 3938, (60, 835, 835, 1671), 600, "NVLink", "NVIDIA, H100 NVL datasheet and product brief, half of what it states with sparsity"),
     _gpu("H100 SXM", (9, 0), 80, 3350, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, H100 datasheet, half of what it states with sparsity"),
-    _gpu("H200 NVL", (9, 0), 141, 4800, (60, 835, 835, 1671), 900, "NVLink", "NVIDIA, H200 datasheet, half of what it states with sparsity"),
+    _gpu("H200 NVL", (9, 0), 141, 4800, (60, 835, 835, 1671), 900, "NVLink", "NVIDIA, H200 product page, half of what it states with sparsity"),
     _gpu("H200 SXM", (9, 0), 141, 4800, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, H200 datasheet, half of what it states with sparsity"),
     _gpu("GH200 96GB", (9, 0), 96, 4000, (67, 989, 989, 1979), 900, "NVLink", "NVIDIA, GH200 datasheet, half of what it states with sparsity"),
     _gpu("B200", (10, 0), 180, 7700, (75, 2250, 2250, 4500), 1800, "NVLink", "NVIDIA, HGX B200 datasheet, half of what it states with sparsity"),

@@ -19,7 +19,7 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.attention import memory_of
 from dilated_attention.planning.problem import Problem
 from dilated_attention.planning.timeline import Point, Timeline, Traced, timeline
-from dilated_attention.planning.trace import Tape, fake_tensors
+from dilated_attention.planning.trace import Tape, Unfilled, fake_tensors
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
@@ -167,7 +167,8 @@ def _kept_bytes(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=16)
 def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
-    return create_model(preset, **dict(overrides), device="meta")
+    with Unfilled():
+        return create_model(preset, **dict(overrides), device="meta")
 
 
 @functools.lru_cache(maxsize=32)
@@ -180,7 +181,8 @@ def trace_of(run: Run) -> Timeline:
 def _moments(run: Run, rows: int, blocks: int) -> Traced:
     overrides = dict(run.overrides) | {"num_layers": blocks}
     with fake_tensors():
-        model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
+        with Unfilled():
+            model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
         model.train(run.training)
         tape = Tape(on_gpu=run.on_gpu)
         tape.ignore(model.parameters())
