@@ -34,6 +34,7 @@ SETTINGS = {
     "sizes to 1/1": "roundup_power2_divisions:1",
     "both, 1/4": "expandable_segments:True,roundup_power2_divisions:4",
 }
+SIZES = ("count", "shortest", "longest", "heads", "head_dim", "seed")
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 
@@ -101,7 +102,9 @@ def main() -> None:
     for kind in kinds:
         for setting in settings:
             found = in_a_process(args, kind, setting)
-            record = {"script": "fragmentation", **machine(), "kind": kind, "setting": setting, **vars(args), **found}
+            # the row's own kind, setting and device go before what was asked for, and before what the profile calls its device
+            asked = {name: getattr(args, name) for name in SIZES}
+            record = {**found, **asked, "script": "fragmentation", **machine(), "kind": kind, "setting": setting}
             sizes = "".join(f"{found[name] / 2**20:>8,.0f} MiB" for name in ("peak_allocated", "peak_reserved"))
             counts = f"{found['peak_inactive_split'] / 2**20:>11,.0f} MiB{found['device_allocs']:>11}{found['retries']:>9}{found['seconds']:>8.1f}"
             print(f"{kind:<20}{setting:<16}{sizes}{found['fragmentation']:>8.2f}{counts}", flush=True)
@@ -114,8 +117,7 @@ def in_a_process(args: argparse.Namespace, kind: str, setting: str) -> dict[str,
     environment = {name: value for name, value in os.environ.items() if name not in names}
     if SETTINGS[setting]:
         environment["PYTORCH_ALLOC_CONF"] = SETTINGS[setting]
-    sizes = ("count", "shortest", "longest", "heads", "head_dim", "seed")
-    options = [word for name in sizes for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    options = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     command = [sys.executable, str(Path(__file__).resolve()), "--here", "--kind", kind, "--setting", setting, *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,5 +1,10 @@
 """Exact long-sequence attention on PyTorch: dilated (LongNet), block-sparse, dense, and what is built from them."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
@@ -30,6 +35,10 @@ from dilated_attention.modules import (
 )
 from dilated_attention.pattern import DilatedPattern
 
+if TYPE_CHECKING:
+    from dilated_attention.planning import plan_attention, plan_model, recommend
+    from dilated_attention.profiling import profile_memory
+
 __all__ = [
     "BackendUnavailable",
     "BlockSparseAttention",
@@ -57,6 +66,10 @@ __all__ = [
     "explain_decode",
     "list_backends",
     "local_positions",
+    "plan_attention",
+    "plan_model",
+    "profile_memory",
+    "recommend",
     "ring_attention",
     "ring_block_sparse_attention",
     "ring_dilated_attention",
@@ -65,3 +78,22 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# what is asked before a run and not in it is imported when it is first used
+_LATER = {
+    "plan_attention": "dilated_attention.planning",
+    "plan_model": "dilated_attention.planning",
+    "profile_memory": "dilated_attention.profiling",
+    "recommend": "dilated_attention.planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

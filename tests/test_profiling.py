@@ -270,3 +270,24 @@ def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -
         profile = profile_memory(dilated_attention, q, k, v, [512, 2048], [1, 8], device="cpu")
         scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
     assert scratch[1] < 0.6 * scratch[0]
+
+
+def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
+    root = Path(__file__).parents[1]
+    rows = [json.loads(line) for line in (root / "benchmarks/results/2026-11-21-h200-fragmentation.jsonl").read_text().splitlines()]
+    page = (root / "docs/memory.md").read_text()
+    by_setting: dict[str, dict[str, float]] = {}
+    for row in rows:
+        ratio = row["peak_reserved"] / row["peak_allocated"]
+        assert ratio == pytest.approx(row["fragmentation"])
+        by_setting.setdefault(row["setting"], {})[row["kind"]] = ratio
+    columns = ("torch's own", "longest first", "expandable", "sizes to 1/4", "both, 1/4")
+    for kind in by_setting["expandable"]:
+        cells = " | ".join(f"{by_setting[name][kind]:.2f}" for name in columns)
+        assert f"| {cells} |" in page, (kind, cells)
+    ours = [kind for kind in by_setting["expandable"] if kind != "tensors alone"]
+    (text,) = gpu_profile(peak_reserved=15 * GIB).advice()
+    for name in ("torch's own", "expandable", "longest first"):
+        ratios = [by_setting[name][kind] for kind in ours]
+        assert f"{min(ratios):.2f}-{max(ratios):.2f}" in text
+    assert max(by_setting["expandable"].values()) < 1.2

@@ -34,6 +34,10 @@ PUBLIC = {
     "explain_decode",
     "list_backends",
     "local_positions",
+    "plan_attention",
+    "plan_model",
+    "profile_memory",
+    "recommend",
     "ring_attention",
     "ring_block_sparse_attention",
     "ring_dilated_attention",
@@ -52,6 +56,26 @@ def test_every_public_name_is_documented() -> None:
         text = getattr(dilated_attention, name).__doc__
         assert text, name
         assert len(text) > 60, name
+
+
+def test_planning_and_profiling_are_imported_when_they_are_used() -> None:
+    code = """
+import sys, dilated_attention
+later = ("dilated_attention.planning", "dilated_attention.profiling", "dilated_attention.bench", "dilated_attention.cli")
+assert not [name for name in sys.modules if name.startswith(later)]
+assert {"recommend", "profile_memory", "plan_model"} <= set(dir(dilated_attention))
+from dilated_attention import plan_attention, profile_memory, recommend
+from dilated_attention.planning import plan_attention as same
+assert plan_attention is same is dilated_attention.plan_attention
+try:
+    dilated_attention.plan
+except AttributeError as error:
+    assert "'plan'" in str(error)
+else:
+    raise SystemExit("plan is no name of the package")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_import_works_with_every_extra_blocked() -> None:

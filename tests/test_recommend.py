@@ -94,6 +94,7 @@ def test_measured_figures_stand_on_the_page_that_is_cited(use_case: str) -> None
         "mixture_grad",
         "exchange",
         "mesh",
+        "expandable_segments",
     }
     seen = 0
     for setting in {setting for extra in EXTRA[use_case] for answer in _answers(use_case, extra) for setting in answer.settings}:

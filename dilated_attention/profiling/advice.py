@@ -39,7 +39,8 @@ def _fragmentation(profile: MemoryProfile) -> Iterator[str]:
     else:
         yield (
             f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the program starts: {figures}, as blocks of many sizes do "
-            "not fit into one another"
+            "not fit into one another. On an H200 it took 200 random lengths of every attention from 3.03-4.09 to 1.01-1.16; in torch's own setting the "
+            "longest length first comes to 1.01-1.33"
         )
 
 
