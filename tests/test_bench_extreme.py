@@ -178,5 +178,7 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
 
 
 def test_options_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(small_run(tmp_path, "--memory-gib", "0")) == 1
+    with pytest.raises(SystemExit) as caught:
+        main(small_run(tmp_path, "--memory-gib", "0"))
+    assert caught.value.code == 2
     assert "--memory-gib is 0; expected more than 0" in capsys.readouterr().err

@@ -110,7 +110,9 @@ def test_a_contender_that_cannot_be_found_is_wrong_usage(text: str, capsys: pyte
 
 
 def test_names_are_not_taken_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "implementations", "--output", str(tmp_path), "--contender", f"torch sdpa={HERE}:right", "--no-plots"]) == 1
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "implementations", "--output", str(tmp_path), "--contender", f"torch sdpa={HERE}:right", "--no-plots"])
+    assert caught.value.code == 2
     assert "--contender is named 'torch sdpa'" in capsys.readouterr().err
 
 

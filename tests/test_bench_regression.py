@@ -172,9 +172,10 @@ def test_a_baseline_that_cannot_be_compared_is_refused(tiny: None, tmp_path: Pat
     whole["machine"]["hardware"]["threads"] = 99
     (tmp_path / "base.json").write_text(json.dumps(whole))
     assert main(command(tmp_path, "--no-plots")) == 0
-    assert main(command(tmp_path, "--save-baseline", "--rows", "x")) == 1
-    assert main(command(tmp_path, "--rows", "(")) == 1
-    assert main(command(tmp_path, "--threshold", "0")) == 1
+    for wrong in (["--save-baseline", "--rows", "x"], ["--rows", "("], ["--threshold", "0"]):
+        with pytest.raises(SystemExit) as caught:
+            main(command(tmp_path, *wrong))
+        assert caught.value.code == 2
 
 
 class Slept(Suite):

@@ -70,8 +70,10 @@ def test_show_tells_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--for", "hopper", "--block-size", "128", "--head-dim", "128"]) == 0
     assert "forward: gluon · backward: flash4" in capsys.readouterr().out
-    assert main(["info", "--for", "hopper", "--block-masks", "bits"]) == 1
-    assert "give block_size=128" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["info", "--for", "hopper", "--block-masks", "bits"])
+    assert caught.value.code == 2
+    assert "give --block-size 128" in capsys.readouterr().err
 
 
 def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,12 +85,16 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
         (["sparse", "--length", "1k"], 2, "invalid choice"),
         (["dilated", "--length", "1k"], 2, "--segment-lengths"),
         (["dense", "--length", "1k", "--window", "5"], 2, "--window given, which dense does not take"),
+        (["ring_dilated", "--length", "1k"], 2, "ring_dilated needs --segment-lengths, --dilation-rates; e.g."),
+        (["ring_block_sparse", "--length", "1k"], 2, "ring_block_sparse needs --window or --density"),
+        (["dense", "--length", "1k", "--world-size", "4"], 2, "--world-size is 4 and kind is 'dense', which one process computes; take one of ring"),
+        (["dense", "--length", "1k", "--kv-heads", "5"], 2, "--kv-heads is 5; expected a divisor of --heads = 12"),
         (["dense", "--length", "1k", "--checkpoint"], 2, "--checkpoint given, which is of models"),
         (["longnet-tiny", "--length", "1k", "--heads", "4"], 2, "--heads given, which is of a kind of attention"),
         (["dense", "--length", "1k", "--train", "--infer"], 2, "not allowed with"),
         (["dense", "--length", "1k", "--memory", "0"], 2, "is no memory"),
-        (["dense", "--length", "1k", "--gpu", "H300"], 1, "known are"),
-        (["dense", "--length", "1k", "--head-dim", "512", "--gpu", "h200"], 1, "at most 256"),
+        (["dense", "--length", "1k", "--gpu", "H300"], 2, "known are"),
+        (["dense", "--length", "1k", "--head-dim", "512", "--gpu", "h200"], 2, "--head-dim is 512; expected at most 256"),
     ],
 )
 def test_what_cannot_be_planned_is_told_on_stderr(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,13 @@
-"""How sizes are written on a command line."""
+"""How sizes and other numbers are written on a command line."""
 
 from __future__ import annotations
 
 import argparse
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be, or do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
+
 
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -14,3 +19,14 @@ def size(text: str) -> int:
     if not (digits.isascii() and digits.isdecimal()) or int(digits) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a whole number from 1, or one with k, M or G: 64k is 65536")
     return int(digits) * (unit or 1)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; expected e.g. 2 or 0.5")
+    return number

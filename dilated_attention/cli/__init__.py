@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dilated_attention.backends import BackendUnavailable
 from dilated_attention.cli import bench, info, plan, recommend, show
-from dilated_attention.cli.arguments import UsageError
+from dilated_attention.cli.arguments import UsageError, as_flags
 
 _COMMANDS = (info, show, plan, recommend, bench)
 # what a shell reports for a process that SIGINT or SIGPIPE ended: 128 + the signal's number
@@ -20,14 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 
     0: done · 1: what was asked cannot be done, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has gone, as ``head`` does.
-    Wrong usage raises ``SystemExit(2)``, as argparse does.
+    Wrong usage, values that cannot be included, raises ``SystemExit(2)``, as argparse does.
     """
-    parser = _parser()
-    args = parser.parse_args(_spelled(sys.argv[1:] if arguments is None else arguments))
     try:
-        code: int = args.run(args)
-        # here, not at exit, where nobody could catch that the reader has gone
-        sys.stdout.flush()
+        return _run(_spelled(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -35,12 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # what is still buffered must go somewhere when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except UsageError as error:
-        parser.error(str(error))
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        args = _parser().parse_args(arguments)
+        try:
+            code: int = args.run(args)
+        except UsageError as error:
+            args.parser.error(as_flags(str(error)))
+        except ValueError as error:
+            if args.command != "bench":
+                args.parser.error(as_flags(str(error)))
+            # of what was measured before: a baseline that is not there, a file of another suite
+            print(error, file=sys.stderr)
+            return 1
+        except (OSError, BackendUnavailable) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            print(error, file=sys.stderr)
+            return 1
+        return code
+    finally:
+        # here, not at exit, where nobody could catch that the reader has gone; help ends in SystemExit
+        sys.stdout.flush()
 
 
 def _spelled(arguments: Sequence[str]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import torch
 
-from dilated_attention.bench.arguments import size
+from dilated_attention.bench.arguments import UsageError, positive, size
 from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -20,8 +21,11 @@ __all__ = [
     "add_pattern",
     "add_shape",
     "add_tensors",
+    "as_flags",
     "count",
+    "gib",
     "pattern_from",
+    "positive",
     "size",
 ]
 _OF_KIND = {
@@ -30,10 +34,6 @@ _OF_KIND = {
     "block_sparse": ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
 }
 _WITH_DENSITY = ("density", "density_kind", "block_size", "seed")
-
-
-class UsageError(ValueError):
-    """Arguments that do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
 
 
 def count(text: str) -> int:
@@ -46,6 +46,38 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no number of positions; expected a whole number from 0, or one with k, M or G"
         ) from error
+
+
+def gib(text: str) -> int:
+    """Bytes of so many GiB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory; expected GiB above 0, such as 24 or 79.1")
+    return int(number * 2**30)
+
+
+# what functions call their arguments, where the command line has another name
+_FLAGS = {
+    "num_positions": "--length",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "batch_size": "--batch",
+    **{
+        name: "--" + name.replace("_", "-")
+        for name in (
+            *("head_dim", "world_size", "weight_shards", "segment_lengths", "dilation_rates", "head_offsets", "branch_heads"),
+            *("global_tokens", "random_blocks", "density_kind", "block_size"),
+        )
+    },
+}
+
+
+def as_flags(text: str) -> str:
+    """A function's error in the words of the command line."""
+    return re.sub(r"\b(" + "|".join(_FLAGS) + r")\b(=?)", lambda found: _FLAGS[found[1]] + " " * len(found[2]), text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +127,8 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
         parser.add_argument("--seed", type=count, help="of what is drawn; default: 0")
 
 
-def pattern_from(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPattern:
-    """The pattern of ``kind``, one of ``PATTERN_KINDS``, that the arguments of ``add_pattern`` describe.
+def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) -> DilatedPattern | BlockPattern:
+    """The pattern of ``kind``, one of ``PATTERN_KINDS``, that the arguments of ``add_pattern`` describe. ``asked``: what errors call it.
 
     Raises:
         UsageError: one is missing, belongs to another kind, or has a value that the pattern refuses.
@@ -104,19 +136,21 @@ def pattern_from(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockP
     given = _given(args, *_OF_KIND[kind])
     wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
     if wrong:
-        raise UsageError(f"{_flags(wrong)} given, which {kind} does not take; it takes {_flags(_OF_KIND[kind]) or 'no pattern'}")
+        raise UsageError(
+            f"{_flags(wrong)} given, which {asked or kind} does not take; it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it does not take"
+        )
     try:
         if kind == "dense":
             return DilatedPattern((MAX_LENGTH,), (1,))
-        return _dilated(given) if kind == "dilated" else _block_sparse(given)
+        return _dilated(given, asked or kind) if kind == "dilated" else _block_sparse(given, asked or kind)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
 
 
-def _dilated(given: dict[str, Any]) -> DilatedPattern:
+def _dilated(given: dict[str, Any], asked: str) -> DilatedPattern:
     missing = [name for name in ("segment_lengths", "dilation_rates") if name not in given]
     if missing:
-        raise UsageError(f"dilated needs {_flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
+        raise UsageError(f"{asked} needs {_flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
     if "head_offsets" in given:
         given["head_offsets"] = _offsets(given["head_offsets"])
     return DilatedPattern(**given)
@@ -133,7 +167,7 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
         ) from error
 
 
-def _block_sparse(given: dict[str, Any]) -> BlockPattern:
+def _block_sparse(given: dict[str, Any], asked: str) -> BlockPattern:
     if "density" in given:
         wrong = [name for name in given if name not in _WITH_DENSITY]
         if wrong:
@@ -143,7 +177,7 @@ def _block_sparse(given: dict[str, Any]) -> BlockPattern:
     if "density_kind" in given:
         raise UsageError("--density-kind is given without --density; e.g. --density 0.1")
     if "window" not in given:
-        raise UsageError("block_sparse needs --window or --density; e.g. --window 256 --global-tokens 64")
+        raise UsageError(f"{asked} needs --window or --density; e.g. --window 256 --global-tokens 64")
     window = given.pop("window")
     if len(window) > 2:
         raise UsageError(f"--window has {len(window)} values; expected one, or one before and one behind")

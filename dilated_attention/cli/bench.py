@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.bench import Outcome, Session, Suite, run
+from dilated_attention.bench.arguments import UsageError, positive
 from dilated_attention.bench.problem import DTYPES
 from dilated_attention.bench.suites import SUITES
 from dilated_attention.cli import tune
@@ -25,12 +26,12 @@ _OUTPUT = Path("bench-results")
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure: suites of benchmarks, or which backend is fastest here (tune)")
     suites = parser.add_subparsers(dest="suite", required=True)
-    tuning = suites.add_parser("tune", help="measure every usable backend; what is fastest is preferred from then on (also: bench --tune)")
+    tuning = suites.add_parser("tune", usage="%(prog)s [options]", help="measure every usable backend; what is fastest is preferred from then on (also: bench --tune)")
     tune.add_arguments(tuning)
-    tuning.set_defaults(run=tune.run)
+    tuning.set_defaults(run=tune.run, parser=tuning)
     for name, suite in SUITES.items():
-        _add_suite(suites.add_parser(name, help=suite.about, description=f"{suite.about}."), suite())
-    everything = suites.add_parser("all", help="every suite above but tune and regression, one after another, each with its defaults")
+        _add_suite(suites.add_parser(name, usage="%(prog)s [options]", help=suite.about, description=f"{suite.about}."), suite())
+    everything = suites.add_parser("all", usage="%(prog)s [options]", help="every suite above but tune and regression, one after another, each with its defaults")
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
 
@@ -38,7 +39,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _add_suite(parser: argparse.ArgumentParser, suite: Suite) -> None:
     _add_common(parser)
     suite.add_arguments(parser)
-    parser.set_defaults(run=lambda args: _ended(functools.partial(_run_one, suite), args))
+    parser.set_defaults(run=lambda args: _ended(functools.partial(_run_one, suite), args), parser=parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", choices=list(DTYPES), nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU"
     )
-    parser.add_argument("--seconds", type=float, help="of timing for each contender and pass; default 0.2")
+    parser.add_argument("--seconds", type=positive, help="of timing for each contender and pass; default 0.2")
     parser.add_argument("--minutes", type=float, help="begin nothing after so long; another run of the same command goes on")
     parser.add_argument("--no-plots", action="store_true", help="JSON and Markdown only")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -105,7 +106,7 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
 
 
 def _session(args: argparse.Namespace) -> Session:
-    """Raises ValueError where the device cannot be used."""
+    """Raises UsageError where the device cannot be used."""
     # torchrun's variables: the same command on several processes measures what spans them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     named = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,7 +116,7 @@ def _session(args: argparse.Namespace) -> Session:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device is {named!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>") from error
+        raise UsageError(f"--device is {named!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>") from error
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -124,9 +125,7 @@ def _session(args: argparse.Namespace) -> Session:
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     dtypes = tuple(DTYPES[name] for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
     full = args.size == "full" if args.size else on_gpu
-    seconds = 0.2 if args.seconds is None else args.seconds
-    if seconds <= 0:
-        raise ValueError(f"--seconds is {seconds:g}; expected more than 0")
+    seconds = args.seconds or 0.2
     return Session(device=device, full=full, dtypes=dtypes, seconds=seconds, options=args, rank=rank, world_size=world_size)
 
 

@@ -11,21 +11,21 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import PACKAGES, PRECISIONS, preference
-from dilated_attention.cli.arguments import DTYPES, add_json
+from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, count, size
 from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend
 from dilated_attention.functional import explain_decode
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("info", help="hardware, backends, and why the rest is not usable")
+    parser = commands.add_parser("info", usage="%(prog)s [options]", help="hardware, backends, and why the rest is not usable")
     parser.add_argument(
         "--for", dest="machine", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--num-heads", type=int, default=8)
-    parser.add_argument("--num-kv-heads", type=int)
-    parser.add_argument("--length", type=int, default=0, help="rows of a problem, the largest segment length / rate; default: long")
+    parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
+    parser.add_argument("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
+    parser.add_argument("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help="key/value heads; default: as many as query heads")
+    parser.add_argument("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     parser.add_argument("--precision", choices=PRECISIONS, default="native")
     parser.add_argument(
         "--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps"
@@ -35,11 +35,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         parser.add_argument(f"--{flag}", action="store_true")
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     hardware = EXAMPLES[args.machine] if args.machine else detect()
+    if args.num_kv_heads is not None and args.num_heads % args.num_kv_heads:
+        raise UsageError(f"--kv-heads is {args.num_kv_heads}; expected a divisor of --heads, which is {args.num_heads}")
     if args.decode:
         return _info_decode(args, hardware)
     explanation = explain_backend(

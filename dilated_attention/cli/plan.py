@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, pattern_from, size
+from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, gib, pattern_from, size
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.planning import AttentionPlan, ModelPlan, plan_attention, plan_model
 from dilated_attention.planning.problem import KINDS
@@ -26,6 +26,7 @@ _OF_PATTERNS = (
 def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
+        usage="%(prog)s what --length N [N ...] [options]",
         help="what attention of a kind, or a model, takes: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits",
         description="Formulas and fake tensors: nothing is allocated. Times are estimates and say what they are made of.",
     )
@@ -41,8 +42,8 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--train", action="store_true", help="forward and backward; the default")
     passes.add_argument("--infer", action="store_true", help="forward alone; a language model generates")
-    parser.add_argument("--gpu", help="H200, a100-80gb, …; default: this machine's, or its CPU")
-    parser.add_argument("--memory", type=_gib, metavar="GIB", help="of the device, instead of its own")
+    parser.add_argument("--gpu", help="H200, a100-80gb, …; cpu; default: this machine's, or its CPU")
+    parser.add_argument("--memory", type=gib, metavar="GIB", help="of the device, instead of its own")
     parser.add_argument("--world-size", type=size, default=1, help="processes that share a sequence, one GPU each; default: 1")
     shape = parser.add_argument_group("of a kind of attention")
     shape.add_argument("--heads", type=size, help="query heads; default: 12")
@@ -56,7 +57,7 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     model.add_argument("--checkpoint", action="store_true", default=None, help="keep each block's input only, and compute the block again")
     model.add_argument("--weight-shards", type=size, help="processes over which FSDP spreads weights; default: 1")
     add_json(parser)
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, parser=parser)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -79,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> AttentionPlan:
     _refuse(args, _OF_MODELS, "of models")
     computes = KINDS[args.what]
-    pattern = pattern_from(args, computes)
+    pattern = pattern_from(args, computes, args.what)
     return plan_attention(
         args.what,
         num_positions=num_positions,
@@ -125,13 +126,3 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:
         raise UsageError(
             f"{', '.join(given)} given, which {'is' if len(given) == 1 else 'are'} {whose}, and what is planned is {args.what}: drop it"
         )
-
-
-def _gib(text: str) -> int:
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < 2**30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory; expected GiB above 0, such as 24 or 79.1")
-    return int(gib * 2**30)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from dilated_attention.cli.arguments import add_json, size
+from dilated_attention.cli.arguments import add_json, positive, size
+from dilated_attention.planning import USE_CASES, recommend
 from dilated_attention.planning.cases import KINDS
-from dilated_attention.planning.recommend import USE_CASES, recommend
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -16,6 +16,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     listed = "\n".join(f"  {name:<18}{text}" for name, text in USE_CASES.items())
     parser = commands.add_parser(
         "recommend",
+        usage="%(prog)s use-case --length N [options]",
         help="which attention, branches, backend and settings for a use case, with the reason for each",
         description=f"Which attention, branches, backend and settings to take, with the reason for each.\n\nuse cases:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -23,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("use_case", choices=list(USE_CASES), metavar="use-case", help=", ".join(USE_CASES))
     parser.add_argument("--length", type=size, required=True, help="positions of a sequence, tiles of a slide: 65536, 64k, 1M")
     parser.add_argument("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
-    parser.add_argument("--memory", type=float, metavar="GiB", help="of each device; default: what it has")
+    parser.add_argument("--memory", type=positive, metavar="GIB", help="of each device; default: what it has")
     parser.add_argument("--parameters", type=parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
     parser.add_argument("--heads", type=size, help="query heads; default: those usual for so many parameters")
     parser.add_argument("--head-dim", type=size, help="default: that usual for so many parameters")
@@ -33,7 +34,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, but for encoders")
     parser.add_argument("--attention", choices=KINDS, help="that the model has or must have; default: what the rules say")
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def parameters(text: str) -> float:

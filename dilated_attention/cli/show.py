@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, add_shape, count, pattern_from, size
+from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, add_shape, count, gib, pattern_from, size
 from dilated_attention.cli.terminal import drawing
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -29,14 +29,22 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
     )
     shown = parser.add_subparsers(dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:")
-    _add_pattern(shown.add_parser("dilated", help="dilated attention, by its branches"), "dilated", length=64)
-    _add_pattern(shown.add_parser("block_sparse", help="block-sparse attention, by its window or its density"), "block_sparse", length=1024)
+    _add_pattern(shown.add_parser("dilated", usage="%(prog)s --segment-lengths W [W ...] --dilation-rates R [R ...] [options]", help="dilated attention, by its branches"), "dilated", length=64)
+    _add_pattern(
+        shown.add_parser(
+            "block_sparse",
+            usage="%(prog)s (--window N [N] | --density PART) [options]",
+            help="block-sparse attention, by its window or its density",
+        ),
+        "block_sparse",
+        length=1024,
+    )
     for preset in MODEL_PRESETS:
         model = shown.add_parser(preset, help="a model")
         model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
-        model.add_argument("--memory", type=float, help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+        model.add_argument("--memory", type=gib, metavar="GIB", help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
         add_json(model)
-        model.set_defaults(run=_model)
+        model.set_defaults(run=_model, parser=model)
 
 
 def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> None:
@@ -46,12 +54,11 @@ def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> 
     parser.add_argument("--width", type=size, help="characters across; default: those of the terminal")
     parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
     add_json(parser)
-    parser.set_defaults(run=_pattern, kind=kind)
+    parser.set_defaults(run=_pattern, kind=kind, parser=parser)
 
 
 def _model(args: argparse.Namespace) -> int:
-    memory = None if args.memory is None else int(args.memory * 2**30)
-    summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=memory)
+    summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=args.memory)
     print(json.dumps(summary.as_dict(), indent=2) if args.json else summary)
     return 0
 
@@ -144,6 +151,8 @@ def _lines(told: dict[str, Any]) -> list[str]:
 def _write_picture(pattern: DilatedPattern | BlockPattern, args: argparse.Namespace) -> None:
     if args.image.suffix.lower() != ".png":
         raise UsageError(f"--image is {args.image}; expected a file that ends in .png")
+    if not args.image.parent.is_dir():
+        raise UsageError(f"--image is {args.image}; expected a file in a folder that is there: make {args.image.parent} first")
     if args.heads > _PICTURED_HEADS:
         raise UsageError(f"--heads is {args.heads}; a picture has at most {_PICTURED_HEADS} panels: give fewer heads")
     path = str(args.image)

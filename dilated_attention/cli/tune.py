@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilated_attention.backends import preference
-from dilated_attention.cli.arguments import size
-from dilated_attention.factory import detect, tune
+from dilated_attention.cli.arguments import UsageError, positive, size
+from dilated_attention.factory import detect, list_backends, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``bench tune`` takes."""
-    parser.add_argument("--seconds", type=float, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
+    parser.add_argument("--seconds", type=positive, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
     parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
     parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
     parser.add_argument("--dtypes", choices=("half", "float32"), nargs="+", help="default: both")
@@ -29,9 +29,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         hardware = detect(args.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
+        raise UsageError(
             f"--device is {args.device!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>"
         ) from error
+    unknown = [name for name in args.backends or () if name not in list_backends()]
+    if unknown:
+        raise UsageError(f"--backends has {', '.join(unknown)}; expected some of {', '.join(list_backends())}")
     path = args.output or preference.cache_path(hardware)
     default = tune.default_sweep(hardware)
     sweep = replace(

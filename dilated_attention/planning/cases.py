@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.summary import USABLE, cache_rows, footprint
@@ -305,14 +303,14 @@ def _branches(case: Case, chosen: _Chosen, keys: float, dense: float) -> Setting
 
 
 def _planned(case: Case, chosen: _Chosen, sequences: int, context: int) -> AttentionPlan | None:
-    """One layer's attention; None for a CPU that is asked about on a machine with a GPU, which would be planned for instead."""
+    """One layer's attention; None for a GPU of unknown figures."""
     machine = case.machine
-    if machine.gpu is None and (machine.is_cuda or torch.cuda.is_available()):
+    if machine.gpu is None and machine.is_cuda:
         return None
     return plan_attention(
         chosen.kind, num_positions=case.length, num_heads=chosen.heads, num_kv_heads=chosen.kv_heads, head_dim=chosen.head_dim,
         batch_size=sequences, dtype=machine.dtype, world_size=context, layout=mesh_options(chosen.base, case.causal)["layout"] if context > 1 else None,
-        is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu, memory=machine.memory,
+        is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu or "cpu", memory=machine.memory,
         find_longest=False,
     )  # fmt: skip
 

@@ -135,7 +135,7 @@ def find_gpu(name: str) -> Gpu:
         raise TypeError(f"gpu is {name!r} ({type(name).__name__}); expected a name, such as 'H200'")
     found = _known(name)
     if found is None:
-        raise ValueError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another one give its memory, or plan on the machine itself")
+        raise ValueError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another one take the nearest, with the other's memory")
     return found
 
 

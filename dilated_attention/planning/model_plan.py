@@ -17,6 +17,7 @@ from dilated_attention.planning.plan import MOST_POSITIONS, machine_of, search
 from dilated_attention.planning.problem import Problem, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.speed import passes_of
+from dilated_attention.planning.text import seconds_text
 
 # shares of the peaks that linear layers, and what is read and written between them, are taken to reach: with them a training step of Prov-GigaPath's
 # encoder on 45,681 tiles comes out as an H200 measured it (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
@@ -244,8 +245,8 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
     rows = -(-problem.num_positions // problem.world_size)
     moved = trace_of(run).moved.at(rows) / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
-        f"attention {attention * 1e3:,.3g} ms ({passes[0].source}); linear layers {linear * 1e3:,.3g} ms, taken at {_LINEAR_SHARE:.0%} of the peak; "
-        f"what is read and written between {moved * 1e3:,.3g} ms, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
+        f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
+        f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
     )
     return attention + linear + moved, source, ""
 

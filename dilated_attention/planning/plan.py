@@ -177,7 +177,7 @@ def plan_attention(
         training: with the backward.
         segment_lengths, dilation_rates: of dilated kinds; or ``pattern``, a ``DilatedPattern``.
         pattern: of block-sparse kinds, a ``BlockPattern``.
-        gpu: the name of one (see ``gpus.find_gpu``), or a ``Gpu``; None for this machine's, or for its CPU if it has none.
+        gpu: the name of one (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it has none.
         memory: bytes of the device, instead of its own.
         find_longest: False saves that search, and ``longest`` is then N or 0.
 
@@ -219,8 +219,9 @@ class Machine:
 
 
 def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
-    """A GPU by name, or this machine's, or its CPU with the memory that it has."""
-    found = find_gpu(gpu) if isinstance(gpu, str) else (detected_gpu() if gpu is None else gpu)
+    """A GPU by name, or this machine's, or its CPU (also ``"cpu"``) with the memory that it has."""
+    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
+    found = None if is_cpu else find_gpu(gpu) if isinstance(gpu, str) else (detected_gpu() if gpu is None else gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system tells it")

@@ -76,6 +76,7 @@ def recommend(
         raise ValueError(
             f"{', '.join(wrong)} given, which {use_case!r} does not use; it takes length, gpu, memory"
             + "".join(f", {name}" for name in _TAKES[use_case])
+            + f": drop {', '.join(wrong)}"
         )
     sizes = {name: as_int(name, value, minimum=1) for name, value in given.items() if name in ("heads", "head_dim", "gpus", "batch", "users") and value is not None}  # fmt: skip
     if attention is not None:
@@ -108,9 +109,8 @@ def recommend(
 
 def _check_use_case(case: Case) -> None:
     if case.name == "large-training" and (case.parameters is None or case.parameters <= rules.LARGE):
-        raise ValueError(
-            f"parameters is {case.parameters}; 'large-training' is for more than {rules.LARGE:,}: give them, or take 'training'"
-        )
+        given = "not given" if case.parameters is None else f"{case.parameters:,.0f}"
+        raise ValueError(f"parameters is {given}; 'large-training' is for more than {rules.LARGE:,}: give so many, or take 'training'")
     if case.name == "training" and case.parameters is not None and case.parameters > rules.LARGE:
         raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: take 'large-training'")
     if case.name == "short-sequences" and case.length >= rules.LONG:

@@ -10,6 +10,7 @@ from dilated_attention.planning.plan import AttentionPlan
 from dilated_attention.planning.reasons import COMPUTED, DECODING, GENOME, HUGGING_FACE, PERFORMANCE, RING, SLIDES
 from dilated_attention.planning.recommendation import Setting
 from dilated_attention.planning.rules import LONG, TOKENS_PER_GPU, Machine, Mesh
+from dilated_attention.planning.text import seconds_text
 
 
 def memory(value: int, machine: Machine, fits: bool, what: str, source: str) -> Setting:
@@ -26,8 +27,8 @@ def time(plan: AttentionPlan | None, layers: int) -> list[Setting]:
     """Of attention alone, forward and backward; nothing where no rate is known."""
     if plan is None or plan.seconds is None:
         return []
-    value = f"{1e3 * plan.seconds:.3g} ms forward + backward" + (
-        f" of attention, {1e3 * plan.seconds * layers:.3g} in {layers} layers" if layers > 1 else ""
+    value = f"{seconds_text(plan.seconds)} forward + backward" + (
+        f" of attention, {seconds_text(plan.seconds * layers)} in {layers} layers" if layers > 1 else ""
     )
     bounds = ", ".join(f"{name} by {one.bound}" for name, one in zip(("forward", "backward"), plan.passes, strict=False))
     reason = f"an estimate of plan_attention, bound {bounds}, at {plan.passes[0].rate / 1e12:.3g} TFLOP/s forward: {plan.passes[0].source}"

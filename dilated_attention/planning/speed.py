@@ -197,7 +197,9 @@ def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
     peak = problem.gpu.peak(problem.dtype)
     if peak is None:
         dtype = str(problem.dtype).removeprefix("torch.")
-        return f"no peak rate of {problem.gpu.name} in {dtype} is known, and nothing was measured on it"
+        others = [name for name in problem.gpu.peaks if name != "fp8"]
+        instead = f"; known are {', '.join(others)}" if others else ""
+        return f"no peak rate of {problem.gpu.name} in {dtype} is known, and nothing was measured on it{instead}"
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
     return _Rate(backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {problem.gpu.name}, {peak / 1e12:,.0f} TFLOP/s")
 

@@ -56,26 +56,37 @@ def plan_text(plan: AttentionPlan) -> str:
     return "\n".join(lines)
 
 
-def fit_text(plan: AttentionPlan) -> str:
-    part = plan.peak / plan.device_memory
-    told = f"{'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used"
-    at_least = "at least " if plan.longest >= 2**31 else ""
-    return f"{told}; the longest that does: {at_least}{plan.longest:,} positions"
+def fit_text(plan: AttentionPlan | ModelPlan) -> str:
+    told = f"{'yes' if plan.fits else 'no'}: it takes {part_text(plan.peak / plan.device_memory)} the memory, of which {USABLE:.0%} can be used"
+    return f"{told}; {longest_text(plan.longest)}"
 
 
 def flops_text(flops: float) -> str:
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
-        if flops >= size:
-            return f"{flops / size:,.3g} {unit}" if flops < 1000 * size else f"{flops / size:,.0f} {unit}"
-    return f"{flops / 1e6:,.3g} MFLOP"
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if flops >= 0.9995 * size:
+            return f"{_three_digits(flops / size)} {unit}"
+    return f"{_three_digits(flops / 1e6)} MFLOP"
 
 
 def seconds_text(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    """In the unit that people use for so long: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
+    for unit, size, least in (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 0.9995), ("ms", 1e-3, 0.9995e-3)):
+        if seconds >= least:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def part_text(part: float) -> str:
+    """A peak over the memory that there is."""
+    return f"{_three_digits(100 * part)} % of" if part < 10 else f"{_three_digits(part)} times"
+
+
+def longest_text(longest: int, what: str = "the longest that does") -> str:
+    return f"{what}: {'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else f"{what}: none, not one position fits"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
 def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
@@ -110,12 +121,7 @@ def model_text(plan: ModelPlan) -> str:
     else:
         rate = plan.batch_size * plan.num_positions / plan.seconds
         lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s: {plan.time_source}")
-    part = plan.peak / plan.device_memory
-    at_least = "at least " if plan.longest >= 2**31 else ""
-    lines.append(
-        f"fits         {'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used; the longest that does: "
-        f"{at_least}{plan.longest:,} positions"
-    )
+    lines.append(f"fits         {fit_text(plan)}")
     return "\n".join(lines)
 
 
@@ -173,6 +179,5 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _below(plan: AttentionPlan | ModelPlan, sources: Sequence[str]) -> list[str]:
-    at_least = "at least " if plan.longest >= 2**31 else ""
     told = f"times are estimates; the longest: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {plan.no_time}"
-    return [f"the longest that fits in {USABLE:.0%} of the memory: {at_least}{plan.longest:,} positions", told]
+    return [longest_text(plan.longest, f"the longest that fits in {USABLE:.0%} of the memory"), told]

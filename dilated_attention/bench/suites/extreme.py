@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.arguments import size
+from dilated_attention.bench.arguments import UsageError, size
 from dilated_attention.bench.attempt import Attempt, attempt, release
 from dilated_attention.bench.children import Peak, in_child, why_no_children
 from dilated_attention.bench.contenders import dense_pattern
@@ -132,7 +132,7 @@ class Extreme(Suite):
         on_gpu = session.device.type == "cuda"
         gib = options.memory_gib if options.memory_gib is not None else None if on_gpu else 0.125
         if gib is not None and gib <= 0:
-            raise ValueError(f"--memory-gib is {gib:g}; expected more than 0")
+            raise UsageError(f"--memory-gib is {gib:g}; expected more than 0")
         seconds = options.limit if options.limit is not None else 10.0 if on_gpu else 3.0
         steps = options.steps if options.steps is not None else 4 if session.full else 2
         return Limits(None if gib is None else int(gib * 2**30), seconds, options.most, steps)

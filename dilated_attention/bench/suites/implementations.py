@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.arguments import size
+from dilated_attention.bench.arguments import UsageError, size
 from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.contenders import MODULES, MULTIHEAD, SDPA, Contender, dense
 from dilated_attention.bench.foreign import foreign
@@ -88,7 +88,7 @@ class Implementations(Suite):
         names = [other.name for other in session.options.contender]
         for name in names:
             if name in CONTENDERS or names.count(name) > 1:
-                raise ValueError(f"--contender is named {name!r}, which another one is; choose another name")
+                raise UsageError(f"--contender is named {name!r}, which another one is; choose another name")
         return [Group(problem.label, functools.partial(self._measure, session, problem)) for problem in self.problems(session)]
 
     def _measure(self, session: Session, problem: Problem) -> list[Row]:

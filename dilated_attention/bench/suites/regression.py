@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.bench.arguments import UsageError
 from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, Contender
 from dilated_attention.bench.correct import wrong
@@ -94,19 +95,19 @@ class Regression(Suite):
         return [*groups, *([Group("no longer measured", functools.partial(_gone, how, gone))] if gone else [])]
 
     def _check(self, session: Session) -> Check:
-        """Raises ValueError where there is no baseline to compare with."""
+        """Raises ValueError where there is no baseline to compare with, UsageError for options that cannot be."""
         options = session.options
         if options.threshold <= 0:
-            raise ValueError(f"--threshold is {options.threshold:g}; expected a share above 0, such as 0.2")
+            raise UsageError(f"--threshold is {options.threshold:g}; expected a share above 0, such as 0.2")
         only = None
         if options.rows is not None:
             try:
                 only = re.compile(options.rows)
             except re.error as error:
-                raise ValueError(f"--rows is {options.rows!r}, which is no regular expression: {error}") from error
+                raise UsageError(f"--rows is {options.rows!r}, which is no regular expression: {error}") from error
         if options.save_baseline:
             if only is not None:
-                raise ValueError("--rows and --save-baseline are given; a baseline has all rows: leave --rows out")
+                raise UsageError("--rows and --save-baseline are given; a baseline has all rows: leave --rows out")
             return Check(None, options.threshold, options.rounds or 3, None)
         path = self.baseline_path(session)
         if not path.exists():
