@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dilated_attention.models.summary import USABLE, readable
+from dilated_attention.planning.problem import RINGS
 
 if TYPE_CHECKING:
     from dilated_attention.planning.model_plan import ModelPlan
@@ -78,7 +80,7 @@ def seconds_text(seconds: float) -> str:
 
 def part_text(part: float) -> str:
     """A peak over the memory that there is."""
-    return f"{_three_digits(100 * part)} % of" if part < 10 else f"{_three_digits(part)} times"
+    return f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
 
 
 def longest_text(longest: int, what: str = "the longest that does") -> str:
@@ -92,7 +94,7 @@ def _three_digits(number: float) -> str:
 def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
     heads = f"{plan.num_heads} heads of {plan.head_dim}" + (f", {plan.num_kv_heads} of keys" if plan.num_kv_heads != plan.num_heads else "")
     flags = [plan.dtype, "causal" if plan.is_causal else "full", "training" if plan.training else "inference"]
-    spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ""
+    spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ", 1 process" if plan.kind in RINGS else ""
     lines = [
         f"{plan.kind}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {heads}, {', '.join(flags)}{spread}",
         f"on {plan.device} with {readable(plan.device_memory)} (from: {plan.device_source})",
@@ -120,7 +122,9 @@ def model_text(plan: ModelPlan) -> str:
         lines.append(f"time         no estimate: {plan.no_time}")
     else:
         rate = plan.batch_size * plan.num_positions / plan.seconds
-        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s: {plan.time_source}")
+        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s")
+        # a part a line; what stands in brackets stays together
+        lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", plan.time_source)]
     lines.append(f"fits         {fit_text(plan)}")
     return "\n".join(lines)
 
@@ -179,5 +183,5 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _below(plan: AttentionPlan | ModelPlan, sources: Sequence[str]) -> list[str]:
-    told = f"times are estimates; the longest: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {plan.no_time}"
+    told = f"times are estimates; in the last row: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {plan.no_time}"
     return [longest_text(plan.longest, f"the longest that fits in {USABLE:.0%} of the memory"), told]

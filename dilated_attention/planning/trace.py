@@ -7,9 +7,10 @@ attention the tape only notes the place, and who reads it adds the figure (``att
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +118,12 @@ class Tape(TorchDispatchMode):
         self._kept -= 1
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside it tensors have no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside it tensors have no memory, and what torch warns of, such as slower kernels, is not about the caller's own."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Unfilled(TorchFunctionMode):
@@ -128,6 +132,9 @@ class Unfilled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
+        if func is torch.Tensor.any:
+            # trunc_normal_ draws again what lies outside: nothing does
+            return False
         return func(*args, **(kwargs or {}))
 
 
