@@ -1,7 +1,7 @@
 """Time of one attention call, estimated: arithmetic at measured rates where they were measured, floors by memory, links and launches.
 
     GPU   Σ over branches of FLOPs / rate of the backend that the call would take at that branch's rows, over what the engine reaches of it
-    floor least bytes / bandwidth            host  launches × what one costs the CPU            links  bytes received / rate of the links
+    floor least bytes / bandwidth            host  a call and its launches, on the CPU of an H200's machine            links  bytes received / rate of the links
 
 A pass takes the longest of these. Rates come from a table of this machine, else from the shipped one of its architecture, scaled by the peak
 where that GPU is not the measured one; else a share of the peak is assumed, and every estimate says which.
@@ -28,8 +28,12 @@ _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
 _NESTED_RATE = {(64, False): 424e12, (64, True): 321e12, (128, False): 569e12, (128, True): 410e12}
 # what tables of dense problems, timed in short bursts, promise and long runs keep (benchmarks/results/2026-11-21-h200-block-sparse.jsonl, dense)
 _SUSTAINED = 0.92
-# seconds that one launch costs the CPU of that machine, forward and backward, and a call as a whole (docs/performance.md)
-_LAUNCH, _CALL = (40e-6, 90e-6), (60e-6, 150e-6)
+# seconds that one launch costs the CPU of that machine, forward and backward (docs/performance.md, How it works)
+_LAUNCH = (40e-6, 90e-6)
+# and a call as a whole. Where kernels are short, time as called is the CPU's (benchmarks/results/2026-11-21-h200-short.jsonl): dense attention, one
+# launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches alone took no more than 1.45 ms
+# (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; what is left is the forward's that autograd records
+_CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # where nothing was measured: share of the peak that a kernel is taken to reach
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
 _ASSUMED_ELSE = 0.45
@@ -223,17 +227,22 @@ def _imbalance(problem: Problem) -> float:
     return (2 * W - 1) / W
 
 
+def _call(problem: Problem, backward: bool) -> float:
+    return _CALL[backward] + (_RECORDED if problem.training and not backward else 0.0)
+
+
 def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
     if problem.device_type == "cpu":
         return 0.0
+    call = _call(problem, backward)
     if problem.computes == "block_sparse":
-        return _CALL[backward] + max(1, exchange.steps) * _LAUNCH[backward]
+        return call + max(1, exchange.steps) * _LAUNCH[backward]
     pattern = problem.pattern
     assert isinstance(pattern, DilatedPattern)
     n = local_rows(problem) if problem.world_size > 1 else problem.num_positions
     whole = (0, n)
     plan = make_plan(pattern, Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal))
-    return _CALL[backward] + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
+    return call + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
 
 
 def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
@@ -250,7 +259,7 @@ def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
     return Pass(
         arithmetic=flops / (peak * share) + touched / gpu.bandwidth,
         memory=least_bytes / gpu.bandwidth,
-        host=_CALL[backward],
+        host=_call(problem, backward),
         links=0.0,
         exposed=0.0,
         backend="matrix products",
