@@ -7,10 +7,11 @@ from typing import Any
 
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
-from dilated_attention.models.summary import USABLE, cache_rows, footprint
+from dilated_attention.models.summary import USABLE, cache_rows
 from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning import reasons, rules, running
 from dilated_attention.planning.code import call_text, imports, mesh_options, processes, shown
+from dilated_attention.planning.model_plan import ModelPlan, plan_model
 from dilated_attention.planning.plan import AttentionPlan, plan_attention
 from dilated_attention.planning.recommendation import Recommendation, Setting
 
@@ -79,7 +80,7 @@ class _Chosen:
 def training(case: Case) -> Recommendation:
     """A model's training."""
     base, model = case.base, case.model(case.base)
-    laid = rules.spread(model, case.length, case.batch, case.gpus, case.machine.memory)
+    laid = rules.spread(model, case.length, case.batch, case.gpus, case.machine)
     config, context = model.config, laid.mesh.context
     what = f"{_billions(model.num_parameters)} parameters with AdamW, {_count(laid.sequences, 'sequence')} at a time"
     if not laid.fits:
@@ -90,7 +91,7 @@ def training(case: Case) -> Recommendation:
     )  # fmt: skip
     plan = _planned(case, chosen, laid.sequences, context)
     settings = [
-        running.memory(laid.memory, case.machine, laid.fits, what, f"{reasons.MODELS}, Memory"),
+        running.memory(laid.memory, case.machine, laid.fits, f"{what}; by plan_model", reasons.COMPUTED),
         *running.time(plan, config.num_layers),
         running.checkpointing(laid.checkpointed, laid.fits),
         *_shared(case, base, laid.mesh, model.num_parameters > rules.SHARDED),
@@ -185,25 +186,33 @@ def torchscale(case: Case) -> Recommendation:
     assert isinstance(made.config, SlideEncoderConfig)
     encoder: LongNetConfig = made.config.encoder
     # the class token goes before the tiles
-    positions, parameters = case.length + 1, sum(p.numel() for p in made.parameters())
-    estimates = [footprint(encoder, parameters, checkpoint_activations=flag) for flag in (False, True)]
-    checkpointed = estimates[0].fits(case.machine.memory) < positions
-    estimate = estimates[checkpointed]
+    positions = case.length + 1
+    planned = [_slides(case, checkpointed=False)]
+    if not planned[0].fits:
+        planned.append(_slides(case, checkpointed=True))
+    taken = planned[-1]
     chosen = _Chosen(
         kind="dilated", base="dilated", pattern=encoder.pattern, heads=encoder.num_heads, kv_heads=None, head_dim=encoder.head_dim, needs_grad=True,
-        positions=positions, memory=estimate.total(positions), fits=positions <= estimate.fits(case.machine.memory),
+        positions=positions, memory=taken.peak, fits=taken.fits,
     )  # fmt: skip
+    checkpointed = taken.checkpoint_activations
     settings = [
-        running.memory(
-            estimate.total(positions), case.machine, chosen.fits is True, "fine-tuning on one slide with AdamW", f"{reasons.MODELS}, Memory"
-        ),
-        running.checkpointing(checkpointed, chosen.fits is True),
+        running.memory(taken.peak, case.machine, taken.fits, "fine-tuning on one slide with AdamW; by plan_model", reasons.COMPUTED),
+        running.checkpointing(checkpointed, taken.fits),
         *reasons.checkpoints(case.machine),
     ]
     setup = ["from dilated_attention import create_model", '# with weights: integrations.torchscale.load_torchscale("slide_encoder.pth")']
     return _told(
         case, chosen, settings, setup, call_text("create_model", _GIGAPATH, {"checkpoint_activations": True} if checkpointed else {})
     )
+
+
+def _slides(case: Case, *, checkpointed: bool) -> ModelPlan:
+    machine = case.machine
+    return plan_model(
+        _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
+        find_longest=False,
+    )  # fmt: skip
 
 
 def huggingface(case: Case) -> Recommendation:

@@ -15,6 +15,7 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import Footprint, Summary, footprint, summarise
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.model_plan import ModelPlan, plan_model
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 SHORT, LONG = 4096, 8192
@@ -25,6 +26,8 @@ LEAST_RATE = 8
 # docs/ring.md, Figures: with fewer tokens a GPU the exchanges are not hidden
 TOKENS_PER_GPU = 4096
 LARGE = 7 * 10**9
+# of a device's memory: what a footprint above it says cannot fit, as footprints are within a quarter of plans
+FAR_BEYOND = 1.5
 # parameters from which their optimiser alone takes 16 GB
 SHARDED = 10**9
 # width and heads of language models of up to so many parameters
@@ -212,27 +215,41 @@ def most_context(length: int, gpus: int) -> int:
     return next(c for c in range(gpus, 0, -1) if gpus % c == 0 and (c == 1 or length / c >= TOKENS_PER_GPU))
 
 
-def spread(model: Model, length: int, batch: int, gpus: int, memory: int) -> Spread:
+def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -> Spread:
     """The first that fits of: as many sequences side by side as there are, then fewer at a time, then more GPUs a sequence; then the same with
     blocks computed again, which costs more time than exchanges do. The last of these where none fits.
 
-    Weights, gradients and the optimiser are divided among all GPUs, as FSDP2 does.
+    Weights, gradients and the optimiser are divided among all GPUs, as FSDP2 does. Memory is ``plan_model``'s; what a formula puts far beyond the
+    device is not traced.
     """
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)
     fixed = model.footprint(checkpointed=False).fixed // gpus
-    wanted: Spread | None = None
+    wanted: tuple[Mesh, int, bool] | None = None
     for checkpointed in (False, True):
         needs = replace(model.footprint(checkpointed=checkpointed), fixed=fixed)
         for context in (c for c in range(least, most + 1) if gpus % c == 0):
             data = gpus // context
             for sequences in dict.fromkeys((max(1, batch // data), 1)):
-                positions, room = -(-sequences * length // context), needs.fits(memory)
-                wanted = Spread(
-                    mesh=Mesh(data, context), sequences=sequences, checkpointed=checkpointed, memory=needs.total(positions),
-                    fits=positions <= room, longest=room * context // sequences,
-                )  # fmt: skip
-                if wanted.fits:
-                    return wanted
+                wanted = Mesh(data, context), sequences, checkpointed
+                if needs.total(-(-sequences * length // context)) > FAR_BEYOND * machine.memory:
+                    continue
+                planned = _planned(model, length, machine, *wanted, find_longest=False)
+                if planned.fits:
+                    return _spread(planned, *wanted)
     assert wanted is not None
-    return wanted
+    return _spread(_planned(model, length, machine, *wanted, find_longest=True), *wanted)
+
+
+def _planned(model: Model, length: int, machine: Machine, mesh: Mesh, sequences: int, checkpointed: bool, *, find_longest: bool) -> ModelPlan:
+    return plan_model(
+        model.preset, num_positions=length, batch_size=sequences, world_size=mesh.context, weight_shards=mesh.data * mesh.context,
+        checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory, find_longest=find_longest,
+        **model.overrides,
+    )  # fmt: skip
+
+
+def _spread(planned: ModelPlan, mesh: Mesh, sequences: int, checkpointed: bool) -> Spread:
+    return Spread(
+        mesh=mesh, sequences=sequences, checkpointed=checkpointed, memory=planned.peak, fits=planned.fits, longest=planned.longest
+    )
