@@ -36,7 +36,8 @@ from dilated_attention.modules import (
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
-    from dilated_attention.planning import plan_attention, plan_model, recommend
+    from dilated_attention.planning import plan_attention, plan_model
+    from dilated_attention.planning.recommend import recommend
     from dilated_attention.profiling import profile_memory
 
 __all__ = [

@@ -1,9 +1,10 @@
 """Planning: what a call or a model takes, in figures, before anything is allocated, and what to take for a use case."""
 
+from dilated_attention.planning.attention_plan import AttentionPlan
 from dilated_attention.planning.gpus import GPUS, Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.model_plan import ModelPlan, plan_model
 from dilated_attention.planning.module_plan import module_memory
-from dilated_attention.planning.plan import AttentionPlan, plan_attention
+from dilated_attention.planning.plan import plan_attention
 from dilated_attention.planning.recommend import USE_CASES, recommend
 from dilated_attention.planning.recommendation import Recommendation, Setting
 

@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.summary import USABLE, cache_rows
-from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning import reasons, rules, running
-from dilated_attention.planning.code import call_text, imports, mesh_options, processes, shown
+from dilated_attention.planning.attention_plan import AttentionPlan
+from dilated_attention.planning.case import RING, Case, Chosen, listed, shared, told
+from dilated_attention.planning.code import call_text, imports, mesh_options, processes
 from dilated_attention.planning.model_plan import ModelPlan, plan_model
-from dilated_attention.planning.plan import AttentionPlan, plan_attention
+from dilated_attention.planning.plan import plan_attention
 from dilated_attention.planning.recommendation import Recommendation, Setting
 
-KINDS = ("dense", "dilated", "block_sparse")
-_RING = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
 _GIGAPATH = "gigapath-12l768d"
-# the block pattern that decoding was measured with (docs/decoding.md), to both sides where there is no causality
-_WINDOW, _GLOBAL = 2047, 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A request with its defaults filled in."""
-
-    name: str
-    length: int
-    machine: rules.Machine
-    parameters: float | None
-    heads: int | None
-    head_dim: int | None
-    gpus: int
-    batch: int
-    users: int
-    causal: bool
-    attention: str | None
-
-    @property
-    def base(self) -> str:
-        """dense, dilated or block_sparse."""
-        return self.attention or ("dense" if self.length < rules.LONG else "dilated")
-
-    def pattern(self, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
-        if base == "dilated":
-            return rules.branches(self.length, heads, longest)
-        return rules.dense_pattern() if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
-
-    def model(self, base: str, longest: int | None = None) -> rules.Model:
-        """With the number of heads that the rates of its branches follow from."""
-        heads = self.heads
-        if heads is None:
-            heads = rules.language_model(self.parameters, None, self.head_dim, self.causal, {"attention": "dense"}).config.num_heads
-        pattern = self.pattern(base, heads, longest)
-        changes: dict[str, Any] = {"attention": base} if base != "dilated" else _listed(pattern)
-        if base == "block_sparse":
-            changes["block_pattern"] = pattern
-        return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, changes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chosen:
-    """What a use case came to, before its words."""
-
-    kind: str
-    base: str
-    pattern: DilatedPattern | BlockPattern
-    heads: int
-    kv_heads: int | None
-    head_dim: int
-    needs_grad: bool
-    # positions that a device has at a time
-    positions: int
-    memory: int | None = None
-    fits: bool | None = None
 
 
 def training(case: Case) -> Recommendation:
@@ -85,8 +27,8 @@ def training(case: Case) -> Recommendation:
     what = f"{_billions(model.num_parameters)} parameters with AdamW, {_count(laid.sequences, 'sequence')} at a time"
     if not laid.fits:
         what += f"; a sequence of {laid.longest:,} positions would fit" if laid.longest else "; not even the weights do"
-    chosen = _Chosen(
-        kind=_RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
+    chosen = Chosen(
+        kind=RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory, fits=laid.fits,
     )  # fmt: skip
     plan = _planned(case, chosen, laid.sequences, context)
@@ -94,14 +36,14 @@ def training(case: Case) -> Recommendation:
         running.memory(laid.memory, case.machine, laid.fits, f"{what}; by plan_model", reasons.COMPUTED),
         *running.time(plan, config.num_layers),
         running.checkpointing(laid.checkpointed, laid.fits),
-        *_shared(case, base, laid.mesh, model.num_parameters > rules.SHARDED),
+        *shared(case, base, laid.mesh, model.num_parameters > rules.SHARDED),
         running.batch(case.length, laid.sequences),
         *([reasons.known_encoders()] if case.name == "encoder" else []),
     ]
     options = {"checkpoint_activations": True} if laid.checkpointed else {}
     arguments = model.overrides | options | (mesh_options(base, case.causal) if context > 1 else {})
     setup = [*imports("create_model", base), *processes(laid.mesh, case.machine.is_cuda)]
-    return _told(case, chosen, settings, setup, call_text("create_model", model.preset, arguments))
+    return told(case, chosen, settings, setup, call_text("create_model", model.preset, arguments))
 
 
 def layer(case: Case) -> Recommendation:
@@ -110,7 +52,7 @@ def layer(case: Case) -> Recommendation:
     context = rules.most_context(case.length, case.gpus)
     mesh = rules.Mesh(case.gpus // context, context)
     pattern, sequences = case.pattern(base, heads), max(1, case.batch // mesh.data)
-    kind, constructor = (_RING[base] if context > 1 else base), "multihead_block_sparse" if base == "block_sparse" else "multihead_dilated"
+    kind, constructor = (RING[base] if context > 1 else base), "multihead_block_sparse" if base == "block_sparse" else "multihead_dilated"
     arguments: dict[str, Any] = {"embed_dim": heads * head_dim, "num_heads": heads}
     if kind == "ring":
         constructor, arguments = "ring", {}
@@ -118,11 +60,11 @@ def layer(case: Case) -> Recommendation:
         arguments["pattern"] = pattern
     else:
         # one segment as long as the sequence is dense attention
-        arguments |= _listed(pattern) if base == "dilated" else {"segment_lengths": (case.length,), "dilation_rates": (1,)}
+        arguments |= listed(pattern) if base == "dilated" else {"segment_lengths": (case.length,), "dilation_rates": (1,)}
     if context > 1:
         constructor = constructor if kind == "ring" else f"ring_{constructor}"
         arguments |= mesh_options(base, case.causal)
-    chosen = _Chosen(
+    chosen = Chosen(
         kind=kind, base=base, pattern=pattern, heads=heads, kv_heads=None, head_dim=head_dim, needs_grad=True,
         positions=-(-sequences * case.length // context),
     )  # fmt: skip
@@ -133,12 +75,12 @@ def layer(case: Case) -> Recommendation:
         what = "of one layer's attention: q, k, v, result, gradients and what its calls need beside them"
         settings = [running.memory(plan.peak, case.machine, plan.fits, what, reasons.COMPUTED), *running.time(plan, 1)]
     settings += [
-        *_shared(case, base, mesh, False),
+        *shared(case, base, mesh, False),
         running.batch(case.length, sequences),
         *([reasons.known_encoders()] if case.name == "encoder" else []),
     ]
     setup = [*imports("create_attention", base), *processes(mesh, case.machine.is_cuda)]
-    return _told(case, chosen, settings, setup, call_text("create_attention", constructor, arguments))
+    return told(case, chosen, settings, setup, call_text("create_attention", constructor, arguments))
 
 
 def decoding(case: Case) -> Recommendation:
@@ -163,7 +105,7 @@ def decoding(case: Case) -> Recommendation:
     what = f"weights of {_billions(model.num_parameters)} parameters and the cache of {_count(requests, 'request')}"
     if needed > usable:
         what += f", of which {fitting} would fit"
-    chosen = _Chosen(
+    chosen = Chosen(
         kind=base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         needs_grad=False, positions=requests, memory=needed, fits=needed <= usable,
     )  # fmt: skip
@@ -177,7 +119,7 @@ def decoding(case: Case) -> Recommendation:
         *([running.users(requests, fitting)] if case.name == "serving" else []),
         *([running.replicas(case.gpus)] if case.gpus > 1 else []),
     ]
-    return _told(case, chosen, settings, imports("create_model", base), call_text("create_model", model.preset, model.overrides))
+    return told(case, chosen, settings, imports("create_model", base), call_text("create_model", model.preset, model.overrides))
 
 
 def torchscale(case: Case) -> Recommendation:
@@ -191,7 +133,7 @@ def torchscale(case: Case) -> Recommendation:
     if not planned[0].fits:
         planned.append(_slides(case, checkpointed=True))
     taken = planned[-1]
-    chosen = _Chosen(
+    chosen = Chosen(
         kind="dilated", base="dilated", pattern=encoder.pattern, heads=encoder.num_heads, kv_heads=None, head_dim=encoder.head_dim, needs_grad=True,
         positions=positions, memory=taken.peak, fits=taken.fits,
     )  # fmt: skip
@@ -202,7 +144,7 @@ def torchscale(case: Case) -> Recommendation:
         *reasons.checkpoints(case.machine),
     ]
     setup = ["from dilated_attention import create_model", '# with weights: integrations.torchscale.load_torchscale("slide_encoder.pth")']
-    return _told(
+    return told(
         case, chosen, settings, setup, call_text("create_model", _GIGAPATH, {"checkpoint_activations": True} if checkpointed else {})
     )
 
@@ -221,8 +163,8 @@ def huggingface(case: Case) -> Recommendation:
     context = rules.most_context(case.length, case.gpus) if base != "block_sparse" else 1
     mesh = rules.Mesh(case.gpus // context, context)
     pattern = case.pattern(base, heads)
-    kind = _RING[base] if context > 1 else base
-    chosen = _Chosen(
+    kind = RING[base] if context > 1 else base
+    chosen = Chosen(
         kind=kind,
         base=base,
         pattern=pattern,
@@ -232,10 +174,10 @@ def huggingface(case: Case) -> Recommendation:
         needs_grad=True,
         positions=-(-case.length // context),
     )
-    settings = [*reasons.transformers(base), *_shared(case, base, mesh, False), running.batch(case.length, 1)]
+    settings = [*reasons.transformers(base), *shared(case, base, mesh, False), running.batch(case.length, 1)]
     if kind == "dense":
-        return _told(case, chosen, settings, [], 'model.set_attn_implementation("sdpa")')
-    arguments: dict[str, Any] = {"segment_lengths": (case.length,), "dilation_rates": (1,)} if base == "dense" else _listed(pattern)
+        return told(case, chosen, settings, [], 'model.set_attn_implementation("sdpa")')
+    arguments: dict[str, Any] = {"segment_lengths": (case.length,), "dilation_rates": (1,)} if base == "dense" else listed(pattern)
     if base == "block_sparse":
         arguments = {"pattern": pattern}
     name = "ring_dilated" if context > 1 else base
@@ -246,72 +188,12 @@ def huggingface(case: Case) -> Recommendation:
         *imports("", base),
         *processes(mesh, case.machine.is_cuda),
     ]
-    return _told(
+    return told(
         case, chosen, settings, [*setup, call_text("register", name, arguments, bound="")], f'model.set_attn_implementation("{name}")'
     )
 
 
-def _told(case: Case, chosen: _Chosen, middle: list[Setting], setup: list[str], code: str) -> Recommendation:
-    """The settings in order, with those that every use case has."""
-    machine, pattern, dtype = case.machine, chosen.pattern, case.machine.dtype
-    call: dict[str, Any] = {
-        "heads": chosen.heads, "kv_heads": chosen.kv_heads, "head_dim": chosen.head_dim, "is_causal": case.causal, "needs_grad": chosen.needs_grad,
-    }  # fmt: skip
-    explanation = reasons.explained(machine, dtype, pattern, case.length, **call)
-    alone = None
-    if machine.is_cuda and not machine.is_here:
-        alone = reasons.explained(reasons.without_packages(machine), dtype, pattern, case.length, **call)
-    dense = (case.length + 1) / 2 if case.causal else case.length
-    keys = pattern.pairs(case.length, chosen.heads, is_causal=case.causal) / (case.length * chosen.heads)
-    settings: list[Setting | None] = [
-        reasons.kind(chosen.kind, chosen.base, case.length, case.attention, chosen.needs_grad, keys / dense)
-        if case.name != "torchscale"
-        else reasons.checkpoint_kind(),
-        reasons.quality(chosen.base) if case.name != "torchscale" else None,
-        _branches(case, chosen, keys, dense),
-        reasons.backend(machine, explanation, alone, chosen.base == "dilated" and case.name != "torchscale"),
-        reasons.dtype(machine, dtype),
-        reasons.precision(machine, chosen.base, case.length, chosen.needs_grad),
-        *middle,
-    ]
-    if chosen.needs_grad:
-        settings += [
-            running.cuda_graph(chosen.positions, chosen.kind in _RING.values()) if machine.is_cuda else None,
-            reasons.compiled(machine),
-        ]
-    settings += [reasons.allocator(machine), reasons.head_dim(machine, chosen.head_dim, explanation) if case.name != "torchscale" else None]
-    has_branches = isinstance(pattern, DilatedPattern) and chosen.base == "dilated"
-    request = {field.name: getattr(case, field.name) for field in fields(case)} | {"machine": machine.name, "memory": machine.memory}
-    return Recommendation(
-        use_case=case.name,
-        request=request,
-        machine=f"{case.length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}",
-        kind=chosen.kind,
-        segment_lengths=pattern.segment_lengths if has_branches and isinstance(pattern, DilatedPattern) else (),
-        dilation_rates=pattern.dilation_rates if has_branches and isinstance(pattern, DilatedPattern) else (),
-        keys_per_query=keys,
-        dense_keys_per_query=dense,
-        forward=explanation.forward,
-        backward=explanation.backward,
-        memory=chosen.memory,
-        fits=chosen.fits,
-        settings=tuple(setting for setting in settings if setting is not None),
-        setup=tuple(setup),
-        code=code,
-    )
-
-
-def _branches(case: Case, chosen: _Chosen, keys: float, dense: float) -> Setting | None:
-    if chosen.base == "dense":
-        return None
-    if isinstance(chosen.pattern, BlockPattern):
-        return reasons.window(shown(chosen.pattern), keys, dense)
-    if case.name == "torchscale":
-        return reasons.checkpoint_branches(chosen.pattern, keys, dense)
-    return reasons.branches(chosen.pattern, case.length, chosen.heads, case.causal)
-
-
-def _planned(case: Case, chosen: _Chosen, sequences: int, context: int) -> AttentionPlan | None:
+def _planned(case: Case, chosen: Chosen, sequences: int, context: int) -> AttentionPlan | None:
     """One layer's attention; None for a GPU of unknown figures."""
     machine = case.machine
     if machine.gpu is None and machine.is_cuda:
@@ -322,20 +204,6 @@ def _planned(case: Case, chosen: _Chosen, sequences: int, context: int) -> Atten
         is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu or "cpu", memory=machine.memory,
         find_longest=False,
     )  # fmt: skip
-
-
-def _shared(case: Case, base: str, mesh: rules.Mesh, is_sharded: bool) -> list[Setting]:
-    """Several GPUs: the mesh, and how the parts of a sequence meet."""
-    if case.gpus == 1:
-        return []
-    exchange = running.exchange(base, case.causal) if mesh.context > 1 else ()
-    return [running.parallel(base, mesh, case.length, case.batch, is_sharded), *exchange]
-
-
-def _listed(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
-    if not isinstance(pattern, DilatedPattern):
-        return {}
-    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
 
 
 def _billions(number: int) -> str:

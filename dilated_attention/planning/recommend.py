@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.planning import rules
-from dilated_attention.planning.cases import KINDS, Case, decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.case import KINDS, Case
+from dilated_attention.planning.cases import decoding, huggingface, layer, torchscale, training
 from dilated_attention.planning.recommendation import Recommendation
 
 USE_CASES: Mapping[str, str] = {

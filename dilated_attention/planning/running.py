@@ -6,7 +6,7 @@ import torch
 
 from dilated_attention.functional import explain_decode
 from dilated_attention.models.summary import readable
-from dilated_attention.planning.plan import AttentionPlan
+from dilated_attention.planning.attention_plan import AttentionPlan
 from dilated_attention.planning.reasons import COMPUTED, DECODING, GENOME, HUGGING_FACE, PERFORMANCE, RING, SLIDES
 from dilated_attention.planning.recommendation import Setting
 from dilated_attention.planning.rules import LONG, TOKENS_PER_GPU, Machine, Mesh

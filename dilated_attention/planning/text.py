@@ -10,8 +10,8 @@ from dilated_attention.models.summary import USABLE, readable
 from dilated_attention.planning.problem import RINGS
 
 if TYPE_CHECKING:
+    from dilated_attention.planning.attention_plan import AttentionPlan
     from dilated_attention.planning.model_plan import ModelPlan
-    from dilated_attention.planning.plan import AttentionPlan
 
 
 def plan_text(plan: AttentionPlan) -> str:

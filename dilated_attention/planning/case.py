@@ -1,0 +1,145 @@
+"""What ``recommend`` was asked, what a use case came to, and the settings that every answer has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
+from dilated_attention.planning import reasons, rules, running
+from dilated_attention.planning.code import shown
+from dilated_attention.planning.recommendation import Recommendation, Setting
+
+KINDS = ("dense", "dilated", "block_sparse")
+RING = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
+# the block pattern that decoding was measured with (docs/decoding.md), to both sides where there is no causality
+_WINDOW, _GLOBAL = 2047, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A request with its defaults filled in."""
+
+    name: str
+    length: int
+    machine: rules.Machine
+    parameters: float | None
+    heads: int | None
+    head_dim: int | None
+    gpus: int
+    batch: int
+    users: int
+    causal: bool
+    attention: str | None
+
+    @property
+    def base(self) -> str:
+        """dense, dilated or block_sparse."""
+        return self.attention or ("dense" if self.length < rules.LONG else "dilated")
+
+    def pattern(self, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
+        if base == "dilated":
+            return rules.branches(self.length, heads, longest)
+        return rules.dense_pattern() if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
+
+    def model(self, base: str, longest: int | None = None) -> rules.Model:
+        """With the number of heads that the rates of its branches follow from."""
+        heads = self.heads
+        if heads is None:
+            heads = rules.language_model(self.parameters, None, self.head_dim, self.causal, {"attention": "dense"}).config.num_heads
+        pattern = self.pattern(base, heads, longest)
+        changes: dict[str, Any] = {"attention": base} if base != "dilated" else listed(pattern)
+        if base == "block_sparse":
+            changes["block_pattern"] = pattern
+        return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What a use case came to, before its words."""
+
+    kind: str
+    base: str
+    pattern: DilatedPattern | BlockPattern
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    needs_grad: bool
+    # positions that a device has at a time
+    positions: int
+    memory: int | None = None
+    fits: bool | None = None
+
+
+def told(case: Case, chosen: Chosen, middle: list[Setting], setup: list[str], code: str) -> Recommendation:
+    """The settings in order, with those that every use case has."""
+    machine, pattern, dtype = case.machine, chosen.pattern, case.machine.dtype
+    call: dict[str, Any] = {
+        "heads": chosen.heads, "kv_heads": chosen.kv_heads, "head_dim": chosen.head_dim, "is_causal": case.causal, "needs_grad": chosen.needs_grad,
+    }  # fmt: skip
+    explanation = reasons.explained(machine, dtype, pattern, case.length, **call)
+    alone = None
+    if machine.is_cuda and not machine.is_here:
+        alone = reasons.explained(reasons.without_packages(machine), dtype, pattern, case.length, **call)
+    dense = (case.length + 1) / 2 if case.causal else case.length
+    keys = pattern.pairs(case.length, chosen.heads, is_causal=case.causal) / (case.length * chosen.heads)
+    settings: list[Setting | None] = [
+        reasons.kind(chosen.kind, chosen.base, case.length, case.attention, chosen.needs_grad, keys / dense)
+        if case.name != "torchscale"
+        else reasons.checkpoint_kind(),
+        reasons.quality(chosen.base) if case.name != "torchscale" else None,
+        _branches(case, chosen, keys, dense),
+        reasons.backend(machine, explanation, alone, chosen.base == "dilated" and case.name != "torchscale"),
+        reasons.dtype(machine, dtype),
+        reasons.precision(machine, chosen.base, case.length, chosen.needs_grad),
+        *middle,
+    ]
+    if chosen.needs_grad:
+        settings += [
+            running.cuda_graph(chosen.positions, chosen.kind in RING.values()) if machine.is_cuda else None,
+            reasons.compiled(machine),
+        ]
+    settings += [reasons.allocator(machine), reasons.head_dim(machine, chosen.head_dim, explanation) if case.name != "torchscale" else None]
+    has_branches = isinstance(pattern, DilatedPattern) and chosen.base == "dilated"
+    request = {field.name: getattr(case, field.name) for field in fields(case)} | {"machine": machine.name, "memory": machine.memory}
+    return Recommendation(
+        use_case=case.name,
+        request=request,
+        machine=f"{case.length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}",
+        kind=chosen.kind,
+        segment_lengths=pattern.segment_lengths if has_branches and isinstance(pattern, DilatedPattern) else (),
+        dilation_rates=pattern.dilation_rates if has_branches and isinstance(pattern, DilatedPattern) else (),
+        keys_per_query=keys,
+        dense_keys_per_query=dense,
+        forward=explanation.forward,
+        backward=explanation.backward,
+        memory=chosen.memory,
+        fits=chosen.fits,
+        settings=tuple(setting for setting in settings if setting is not None),
+        setup=tuple(setup),
+        code=code,
+    )
+
+
+def _branches(case: Case, chosen: Chosen, keys: float, dense: float) -> Setting | None:
+    if chosen.base == "dense":
+        return None
+    if isinstance(chosen.pattern, BlockPattern):
+        return reasons.window(shown(chosen.pattern), keys, dense)
+    if case.name == "torchscale":
+        return reasons.checkpoint_branches(chosen.pattern, keys, dense)
+    return reasons.branches(chosen.pattern, case.length, chosen.heads, case.causal)
+
+
+def shared(case: Case, base: str, mesh: rules.Mesh, is_sharded: bool) -> list[Setting]:
+    """Several GPUs: the mesh, and how the parts of a sequence meet."""
+    if case.gpus == 1:
+        return []
+    exchange = running.exchange(base, case.causal) if mesh.context > 1 else ()
+    return [running.parallel(base, mesh, case.length, case.batch, is_sharded), *exchange]
+
+
+def listed(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
+    if not isinstance(pattern, DilatedPattern):
+        return {}
+    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
