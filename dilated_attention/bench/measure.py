@@ -218,10 +218,13 @@ def _timed(
     for together in rounds:
         calls: dict[str, Callable[[], Any]] = {}
         peaks: dict[str, int] = {}
+        wanted = [one for one in together if not _too_long(one, which, longest)]
+        # before any call: made later, they would lie in the middle of memory that a larger call needs whole
+        for one in wanted:
+            attempt(functools.partial(_share, one.contender, problem, shared))
         for one in together:
             note = _too_long(one, which, longest)
             if not note:
-                attempt(functools.partial(_share, one.contender, problem, shared))
                 before = _allocated(problem.device)
                 # what does not fit is left out before the turns begin
                 first = attempt(functools.partial(_first, one, problem, which, shared, memory), foreign=True)
@@ -237,7 +240,9 @@ def _timed(
                     del first
                     continue
             rows.append(Row(name=one.contender.name, case=case | {"pass": which}, note=note))
-        for name, timing in interleaved(calls, problem.device, seconds=seconds, warm=True, agree=agree).items():
+        timings, failed = _in_turns(calls, problem.device, seconds, agree)
+        rows += [Row(name=name, case=case | {"pass": which}, note=note) for name, note in failed.items()]
+        for name, timing in timings.items():
             contender = able[name].contender
             values = timing.values() | rate(contender.pairs(problem), problem.head_dim, which, timing)
             if memory and problem.device.type == "cuda":
@@ -246,6 +251,27 @@ def _timed(
                 able[name].expected = timing.ms / 1000 if agree is None else agree(timing.ms / 1000)
             rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors=able[name].errors))
     return rows
+
+
+def _in_turns(
+    calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float, agree: Callable[[float], float] | None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """(timings, notes of what failed). Calls that fit alone may not fit beside what others keep: they are timed one by one then."""
+    if agree is not None:
+        # processes call in step: none can go back to a call that others are past
+        return interleaved(calls, device, seconds=seconds, warm=True, agree=agree), {}
+    together = attempt(functools.partial(interleaved, calls, device, seconds=seconds, warm=True))
+    if together.value is not None:
+        return together.value, {}
+    timings, failed = {}, {}
+    for name, call in calls.items():
+        alone = attempt(functools.partial(interleaved, {name: call}, device, seconds=seconds, warm=True))
+        if alone.value is None:
+            failed[name] = alone.note
+        else:
+            timings |= alone.value
+        release()
+    return timings, failed
 
 
 def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
