@@ -263,7 +263,8 @@ def _in_turns(
     together = attempt(functools.partial(interleaved, calls, device, seconds=seconds, warm=True))
     if together.value is not None:
         return together.value, {}
-    timings, failed = {}, {}
+    timings: dict[str, Timing] = {}
+    failed: dict[str, str] = {}
     for name, call in calls.items():
         alone = attempt(functools.partial(interleaved, {name: call}, device, seconds=seconds, warm=True))
         if alone.value is None:
