@@ -129,7 +129,7 @@ class Plot:
         """Upright, or lying where their names would run into one another."""
         assert self.bars is not None
         names = [name.replace("\n", " ") for name in self.bars]
-        lying = sum(map(len, names)) > 80
+        lying = len(names) * max(map(len, names), default=0) > 90
         width = 0.8 / max(1, len(self.lines))
         for i, line in enumerate(self.lines):
             places = [at - 0.4 + width * (i + 0.5) for at in range(len(names))]
