@@ -19,7 +19,7 @@ from dilated_attention.cli import main
 from dilated_attention.models import PagedKVCache
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
-from dilated_attention.planning import rules
+from dilated_attention.planning import plan_model, rules
 from dilated_attention.planning.recommend import USE_CASES, recommend
 from dilated_attention.planning.recommendation import Recommendation
 
@@ -235,7 +235,9 @@ def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) ->
 
 def test_steps_are_spread_so_that_they_fit() -> None:
     one = recommend("training", 2**16, gpu="H200", parameters=7e9)
-    assert one.fits is False and one.memory is not None and "positions would fit" in one.setting("memory").reason
+    assert one.fits is False and one.memory is not None and "the optimizer alone are too much" in one.setting("memory").reason
+    long = recommend("training", 2**20, gpu="H200", parameters=1.3e9)
+    assert long.fits is False and "positions would fit" in long.setting("memory").reason
     assert one.setting("checkpoint_activations").value == "True"
     eight = recommend("training", 2**16, gpu="H200", parameters=7e9, gpus=8)
     assert eight.fits and eight.kind == "ring_dilated" and eight.setting("mesh").value.startswith("1 × 8")
@@ -253,6 +255,16 @@ def test_steps_are_spread_so_that_they_fit() -> None:
         assert answer.memory is not None
         machine = rules.machine_of("H200", None)
         assert answer.fits == (answer.memory <= USABLE * machine.memory)
+
+
+def test_memory_is_what_the_planner_says_of_the_model_that_is_made() -> None:
+    answer = recommend("training", 2**15, gpu="H100", parameters=1.3e8, gpus=2)
+    made: dict[str, Any] = {}
+    exec(answer.code, {"create_model": lambda preset, **config: made.update(config, preset=preset), "mesh": {"cp": None}})
+    config = {name: value for name, value in made.items() if name not in ("mesh", "layout")}
+    assert answer.setting("mesh").value.startswith("1 × 2")
+    planned = plan_model(**config, num_positions=2**15, gpu="H100", weight_shards=2, world_size=2)
+    assert answer.memory == planned.peak and answer.fits == planned.fits
 
 
 def test_caches_decide_how_far_segments_reach() -> None:

@@ -26,7 +26,7 @@ def training(case: Case) -> Recommendation:
     config, context = model.config, laid.mesh.context
     what = f"{_billions(model.num_parameters)} parameters with AdamW, {_count(laid.sequences, 'sequence')} at a time"
     if not laid.fits:
-        what += f"; a sequence of {laid.longest:,} positions would fit" if laid.longest else "; not even the weights do"
+        what += f"; a sequence of {laid.longest:,} positions would fit" if laid.longest else "; weights, gradients and the optimizer alone are too much"
     chosen = Chosen(
         kind=RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory, fits=laid.fits,
