@@ -479,3 +479,19 @@ def test_one_query_is_one_problem_a_branch() -> None:
         plan = make_plan(pattern, Shape(4, 4, (position, position + 1), (0, n), ((0, n),), True))
         assert [problem.branch for problem in plan.problems] == [0, 1]
         assert not any(problem.causal for problem in plan.problems)
+
+
+def test_heads_of_many_plans_are_grouped_once() -> None:
+    from dilated_attention.engine import heads
+
+    def members(shift: int) -> list[heads.Member]:
+        return [heads.Member(head, head % 16, ("rows", shift)) for head in range(128)]
+
+    heads._grouped.cache_clear()
+    first = heads.head_groups(members(0), 1)
+    again = heads.head_groups(members(5), 1)
+    # rows differ and heads do not; groups come with the caller's own members
+    assert heads._grouped.cache_info().misses == 1
+    assert [group for group, _ in first] == [group for group, _ in again] and {member.kind for _, member in again} == {("rows", 5)}
+    taken = sorted(group.start + group.step * i for group, _ in first for i in range(group.count))
+    assert taken == list(range(128)) and len(first) == 8

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from dilated_attention.distributed.formulas import Sizes, dense_bytes, heads_bytes
 from dilated_attention.engine.families import make_pieces
+from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.plan import MOST_POSITIONS, search
+from dilated_attention.planning.text import seconds_text
 from dilated_attention.planning.timeline import deepened
 from dilated_attention.planning.trace import Moment
 
@@ -407,3 +409,51 @@ def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
             assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
             compared += 1
     assert compared >= 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (3.5e-5, "35 µs"),
+        (9.996e-4, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9997, "1 s"),
+        (6.19, "6.19 s"),
+        (119.0, "119 s"),
+        (371.0, "6.18 min"),
+        (48_000.0, "13.3 h"),
+        (300_000.0, "3.47 days"),
+        (1e9, "11,574 days"),
+    ],
+)
+def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -> None:
+    assert seconds_text(seconds) == told
+
+
+def test_no_plan_tells_a_figure_with_an_exponent() -> None:
+    for found in (plan("dense", 2**25, num_heads=32, head_dim=128), plan("dense", 2**8), plan_model("llama-1b", num_positions=2**20, gpu="H100")):
+        assert not re.search(r"\de[+-]?\d", str(found)), str(found)
+
+
+def test_a_cpu_can_be_asked_for_by_name() -> None:
+    found = plan("dense", gpu="cpu")
+    assert found.device == "this machine's CPU" and found.dtype == "float32"
+
+
+@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
+def test_models_of_images_are_planned(preset: str) -> None:
+    found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
+    assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
+    assert found.peak > 16 * found.parameters
+
+
+def test_sums_of_half_precision_products_are_float32_sums() -> None:
+    # Pascal's fast float16 sums in float16, which no attention here does
+    for name in ("P100 PCIe", "P100 SXM2"):
+        assert GPUS[name].peaks["float16"] == GPUS[name].peaks["float32"]
+    # tensor cores: bfloat16 at float16's rate, fp8 at twice that
+    for gpu in GPUS.values():
+        if "bfloat16" in gpu.peaks:
+            assert gpu.peaks["bfloat16"] == gpu.peaks["float16"]
+        if "fp8" in gpu.peaks:
+            assert gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)
