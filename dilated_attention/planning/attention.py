@@ -195,17 +195,23 @@ def _standard(problem: Problem) -> MemoryEstimate:
     return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward))
 
 
-def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
+def standard_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
     """softmax(q·kᵀ/√D)·v as it is written in textbooks, with all N² scores in memory: what plans and benchmarks compare with.
 
-    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D).
+    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D). ``hidden``: (N, N) true where a query does not see a key, for calls that share it;
+    None: made here with ``is_causal``.
     """
+    if is_causal and hidden is None:
+        # before the scores: behind them it would lie in the place of a matrix that was freed, and none would fit there again
+        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    # under the same name: no more than two matrices at a time
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if is_causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return (F.softmax(scores, dim=-1) @ v).transpose(1, 2)
 
