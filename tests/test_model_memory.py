@@ -9,7 +9,8 @@ import torch
 
 from dilated_attention.factory import create_model
 from dilated_attention.models import loss
-from dilated_attention.planning import find_gpu, model_memory, plan_model
+from dilated_attention.models.summary import USABLE
+from dilated_attention.planning import find_gpu, model_memory, plan_attention, plan_model
 from dilated_attention.planning.attention import standard_attention
 from dilated_attention.planning.problem import make_problem
 from dilated_attention.planning.trace import Tape, fake_tensors, peak_of
@@ -72,3 +73,13 @@ def test_plain_attention_holds_four_matrices_in_its_backward_on_a_gpu() -> None:
         peaks = {on_gpu: peak_of(step, on_gpu=on_gpu) for on_gpu in (False, True)}
     assert 3 * matrix < peaks[False] < 3.3 * matrix
     assert peaks[True] == peaks[False] + matrix
+
+
+def test_what_fits_of_plain_attention_leaves_room_for_what_its_allocator_cannot_use_again() -> None:
+    plan = plan_attention("standard", num_positions=4096, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33)
+    matrix = 8 * 4096**2 * 2
+    assert plan.memory.reserve == matrix and 4 * matrix < plan.peak < 5 * matrix and "pieces" in str(plan)
+    longest = plan_attention("standard", num_positions=plan.longest, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33)
+    assert longest.fits and longest.peak < 0.82 * USABLE * 2**33
+    forward = plan_attention("standard", num_positions=4096, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", training=False)
+    assert forward.memory.reserve == 0 and "pieces" not in str(forward)

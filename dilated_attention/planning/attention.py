@@ -192,7 +192,9 @@ def _standard(problem: Problem) -> MemoryEstimate:
             ("dq, dk, dv", (Q + 2 * K) * e),
             ("scores, weights and their gradients", rest),
         ]
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward))
+    # autograd makes dv before the weights' gradient: in the place of the scores, where no matrix fits any more
+    reserve = problem.batch_size * problem.num_heads * problem.num_positions**2 * e if problem.training and on_gpu else 0
+    return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward), reserve=reserve)
 
 
 def standard_attention(
