@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Group, Results, Row, Session, Suite, run
+from dilated_attention.bench import measure as measuring
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.attempt import Refused, attempt
 from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender, dense_pattern
@@ -75,7 +76,7 @@ def test_what_a_file_holds_is_not_measured_again(tmp_path: Path) -> None:
     assert outcome.measured == 2
     assert [path.name for path in outcome.written] == ["counted.json", "counted.md", "counted-time.png"]
     assert "| one |" in (tmp_path / "counted.md").read_text()
-    assert (tmp_path / "counted-time.png").stat().st_size > 5000
+    assert (tmp_path / "counted-time.png").stat().st_size > 2500
     assert run(suite, session(), output=tmp_path).measured == 0
     assert run(suite, session(), output=tmp_path, fresh=True).measured == 3
 
@@ -133,6 +134,24 @@ def test_a_wrong_gradient_alone_has_no_speed_either() -> None:
 
     (row,) = measure([Contender(name="biased", what="", make=detached, pattern=dense_pattern)], TINY, seconds=0.01)
     assert row.note.startswith("wrong: dk off by")
+
+
+def test_what_fits_alone_only_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = measuring.interleaved
+
+    def crowded(functions: Any, *arguments: Any, **options: Any) -> dict[str, Timing]:
+        if len(functions) > 1 or "neighbour" in functions:
+            raise torch.OutOfMemoryError("out of memory")
+        return together(functions, *arguments, **options)
+
+    monkeypatch.setattr(measuring, "interleaved", crowded)
+    neighbour = Contender(name="neighbour", what="", make=STANDARD.make, pattern=dense_pattern)
+    rows = measure([STANDARD, neighbour], TINY, passes=("forward", "both"), seconds=0.01)
+    found = {(row.name, row.case["pass"]): row for row in rows}
+    for which in ("forward", "both"):
+        assert found["standard", which].values["ms"] > 0
+        assert found["neighbour", which].note == "out of memory" and not found["neighbour", which].values
+    assert len(rows) == 4
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

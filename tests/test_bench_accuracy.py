@@ -58,7 +58,7 @@ def test_the_yardstick_rounds_as_plain_torch_does() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backends_keep_their_bounds_and_a_wrong_one_is_seen(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(num_positions=96, num_heads=4, head_dim=16, dtype=dtype)
-    monkeypatch.setattr(accurate, "backends", lambda: ["auto", "math", "flash4"])
+    monkeypatch.setattr(accurate, "backends", lambda chosen: ["auto", "math", "flash4"])
     rows = {row.name: row for row in errors(kind, problem, {})}
     assert set(rows) == {PLAIN, "auto", "math", "flash4"} and rows["flash4"].note.startswith("runs on cuda")
     for name in ("auto", "math"):
@@ -88,7 +88,7 @@ def test_eight_bits_err_by_their_own_measure() -> None:
 
 def test_runs_that_differ_and_changes_that_matter_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(num_positions=64, num_heads=4, head_dim=16, batch_size=2)
-    monkeypatch.setattr(accurate, "backends", lambda: ["auto", "math"])
+    monkeypatch.setattr(accurate, "backends", lambda chosen: ["auto", "math"])
     assert all(row.values["dk_equal_runs"] == row.values["runs"] == 4 for row in repeats("dilated", problem, 4, {}))
     assert all(row.values["equal"] == 1 for kind in KINDS for row in invariances(kind, problem, {}))
     right = Call.__call__
@@ -121,6 +121,18 @@ def test_losses_of_dtypes_begin_alike_and_fall() -> None:
     assert 1e-6 < abs(by_dtype["bfloat16"][0] - by_dtype["float32"][0]) < 0.02
     (fp8,) = [row for row in rows if row.name == "fp8"]
     assert "precision" in fp8.note
+
+
+def test_backends_can_be_chosen(tmp_path: Path) -> None:
+    given = ["--lengths", "32", "--head-dim", "16", "--kinds", "dense", "--masks", "full", "--dtypes", "bfloat16", "--backends", "math"]
+    command = ["bench", "accuracy", "--output", str(tmp_path), *given, "--parts", "error", "repeat", "invariance", "--quiet", "--no-plots"]
+    assert main(command) == 0
+    groups = json.loads((tmp_path / "accuracy.json").read_text())["groups"]
+    rows = [row for rows in groups.values() for row in rows]
+    names = {part: {row["name"] for row in rows if row["case"]["part"] == part} for part in ("repeat", "invariance")}
+    assert names == {"repeat": {"math"}, "invariance": {"math"}}
+    # beside what is measured apart, in 8 bits
+    assert {row["name"] for row in rows if row["case"]["part"] == "error" and row["case"]["dtype"] == "bfloat16"} == {PLAIN, "math"}
 
 
 def test_the_suite_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_peaks_of_attention_are_as_predicted(tmp_path: Path, capsys: pytest.Capt
     assert rows["flash4", "forward", 1024].note and not rows["flash4", "forward", 1024].values
     out = capsys.readouterr().out
     assert "less than standard" in out and "measured against predicted" in out
-    assert (tmp_path / "memory-peak-training.png").stat().st_size > 5000
+    assert (tmp_path / "memory-peak-training.png").stat().st_size > 2500
 
     monkeypatch.setattr(memory, "in_child", lambda *args: pytest.fail("measured twice"))
     assert main(given) == 0

@@ -306,7 +306,7 @@ def test_results_of_gpus_are_told_and_drawn(tmp_path: Path) -> None:
     results.machine["hardware"]["devices"] = 1
     written = write(suite, results, tmp_path)
     pictures = [path for path in written if path.suffix == ".png"]
-    assert len(pictures) == 2 + 2 + 2 + 4 + 2 and all(path.stat().st_size > 15000 for path in pictures)
+    assert len(pictures) == 2 + 2 + 2 + 4 + 2 and all(path.stat().st_size > 5000 for path in pictures)
     assert json.loads((tmp_path / "scaling.json").read_text())["suite"] == "scaling"
 
 

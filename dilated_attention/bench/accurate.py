@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,12 +60,14 @@ class Call:
         return {"out": out, "lse": lse}
 
 
-def backends() -> list[str]:
-    """Every backend, the library's own choice first. 8-bit products are measured apart."""
+def backends(chosen: Sequence[str] | None = None) -> list[str]:
+    """Every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured apart."""
+    if chosen is not None:
+        return list(chosen)
     return ["auto", *(name for name in registry.names() if "fp8" not in registry.get(name).facts.precisions)]
 
 
-def errors(kind: str, problem: Problem, extra: dict[str, Any]) -> list[Row]:
+def errors(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
     """A row for plain softmax attention in the same dtype, and for every backend: ``<result>_max`` = E, the largest absolute error, and
     ``<result>_share`` of the bound 2·E(plain) + one rounding; relative errors ‖found − true‖ / ‖true‖ in ``errors``.
     """
@@ -82,7 +84,7 @@ def errors(kind: str, problem: Problem, extra: dict[str, Any]) -> list[Row]:
     case = problem.case | extra | {"part": "error", "kind": kind}
     rows = [_compared(PLAIN, case, plain, truth, {})]
     del plain
-    for name in backends():
+    for name in backends(chosen):
         found = attempt(Call(kind, name, problem).results, foreign=True)
         rows.append(
             Row(name=name, case=case, note=found.note) if found.value is None else _compared(name, case, found.value, truth, bounds)
@@ -144,11 +146,11 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found[kept] - true[kept]).norm() / true[kept].norm().clamp(min=1e-300))
 
 
-def repeats(kind: str, problem: Problem, runs: int, extra: dict[str, Any]) -> list[Row]:
+def repeats(kind: str, problem: Problem, runs: int, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
     """The same inputs ``runs`` times, with and without ``deterministic``: ``<result>_equal_runs``, bit for bit, and ``<result>_spread``, the
     largest relative difference of a run from the first."""
     rows = []
-    for name in backends():
+    for name in backends(chosen):
         for deterministic in (False, True):
             call = Call(kind, name, problem, deterministic=deterministic)
             case = problem.case | extra | {"part": "repeat", "kind": kind, "deterministic": deterministic}
@@ -170,10 +172,10 @@ def _repeated(call: Call, runs: int) -> dict[str, float]:
     return values | {f"{key}_equal_runs": count for key, count in equal.items()} | {f"{key}_spread": most for key, most in spread.items()}
 
 
-def invariances(kind: str, problem: Problem, extra: dict[str, Any]) -> list[Row]:
+def invariances(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
     """Changes that must change nothing but the order: the largest absolute ``difference`` of out, and whether it is ``equal`` bit for bit."""
     rows = []
-    for name in backends():
+    for name in backends(chosen):
         for what, compare in INVARIANCES.items():
             case = problem.case | extra | {"part": "invariance", "kind": kind, "change": what}
             found = attempt(functools.partial(compare, kind, name, problem), foreign=True)

@@ -19,6 +19,7 @@ from dilated_attention.bench.problem import Problem
 from dilated_attention.factory import create_attention
 from dilated_attention.functional import attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
+from dilated_attention.pattern.block_kept import count_pairs
 from dilated_attention.planning.attention import standard_attention
 
 # a materialised score matrix beyond this is no contender but a trap
@@ -61,7 +62,15 @@ class Contender:
         pattern = self.pattern(problem)
         if pattern is None:
             return None
-        return problem.batch_size * pattern.pairs(problem.num_positions, problem.num_heads, is_causal=problem.is_causal)
+        return problem.batch_size * _counted(pattern, problem.num_positions, problem.num_heads, problem.is_causal, problem.device)
+
+
+@functools.lru_cache(maxsize=512)
+def _counted(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool, device: torch.device) -> int:
+    """Pairs of one sequence. Lists of blocks are counted where they are used: a million positions take a CPU minutes."""
+    if isinstance(pattern, BlockPattern) and device.type == "cuda" and not isinstance(pattern, TopBlocks) and not pattern.lives_here:
+        return count_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
+    return pattern.pairs(num_positions, num_heads, is_causal=is_causal)
 
 
 def dense_pattern(problem: Problem) -> DilatedPattern:

@@ -10,97 +10,20 @@ from typing import Any
 import torch
 
 from dilated_attention.bench import correct
-from dilated_attention.bench.attempt import Refused, attempt, release
-from dilated_attention.bench.contenders import Contender, OfEmbedded
+from dilated_attention.bench.attempt import attempt, release
+from dilated_attention.bench.checked import check
+from dilated_attention.bench.contenders import Contender
 from dilated_attention.bench.correct import Attend
+from dilated_attention.bench.passes import FLOPS, HEAVY, PASSES, allocated, call_of, inputs_of, part_of, share
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Row
 from dilated_attention.bench.tables import ESTIMATED
 from dilated_attention.bench.timing import Timing, interleaved, one_call, peak_extra
 
-PASSES = ("forward", "backward", "both")
-# FLOPs of a pair and head dimension: two matrix products forward, five backward
-FLOPS = {"forward": 4, "backward": 10, "both": 14}
 # FLOPs of a dense forward from which a shorter sequence is asked how long it takes: 0.1 s or so
 _WORTH_A_PROBE = {"cuda": 3e13, "cpu": 1e10}
 # and its length at most: kernels have reached their rate there
 _LONGEST_PROBE = 2**15
-# bytes that a graph may hold while others take their turns
-_HEAVY = 2**30
-
-
-def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Relative errors against float64: whole at ``correct.WHOLE`` positions, and of sampled rows of ``problem`` itself.
-
-    Blocks chosen by content are those that the pattern chooses for the same q and k. A function of x, and one whose pairs are no one
-    pattern's, is compared with itself on plain torch in float64 instead.
-    """
-    small = problem.reduced(correct.WHOLE)
-    errors = dict(_small_errors(contender, small))
-    pattern = contender.pattern(problem)
-    if contender.inputs == "qkv" and pattern is not None and problem.num_positions > small.num_positions:
-        leaves = problem.qkv(7)
-        with torch.no_grad():
-            out = whole(attend)(*leaves)
-        errors["sampled out"] = correct.sampled_error(pattern, problem, leaves, out)
-    return errors
-
-
-@functools.lru_cache(maxsize=1024)
-def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, float], ...]:
-    """Errors where all is compared; once a process, as all longer sequences of a suite have the same one."""
-    attend = whole(contender.make(small))
-    if contender.chooses is not None:
-        single = replace(small, batch_size=1)
-        q, k, _ = (x.detach() for x in single.qkv(7))
-        picked = contender.chooses(small).choose(q, k, is_causal=small.is_causal)
-        errors = correct.whole_errors(attend, picked, single, gradients=contender.trains)
-    else:
-        pattern = contender.pattern(small)
-        if contender.inputs == "x" or pattern is None:
-            errors = _against_itself(contender, small, attend)
-        else:
-            errors = correct.whole_errors(attend, pattern, small, gradients=contender.trains)
-    return tuple(errors.items())
-
-
-def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Errors of out and input gradients against the same module in float64, which runs on plain torch."""
-    exact = replace(problem, dtype=torch.float64, device=torch.device("cpu"))
-    leaves = inputs_of(contender, problem, 7)
-    dout = torch.randn_like(leaves[0]).detach()
-    copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    reference = (contender.reference or contender.make)(exact)
-    module = module_of(attend)
-    if module is not None and isinstance(reference, OfEmbedded):
-        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in module.state_dict().items()})
-    found = attend(*leaves)
-    true = reference(*copies)
-    grads = torch.autograd.grad(found, leaves, dout)
-    true_grads = torch.autograd.grad(true, copies, dout.cpu().double())
-    names = ("out", "dx") if contender.inputs == "x" else ("out", "dq", "dk", "dv")
-    return {
-        name: float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm())
-        for name, a, b in zip(names, (found, *grads), (true, *true_grads), strict=True)
-    }
-
-
-def whole(attend: Attend) -> Attend:
-    """``attend`` as a function of whole sequences, where it is one of this process's part."""
-    found: Attend = getattr(attend, "whole", attend)
-    return found
-
-
-def module_of(attend: Attend) -> torch.nn.Module | None:
-    """The module with projections behind ``attend``, if there is one."""
-    inner = getattr(attend, "__self__", attend)
-    inner = getattr(inner, "part", inner)
-    return inner.module if isinstance(inner, OfEmbedded) else None
-
-
-def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
-    """x, or q, k and v."""
-    return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
 
 
 def measure(
@@ -176,7 +99,7 @@ def expected_seconds(contender: Contender, problem: Problem) -> float | None:
     if 4 * problem.dense_pairs * problem.head_dim < _WORTH_A_PROBE.get(problem.device.type, 0.0) or short.num_positions < correct.WHOLE:
         return None
     attend = contender.make(short)
-    leaves = inputs_of(contender, _part(contender, short))
+    leaves = inputs_of(contender, part_of(contender, short))
     with torch.no_grad():
         attend(*leaves)
         seconds = min(one_call(lambda: attend(*leaves), problem.device) for _ in range(2))
@@ -218,14 +141,17 @@ def _timed(
     for together in rounds:
         calls: dict[str, Callable[[], Any]] = {}
         peaks: dict[str, int] = {}
+        wanted = [one for one in together if not _too_long(one, which, longest)]
+        # before any call: made later, they would lie in the middle of memory that a larger call needs whole
+        for one in wanted:
+            attempt(functools.partial(share, one.contender, problem, shared))
         for one in together:
             note = _too_long(one, which, longest)
             if not note:
-                attempt(functools.partial(_share, one.contender, problem, shared))
-                before = _allocated(problem.device)
+                before = allocated(problem.device)
                 # what does not fit is left out before the turns begin
                 first = attempt(functools.partial(_first, one, problem, which, shared, memory), foreign=True)
-                is_heavy = first.note == "out of memory" or _allocated(problem.device) - before > _HEAVY
+                is_heavy = first.note == "out of memory" or allocated(problem.device) - before > HEAVY
                 if which == "backward" and is_heavy and len(together) > 1:
                     rounds.append([one])
                     del first
@@ -237,7 +163,9 @@ def _timed(
                     del first
                     continue
             rows.append(Row(name=one.contender.name, case=case | {"pass": which}, note=note))
-        for name, timing in interleaved(calls, problem.device, seconds=seconds, warm=True, agree=agree).items():
+        timings, failed = _in_turns(calls, problem.device, seconds, agree)
+        rows += [Row(name=name, case=case | {"pass": which}, note=note) for name, note in failed.items()]
+        for name, timing in timings.items():
             contender = able[name].contender
             values = timing.values() | rate(contender.pairs(problem), problem.head_dim, which, timing)
             if memory and problem.device.type == "cuda":
@@ -248,6 +176,28 @@ def _timed(
     return rows
 
 
+def _in_turns(
+    calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float, agree: Callable[[float], float] | None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """(timings, notes of what failed). Calls that fit alone may not fit beside what others keep: they are timed one by one then."""
+    if agree is not None:
+        # processes call in step: none can go back to a call that others are past
+        return interleaved(calls, device, seconds=seconds, warm=True, agree=agree), {}
+    together = attempt(functools.partial(interleaved, calls, device, seconds=seconds, warm=True))
+    if together.value is not None:
+        return together.value, {}
+    timings: dict[str, Timing] = {}
+    failed: dict[str, str] = {}
+    for name, call in calls.items():
+        alone = attempt(functools.partial(interleaved, {name: call}, device, seconds=seconds, warm=True))
+        if alone.value is None:
+            failed[name] = alone.note
+        else:
+            timings |= alone.value
+        release()
+    return timings, failed
+
+
 def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
     """(call, the peak beyond what was allocated where ``memory`` is asked for and counted, else 0), called once."""
     call = call_of(one.contender, one.attend, problem, which, shared)
@@ -256,79 +206,6 @@ def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]
     return call, (peak_extra(call, problem.device) or 0) if memory and problem.device.type == "cuda" else 0
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[str, float]:
     """{"tflops": …} by the pairs that a contender computes; empty where the data decides them."""
     return {} if pairs is None else {"tflops": FLOPS[which] * pairs * head_dim / timing.ms / 1e9}
-
-
-def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
-    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand.
-
-    ``shared``: sets of inputs, which calls of one problem have in common; {} at first.
-    """
-    _share(contender, problem, shared)
-    kind = _kind(contender)
-    sets, (dout,) = shared[kind], shared[f"dout of {kind}"]
-    number = 0
-
-    def following() -> int:
-        nonlocal number
-        number = (number + 1) % len(sets)
-        return number
-
-    if which == "forward":
-
-        def forward() -> None:
-            with torch.no_grad():
-                attend(*sets[following()])
-
-        return forward
-    if which == "both":
-
-        def both() -> None:
-            leaves = sets[following()]
-            torch.autograd.grad(attend(*leaves), leaves, dout)
-
-        return both
-    if which != "backward":
-        raise Refused(f"pass {which!r}; expected one of {', '.join(PASSES)}")
-    before = _allocated(problem.device)
-    outs = [attend(*sets[0])]
-    if _allocated(problem.device) - before < _HEAVY:
-        outs += [attend(*leaves) for leaves in sets[1:]]
-
-    def backward() -> None:
-        at = following() % len(outs)
-        torch.autograd.grad(outs[at], sets[at], dout, retain_graph=True)
-
-    return backward
-
-
-def _share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
-    """Make the inputs that contenders of this kind go through, once."""
-    kind = _kind(contender)
-    if kind not in shared:
-        shared[kind] = [inputs_of(contender, _part(contender, problem), i) for i in range(sets_of(problem))]
-    if f"dout of {kind}" not in shared:
-        dout = _part(contender, problem).draw(problem.num_heads, 1000)
-        shared[f"dout of {kind}"] = [dout.flatten(2) if contender.inputs == "x" else dout]
-
-
-def _part(contender: Contender, problem: Problem) -> Problem:
-    """What this process holds of the problem."""
-    return problem if contender.local is None else contender.local(problem)
-
-
-def _kind(contender: Contender) -> str:
-    return contender.inputs if contender.local is None else f"{contender.inputs} in parts"
-
-
-def sets_of(problem: Problem) -> int:
-    """Sets of inputs in turns: eight of small ones, two where one exceeds any cache, one where memory is the question (from 4 GiB on)."""
-    if problem.bytes >= 4 * 2**30:
-        return 1
-    return max(2, min(8, 2**28 // max(problem.bytes, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _COLOURS = (
     "#e07a5f",
 )
 # characters that fit below a picture
+_DPI, _SHADES = 110, 128
 _NOTE = 135
 _MARKS = "osD^vP*X<>hd"
 
@@ -66,6 +68,7 @@ class Plot:
             raise ModuleNotFoundError('plots need matplotlib: pip install "dilated-attention[plot]"') from missing
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from PIL import Image
 
         with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
             # no pyplot: it would open a window's backend, and keep every figure
@@ -84,7 +87,10 @@ class Plot:
             if self.note:
                 figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=110, metadata={"Software": None})
+            with io.BytesIO() as drawn:
+                figure.savefig(drawn, dpi=_DPI, metadata={"Software": None})
+                # results are kept in repositories: a plot has few colours, and takes a third of the bytes so
+                Image.open(drawn).convert("RGB").quantize(_SHADES).save(path, "PNG", optimize=True, dpi=(_DPI, _DPI))
 
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
@@ -129,7 +135,7 @@ class Plot:
         """Upright, or lying where their names would run into one another."""
         assert self.bars is not None
         names = [name.replace("\n", " ") for name in self.bars]
-        lying = sum(map(len, names)) > 80
+        lying = len(names) * max(map(len, names), default=0) > 90
         width = 0.8 / max(1, len(self.lines))
         for i, line in enumerate(self.lines):
             places = [at - 0.4 + width * (i + 0.5) for at in range(len(names))]

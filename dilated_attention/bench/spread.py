@@ -18,7 +18,7 @@ import torch
 from dilated_attention.bench import correct
 from dilated_attention.bench.attempt import Attempt, release
 from dilated_attention.bench.correct import Attend, Pattern
-from dilated_attention.bench.measure import FLOPS
+from dilated_attention.bench.passes import FLOPS
 from dilated_attention.bench.problem import Problem, geometric
 from dilated_attention.bench.rows import Row
 from dilated_attention.bench.timing import Timing, peak_extra

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,15 @@ class _Progress:
         self._name = name
         self._quiet = quiet
         self._bar: Any = None
+        self._begun = time.monotonic()
 
     def __call__(self, done: int, total: int, label: str) -> None:
         if self._quiet:
             return
         if not sys.stderr.isatty() or not _has_tqdm():
             if label:
-                print(f"{self._name} {done + 1}/{total}: {label}", file=sys.stderr, flush=True)
+                passed = time.monotonic() - self._begun
+                print(f"{self._name} {done + 1}/{total}, {passed:.0f} s: {label}", file=sys.stderr, flush=True)
             return
         if self._bar is None:
             from tqdm import tqdm

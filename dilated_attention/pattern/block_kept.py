@@ -105,25 +105,30 @@ def _row_ends(piece: _Piece) -> torch.Tensor:
     return torch.searchsorted(row, piece.grid.range(0, entries.num_groups * rows), right=True, out_int32=True)
 
 
-def count_pairs(pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
-    """Kept pairs of all heads: sizes of the full blocks, within the sequence, and the pairs of the masks of the others."""
+def count_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
+) -> int:
+    """Kept pairs of all heads: sizes of the full blocks, within the sequence, and the pairs of the masks of the others.
+
+    ``device``: what counts. Lists of a million positions take a CPU minutes.
+    """
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
-    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads))
+    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, device))
     return total if pattern.per_head else total * num_heads
 
 
 def block_pairs(
-    pattern: BlockPattern, num_positions: int, num_heads: int
+    pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(head, row, column, kept pairs) of every kept block, some at a time; of head 0 alone where the pattern is not ``per_head``."""
     pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    for piece in _pieces(pattern, pattern.grid(num_positions), heads):
+    for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
         entries = piece.entries
         pairs = _sizes(piece.grid, entries.row, entries.column)
         if piece.masks is not None:
             pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        yield torch.tensor(piece.heads)[entries.group], entries.row, entries.column, pairs
+        yield torch.tensor(piece.heads, device=entries.group.device)[entries.group], entries.row, entries.column, pairs
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:

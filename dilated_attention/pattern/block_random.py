@@ -45,6 +45,15 @@ class RandomBlocks(WholeBlocks):
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
 
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Kept (head, query, key) triples, exact. Without listing blocks where each is whole and kept or not by number alone."""
+        if is_causal or num_positions % self.q_block or num_positions % self.k_block:
+            return super().pairs(num_positions, num_heads, is_causal=is_causal)
+        num_positions = as_int("num_positions", num_positions, minimum=0)
+        self.check(num_positions, as_int("num_heads", num_heads, minimum=1))
+        grid = self.grid(num_positions)
+        return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
+
     def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """The column that draw ``number`` of ``count`` takes: one of its stretch."""
         low = number * grid.num_columns // count

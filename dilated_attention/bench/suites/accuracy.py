@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accurate import INVARIANCES, KINDS, PLAIN, errors, errors_in_8_bits, invariances, repeats
+from dilated_attention.bench.accurate import INVARIANCES, KINDS, PLAIN, backends, errors, errors_in_8_bits, invariances, repeats
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.exact import RESULTS
 from dilated_attention.bench.plots import Line, Plot, short
@@ -39,11 +39,13 @@ class Accuracy(Suite):
         parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
         parser.add_argument("--head-dim", type=size, default=64, help="default 64")
         parser.add_argument("--steps", type=size, help="of training in each dtype; default 30, on a CPU 8")
+        parser.add_argument("--backends", nargs="+", choices=backends(), help="default: all; each is compiled anew for every dtype and mask")
         parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
-        return super().settings(session) | {"head_dim": options.head_dim, "masks": options.masks, "steps": self.steps(session)}
+        chosen = {"backends": options.backends} if options.backends else {}
+        return super().settings(session) | {"head_dim": options.head_dim, "masks": options.masks, "steps": self.steps(session)} | chosen
 
     def steps(self, session: Session) -> int:
         return int(session.options.steps or (30 if session.full else 8))
@@ -61,8 +63,8 @@ class Accuracy(Suite):
         usual = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), dtypes[0])
         groups: list[Group] = []
 
-        def add(label: str, function: Callable[..., Iterable[Row]], *arguments: Any) -> None:
-            groups.append(Group(label, functools.partial(function, *arguments, {})))
+        def add(label: str, function: Callable[..., Iterable[Row]], *arguments: Any, **settings: Any) -> None:
+            groups.append(Group(label, functools.partial(function, *arguments, {}, **settings)))
 
         def problem(n: int, dtype: torch.dtype, **changes: Any) -> Problem:
             shape: dict[str, Any] = {"num_heads": 4, "head_dim": options.head_dim} | changes
@@ -72,7 +74,7 @@ class Accuracy(Suite):
             for n, kind, mask in itertools.product(lengths, options.kinds, options.masks):
                 for dtype in dtypes:
                     mine = problem(n, dtype, is_causal=mask == "causal")
-                    add(f"error {kind} {mine.label}", errors, kind, mine)
+                    add(f"error {kind} {mine.label}", errors, kind, mine, chosen=options.backends)
                 mine = problem(n, usual, is_causal=mask == "causal")
                 add(f"error {kind} {mine.label} in fp8", errors_in_8_bits, kind, mine)
         if "loss" in options.parts:
@@ -84,9 +86,9 @@ class Accuracy(Suite):
                 n, heads = (4096, 8) if session.full else (256, 4)
                 mine = problem(n, usual, batch_size=2, num_heads=heads)
                 if part == "repeat":
-                    add(f"repeat {kind} {mine.label}", repeats, kind, mine, RUNS)
+                    add(f"repeat {kind} {mine.label}", repeats, kind, mine, RUNS, chosen=options.backends)
                 else:
-                    add(f"invariance {kind} {mine.label}", invariances, kind, mine)
+                    add(f"invariance {kind} {mine.label}", invariances, kind, mine, chosen=options.backends)
         return groups
 
     def tables(self, results: Results) -> list[Table]:

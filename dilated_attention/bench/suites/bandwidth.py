@@ -13,7 +13,8 @@ import torch
 from dilated_attention.bench import kernels
 from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.contenders import DENSE, MODULES, Contender
-from dilated_attention.bench.measure import FLOPS, PASSES, measure
+from dilated_attention.bench.measure import measure
+from dilated_attention.bench.passes import FLOPS, PASSES
 from dilated_attention.bench.plots import Line, Plot
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Results, Row

@@ -14,10 +14,10 @@ import torch
 from dilated_attention.bench import model_memory
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.attempt import Attempt, attempt, release
+from dilated_attention.bench.checked import check
 from dilated_attention.bench.children import Peak, in_child, why_no_children
 from dilated_attention.bench.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.correct import WHOLE, Attend, wrong
-from dilated_attention.bench.measure import check
 from dilated_attention.bench.plots import Line, Plot
 from dilated_attention.bench.problem import Problem, geometric
 from dilated_attention.bench.rows import Results, Row

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.attempt import attempt
+from dilated_attention.bench.checked import check
 from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, Contender
 from dilated_attention.bench.correct import wrong
-from dilated_attention.bench.measure import call_of, check
+from dilated_attention.bench.passes import call_of
 from dilated_attention.bench.plots import Line, Plot
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Results, Row, machine

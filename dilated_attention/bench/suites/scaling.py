@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench import measure, spread
+from dilated_attention.bench import measure, passes, spread
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.contenders import Contender, block_sparse, dense
@@ -147,7 +147,7 @@ def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
         return row
 
     def peak() -> int | None:
-        call = measure.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
+        call = passes.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
         # what is made once is kept
         call()
         # its notes of start and stop, on stderr

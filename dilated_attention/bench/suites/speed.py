@@ -11,7 +11,8 @@ from typing import Any
 
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender
-from dilated_attention.bench.measure import FLOPS, PASSES, duration, measure
+from dilated_attention.bench.measure import duration, measure
+from dilated_attention.bench.passes import FLOPS, PASSES
 from dilated_attention.bench.peaks import explained, gpu_of, utilisation
 from dilated_attention.bench.plots import Line, Plot
 from dilated_attention.bench.problem import Problem
