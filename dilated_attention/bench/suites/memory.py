@@ -239,6 +239,7 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
     # kept from calls before, in pieces of large blocks
     clear_block_lists()
     release(workspaces=True)
+    # of a whole GPU the context has some, too
     if torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) < 0.95 * memory:
         return Attempt(None, "not tried: others hold memory of this GPU")
     torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory, device)
