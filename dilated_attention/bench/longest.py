@@ -141,7 +141,7 @@ def _limited(limits: Limits, problem: Problem, function: Callable[[], dict[str, 
         # beside the call itself: its inputs are drawn, its rows are checked
         return in_child(function, memory=limits.memory, seconds=10 * limits.seconds + 20)
     clear_block_lists()
-    release()
+    release(workspaces=True)
     before = torch.cuda.memory_allocated(problem.device)
     total = torch.cuda.get_device_properties(problem.device).total_memory
     if limits.memory is not None:
@@ -152,7 +152,7 @@ def _limited(limits: Limits, problem: Problem, function: Callable[[], dict[str, 
         if limits.memory is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, problem.device)
     clear_block_lists()
-    release()
+    release(workspaces=True)
     left = torch.cuda.memory_allocated(problem.device) - before
     if found.value is None:
         return Attempt(None, f"{found.note}, {left / 2**20:.0f} MiB not given back" if left > 2**24 else found.note)

@@ -116,6 +116,7 @@ class AttentionPlan:
             "least_bytes": dict(zip(names, self.least_bytes, strict=True)),
             "memory": {
                 "peak": self.peak,
+                "reserve": self.memory.reserve,
                 "forward_peak": self.memory.forward_peak,
                 "backward_peak": self.memory.backward_peak,
                 "forward": [list(term) for term in self.memory.forward],
@@ -324,4 +325,5 @@ def _excess(problem: Problem, memory: int) -> int:
         counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
         if counts.entries >= _MOST_ENTRIES * problem.world_size:
             return _NO_SUCH_CALL
-    return memory_of(problem).peak - int(USABLE * memory)
+    found = memory_of(problem)
+    return found.peak + found.reserve - int(USABLE * memory)

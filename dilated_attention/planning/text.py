@@ -59,6 +59,8 @@ def plan_text(plan: AttentionPlan) -> str:
 def fit_text(plan: AttentionPlan) -> str:
     part = plan.peak / plan.device_memory
     told = f"{'yes' if plan.fits else 'no'}: {part:,.2g} of the memory, of which {USABLE:.0%} can be used"
+    if plan.memory.reserve:
+        told += f", and {readable(plan.memory.reserve)} lie in pieces that the allocator cannot use again"
     at_least = "at least " if plan.longest >= 2**31 else ""
     return f"{told}; the longest that does: {at_least}{plan.longest:,} positions"
 
