@@ -1,7 +1,8 @@
-"""Random cases and a vectorised dense oracle for the GPU tests, where the loop-by-loop reference would take too long."""
+"""Random cases and a vectorised dense oracle for the GPU tests, where the loop-by-loop reference would take too long; what others do on the GPU."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from dataclasses import dataclass
@@ -9,6 +10,28 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention import DilatedPattern
+
+# a CUDA context, beside what torch has reserved
+_CONTEXT_BYTES = 2**30
+
+
+def others_hold() -> int:
+    """Bytes of this GPU that other processes have; a GiB of them may be this one's own context."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def is_shared() -> bool:
+    return others_hold() > 2 * _CONTEXT_BYTES
+
+
+def bare() -> int:
+    """Gives back all that no tensor holds, cuBLAS's workspaces included, and returns the bytes that tensors hold."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 @dataclass(frozen=True)

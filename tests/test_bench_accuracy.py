@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,12 @@ def test_runs_that_differ_and_changes_that_matter_are_told(monkeypatch: pytest.M
     assert all(row.values["dk_equal_runs"] == row.values["runs"] == 4 for row in repeats("dilated", problem, 4, {}))
     assert all(row.values["equal"] == 1 for kind in KINDS for row in invariances(kind, problem, {}))
     right = Call.__call__
+    runs = itertools.count(1)
 
     def drifting(self: Call, *qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(self, *qkv)
         # atomics that add in another order each time; and what looks at its neighbours
-        return out * (1 + 1e-6 * torch.rand(()) * (not self.deterministic)) + 1e-3 * qkv[2].mean(), lse
+        return out * (1 + 5e-7 * (next(runs) % 16) * (not self.deterministic)) + 1e-3 * qkv[2].mean(), lse
 
     monkeypatch.setattr(Call, "__call__", drifting)
     rows = repeats("dense", problem, 4, {})

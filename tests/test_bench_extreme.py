@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import dilated_attention
-from dilated_attention.bench import Results, Row
+from dilated_attention.bench import Results, Row, longest
 from dilated_attention.bench.attempt import Refused
 from dilated_attention.bench.children import Peak, in_child, why_no_children
 from dilated_attention.bench.problem import Problem
@@ -87,9 +87,9 @@ def test_sampled_errors_find_a_wrong_row_of_each_result(kind: str, is_causal: bo
 
 def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(num_positions=300, num_heads=1, head_dim=16)
-    pattern = extreme.KINDS["dense"].pattern(problem, 64)
+    pattern = longest.KINDS["dense"].pattern(problem, 64)
     leaves = problem.qkv()
-    results = [x.detach() for x in extreme.KINDS["dense"].attend(problem, 64)(*leaves)]
+    results = [x.detach() for x in longest.KINDS["dense"].attend(problem, 64)(*leaves)]
     whole = sampled_errors(pattern, problem, leaves, results)
     monkeypatch.setattr("dilated_attention.bench.sampled._PIECE", 7)
     assert sampled_errors(pattern, problem, leaves, results) == pytest.approx(whole, rel=1e-6)
@@ -110,8 +110,8 @@ def test_lengths_double_until_memory_is_out_and_are_bisected(
     misses = [row.case["N"] for row in rows if row.note]
     assert lengths[:2] == [512, 1024]
     assert [row.note for row in rows if row.note] == ["out of memory"] * len(misses)
-    longest = max(row.case["N"] for row in fits)
-    assert longest < min(misses) <= 2 * max(n for n in lengths if n & (n - 1) == 0 and n <= longest)
+    most = max(row.case["N"] for row in fits)
+    assert most < min(misses) <= 2 * max(n for n in lengths if n & (n - 1) == 0 and n <= most)
     # one step of bisection between the last two powers of two
     assert sum(n & (n - 1) > 0 for n in lengths) == 1
     for row in fits:
@@ -122,10 +122,10 @@ def test_lengths_double_until_memory_is_out_and_are_bisected(
         assert v["peak_bytes"] < 0.04 * 2**30
         assert v["tokens_per_s"] == pytest.approx(1000 * row.case["N"] / v["ms"], rel=1e-3)
         assert max(row.errors.values()) < 1e-4
-    assert f"{longest:,}" in capsys.readouterr().out
+    assert f"{most:,}" in capsys.readouterr().out
     assert (tmp_path / "extreme-memory.png").stat().st_size > 2500
 
-    monkeypatch.setattr(extreme, "in_child", lambda *args, **options: pytest.fail("measured twice"))
+    monkeypatch.setattr(longest, "in_child", lambda *args, **options: pytest.fail("measured twice"))
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
 
 
@@ -139,9 +139,9 @@ def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) 
 
 def test_a_wrong_kind_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # lists of another window than the one that is computed
-    wrong = replace(extreme.KINDS["block-sparse"], pattern=lambda problem, first: LocalWindow(64, block_size=64))
-    monkeypatch.setattr(extreme.Kind, "attend", lambda self, problem, first: lambda q, k, v: (v, v[..., 0].transpose(1, 2)))
-    monkeypatch.setitem(extreme.KINDS, "dilated", wrong)
+    wrong = replace(longest.KINDS["block-sparse"], pattern=lambda problem, first: LocalWindow(64, block_size=64))
+    monkeypatch.setattr(longest.Kind, "attend", lambda self, problem, first: lambda q, k, v: (v, v[..., 0].transpose(1, 2)))
+    monkeypatch.setitem(longest.KINDS, "dilated", wrong)
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
     (row,) = Results.load(tmp_path / "extreme.json").rows
     assert row.note.startswith("wrong: out off by") and not row.values

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Group, Results, Row, Session, Suite
+from dilated_attention.bench.baseline import slug
 from dilated_attention.bench.contenders import MODULES, STANDARD
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import machine
@@ -221,9 +222,9 @@ def test_rows_of_another_suite_are_compared(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_hardware_makes_a_file_name() -> None:
-    assert regression.slug({"device": "NVIDIA H200", "devices": 1}) == "nvidia-h200"
-    assert regression.slug({"device": "NVIDIA H200", "devices": 4}) == "nvidia-h200-x4"
-    assert regression.slug({"device": "AMD EPYC (Milan)", "devices": 1, "cores": 2}) == "amd-epyc-milan-2-cores"
+    assert slug({"device": "NVIDIA H200", "devices": 1}) == "nvidia-h200"
+    assert slug({"device": "NVIDIA H200", "devices": 4}) == "nvidia-h200-x4"
+    assert slug({"device": "AMD EPYC (Milan)", "devices": 1, "cores": 2}) == "amd-epyc-milan-2-cores"
 
 
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:

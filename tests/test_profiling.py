@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.need import Need, Setting
 from dilated_attention.models import LongNetConfig, LongNetEncoder
 from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
+from dilated_attention.profiling.ledger import replay
+from dilated_attention.profiling.measure import _untold
 from dilated_attention.profiling.profile import SeenCall
 
 # poisoned allocations are filled, which is an op more for each
@@ -291,3 +294,17 @@ def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> No
         ratios = [by_setting[name][kind] for kind in ours]
         assert f"{min(ratios):.2f}-{max(ratios):.2f}" in text
     assert max(by_setting["expandable"].values()) < 1.2
+
+
+def node(name: str, start: int, *children: SimpleNamespace, size: int = 0, address: int = 0) -> SimpleNamespace:
+    """Of a profile's event tree."""
+    fields = SimpleNamespace(alloc_size=size, ptr=address, device=torch.device("cpu"))
+    return SimpleNamespace(name=name, start_time_ns=start, end_time_ns=start + 5, extra_fields=fields, children=list(children))
+
+
+def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> None:
+    op = [node("aten::mul", 10 * i, node("[memory]", 10 * i + 1, size=100, address=7)) for i in range(50)]
+    ledger = replay([*op, node("aten::add", 900, node("[memory]", 901, size=30, address=8))], torch.device("cpu"), 5)
+    assert (ledger.peak, ledger.end) == (135, 135)
+    assert {found.name: found.at_peak for found in ledger.ops} == {"aten::mul": 100, "aten::add": 30}
+    assert _untold(ledger, 135) == () and "65 bytes more" in _untold(ledger, 70)[0] and _untold(None, 70)

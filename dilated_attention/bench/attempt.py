@@ -59,10 +59,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY)
 
 
-def release() -> None:
-    """Give what nobody holds back to the device. A CPU has it back at once, but for what holds itself."""
+def release(*, workspaces: bool = False) -> None:
+    """Give what nobody holds back to the device. A CPU has it back at once, but for what holds itself.
+
+    Args:
+        workspaces: also cuBLAS's, which the next product makes anew: 32 MiB for each thread on Hopper. They may have been cut from a large block,
+            which as a whole cannot be given back then. Not while a CUDA graph lives, whose products write there.
+    """
     if torch.cuda.is_available():
         gc.collect()
+        if workspaces:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

@@ -20,6 +20,7 @@ from dilated_attention.factory import create_attention
 from dilated_attention.functional import attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
 from dilated_attention.pattern.block_kept import count_pairs
+from dilated_attention.planning.attention import standard_attention
 
 # a materialised score matrix beyond this is no contender but a trap
 _MOST_SCORE_BYTES = 64 * 2**30
@@ -84,17 +85,7 @@ def _standard(problem: Problem) -> Attend:
     hidden = None
     if problem.is_causal:
         hidden = torch.ones(problem.num_positions, problem.num_positions, dtype=torch.bool, device=problem.device).triu(1)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        repeats = q.shape[2] // k.shape[2]
-        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if hidden is not None:
-            # under the same name: no more than two matrices at a time
-            scores = scores.masked_fill(hidden, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2)
-
-    return attend
+    return functools.partial(standard_attention, hidden=hidden)
 
 
 def _backend(name: str, problem: Problem, **options: Any) -> Attend:

@@ -61,10 +61,10 @@ def measure(
             rows.append(Row(name=contender.name, case=case, errors=one.errors, note=one.note))
         else:
             able[contender.name] = one
-    release()
+    release(workspaces=True)
     for which in passes:
         rows += _timed(able, problem, which, case, seconds, memory, longest, agree)
-        release()
+        release(workspaces=True)
     return rows
 
 
@@ -194,7 +194,7 @@ def _in_turns(
             failed[name] = alone.note
         else:
             timings |= alone.value
-        release()
+        release(workspaces=True)
     return timings, failed
 
 

@@ -45,11 +45,13 @@ class MemoryEstimate:
         inputs: q, k, v and the key padding mask.
         forward: (what, bytes) at the peak of the forward, inputs included.
         backward: the same of the backward; empty without one.
+        reserve: beside the peak, what torch's allocator is known to hold in pieces that no further tensor fits into.
     """
 
     inputs: int
     forward: tuple[tuple[str, int], ...]
     backward: tuple[tuple[str, int], ...] = ()
+    reserve: int = 0
 
     @property
     def forward_peak(self) -> int:

@@ -109,7 +109,8 @@ def _text(own: str, place: str, need: Need) -> str:
     lines.append(f"  memory: {room}")
     ways = ways_out(need, room, asked)
     if ways:
-        lines.append("  would fit:")
+        # free blocks of this call's sizes are cut up for smaller tensors, and what is left of each is lost to them
+        lines.append("  would fit, after torch.cuda.empty_cache():" if need.device.type == "cuda" else "  would fit:")
         lines += [f"    {way}" for way in ways]
     elif need.terms is not None and room.left is not None:
         others = max(0, room.allocated - need.held)

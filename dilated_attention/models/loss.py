@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 # logits of one chunk, in float32; they exist up to three times at once (logits, their softmax, its gradient)
-_CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 
 
 def chunked_cross_entropy(
@@ -36,7 +36,7 @@ def summed_cross_entropy(
     """The sum instead of the mean; see ``chunked_cross_entropy``."""
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
-        chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     single = hidden.shape[0] <= chunk
     total = hidden.new_zeros((), dtype=torch.float32)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):

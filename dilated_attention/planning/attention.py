@@ -192,20 +192,28 @@ def _standard(problem: Problem) -> MemoryEstimate:
             ("dq, dk, dv", (Q + 2 * K) * e),
             ("scores, weights and their gradients", rest),
         ]
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward))
+    # autograd makes dv before the weights' gradient: in the place of the scores, where no matrix fits any more
+    reserve = problem.batch_size * problem.num_heads * problem.num_positions**2 * e if problem.training and on_gpu else 0
+    return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward), reserve=reserve)
 
 
-def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
+def standard_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
     """softmax(q·kᵀ/√D)·v as it is written in textbooks, with all N² scores in memory: what plans and benchmarks compare with.
 
-    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D).
+    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D). ``hidden``: (N, N) true where a query does not see a key, for calls that share it;
+    None: made here with ``is_causal``.
     """
+    if is_causal and hidden is None:
+        # before the scores: behind them it would lie in the place of a matrix that was freed, and none would fit there again
+        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    # under the same name: no more than two matrices at a time
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if is_causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return (F.softmax(scores, dim=-1) @ v).transpose(1, 2)
 

@@ -99,6 +99,7 @@ class AttentionPlan:
             "least_bytes": dict(zip(names, self.least_bytes, strict=True)),
             "memory": {
                 "peak": self.peak,
+                "reserve": self.memory.reserve,
                 "forward_peak": self.memory.forward_peak,
                 "backward_peak": self.memory.backward_peak,
                 "forward": [list(term) for term in self.memory.forward],

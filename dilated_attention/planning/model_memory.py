@@ -13,12 +13,12 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.schedule import kept_budget
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
-from dilated_attention.models.loss import summed_cross_entropy
+from dilated_attention.models.loss import CHUNK_BYTES, summed_cross_entropy
 from dilated_attention.models.summary import cache_rows
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.attention import memory_of
 from dilated_attention.planning.problem import Problem
-from dilated_attention.planning.timeline import Point, Timeline, Traced, timeline
+from dilated_attention.planning.timeline import DEPTHS, Point, Timeline, Traced, deepened, timeline
 from dilated_attention.planning.trace import Tape, Unfilled, fake_tensors
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
@@ -118,25 +118,22 @@ def peak_of_step(run: Run, fixed: Fixed, problem: Problem) -> tuple[tuple[tuple[
 
     def extra(point: Point) -> int:
         spread = point.grads - point.grads // fixed.shards
-        return point.inside.at(rows) + inside.get(point.attention, 0) + kept * point.kept - spread + (loss_grads if point.grads else 0)
+        return point.inside.at(rows) + inside.get(point.attention, 0) + kept * point.kept - spread + loss_grads * point.in_backward
 
     found, point = line.highest(rows, extra)
-    # at the loss no gradient of the stack is there yet, and every layer's attention keeps what it keeps
-    at_loss = line.end_of_forward.at(rows) + loss + kept * (0 if run.checkpoint_activations else config.num_layers)
+    # at the loss no gradient of the stack is there yet
+    at_loss = line.end_of_forward.alive.at(rows) + loss + kept * line.end_of_forward.kept
     at_step = fixed.grads // fixed.shards + fixed.step
     highest = max(found, at_loss, at_step)
     if highest == at_step:
         return (*terms, ("gradients", fixed.grads // fixed.shards), ("optimizer's temporaries", fixed.step)), "in the optimizer's step"
     if highest == at_loss:
         return (*terms, ("activations", at_loss - loss), ("logits and their gradients, a chunk at a time", loss)), "at the loss"
-    grads = point.grads // fixed.shards + (loss_grads if point.grads else 0)
+    grads = point.grads // fixed.shards + loss_grads * point.in_backward
     attention = inside.get(point.attention, 0)
     assert base + found == base + grads + attention + (found - grads - attention)
     parts = [("gradients", grads), ("activations", found - grads - attention), ("inside attention", attention)]
-    return (
-        *terms,
-        *(part for part in parts if part[1]),
-    ), "in the backward" if point.grads or point.attention == "backward" else "in the forward"
+    return (*terms, *(part for part in parts if part[1])), "in the backward" if point.in_backward else "in the forward"
 
 
 def insides(problem: Problem) -> dict[str, int]:
@@ -190,13 +187,42 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
         with tape, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training):
             # tokens, tiles or patches are made inside the tape: they live as long as the step
             out, given = _stack_forward(model, run.batch_size, rows, run.weight_dtype)
+            if run.training:
+                # whatever makes a loss of it keeps it no longer, and nobody keeps the gradient that it gives back
+                loss = _Loss.apply(out)
+                del out
+                tape.note()
             num_forward = len(tape.moments)
             if run.training:
-                grad = torch.empty_like(out)
-                out.backward(grad)
-                del grad
-        del out, given
+                loss.backward()
+        del given
         return tape.moments, num_forward
+
+
+class _Loss(torch.autograd.Function):
+    """Any scalar of a tensor, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.like = (x.shape, x.dtype)
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype)
+
+
+class _Hidden(torch.autograd.Function):
+    """Rows of any hidden states, which nobody else keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return start.new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].new_empty((), dtype=torch.float32), None, None
 
 
 def _stack_forward(model: Pretrained, batch: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
@@ -213,32 +239,37 @@ def _stack_forward(model: Pretrained, batch: int, rows: int, dtype: torch.dtype)
 
 
 def _loss_of(run: Run, rows: int) -> tuple[int, int]:
-    """(bytes at the highest point of the loss and its backward, beside the hidden states; of them, gradients of the output layer).
+    """(bytes at the highest point of the loss and its backward, hidden states included; of them, gradients of the output layer).
 
-    A loss of few chunks is traced; that of many is told from two of few, as chunks differ in nothing.
+    A loss of few chunks is traced; that of many is told from these, as a chunk more makes the same operations once more.
     """
     model = model_of(run.preset, run.overrides)
     assert isinstance(model, LongNetLM)
     vocabulary, embed = model.output_weight.shape
     rows *= run.batch_size
-    chunk = max(1, 64 * 2**20 // (4 * vocabulary))
+    chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
     grads = vocabulary * embed * run.weight_dtype.itemsize
-    few, some = 3 * chunk, 5 * chunk
-    if rows <= some:
+    chunks = -(-rows // chunk)
+    if chunks <= DEPTHS[1]:
         return _loss_peak(rows, vocabulary, embed, run), grads
-    first, second = (_loss_peak(n, vocabulary, embed, run) for n in (few, some))
-    return second + (second - first) * (rows - some) // (some - few), grads
+    moments, _ = deepened(lambda few: _loss_moments(few * chunk, vocabulary, embed, run), chunks)
+    return max(moment.alive + moment.inside for moment in moments), grads
+
+
+def _loss_peak(rows: int, vocabulary: int, embed: int, run: Run) -> int:
+    return max(moment.alive + moment.inside for moment in _loss_moments(rows, vocabulary, embed, run)[0])
 
 
 @functools.lru_cache(maxsize=64)
-def _loss_peak(rows: int, vocabulary: int, embed: int, run: Run) -> int:
+def _loss_moments(rows: int, vocabulary: int, embed: int, run: Run) -> Traced:
     with fake_tensors():
-        hidden = torch.empty((rows, embed), dtype=run.weight_dtype if not run.casts else torch.float32, requires_grad=True)
+        start = torch.empty((), requires_grad=True)
         weight = torch.empty((vocabulary, embed), dtype=run.weight_dtype, requires_grad=True)
         targets = torch.zeros(rows, dtype=torch.int64)
         tape = Tape(on_gpu=run.on_gpu)
         with tape:
             with torch.autocast("cpu", run.dtype, enabled=run.casts):
-                loss = summed_cross_entropy(hidden, weight, targets)
+                loss = summed_cross_entropy(_Hidden.apply(start, (rows, embed), run.weight_dtype), weight, targets)
+            num_forward = len(tape.moments)
             loss.backward()
-        return max(moment.alive + moment.inside for moment in tape.moments)
+        return tape.moments, num_forward

@@ -211,4 +211,5 @@ def _excess(problem: Problem, memory: int) -> int:
         counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
         if counts.entries >= _MOST_ENTRIES * problem.world_size:
             return _NO_SUCH_CALL
-    return memory_of(problem).peak - int(USABLE * memory)
+    found = memory_of(problem)
+    return found.peak + found.reserve - int(USABLE * memory)

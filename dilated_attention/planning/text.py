@@ -54,12 +54,14 @@ def plan_text(plan: AttentionPlan) -> str:
             lines.append(f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}")
     else:
         lines.append(f"time         no estimate: {plan.no_time}")
-    lines += ["", f"fits         {fit_text(plan)}"]
+    lines += ["", f"fits         {fit_text(plan, plan.memory.reserve)}"]
     return "\n".join(lines)
 
 
-def fit_text(plan: AttentionPlan | ModelPlan) -> str:
+def fit_text(plan: AttentionPlan | ModelPlan, reserve: int = 0) -> str:
     told = f"{'yes' if plan.fits else 'no'}: it takes {part_text(plan.peak / plan.device_memory)} the memory, of which {USABLE:.0%} can be used"
+    if reserve:
+        told += f", and {readable(reserve)} lie in pieces that the allocator cannot use again"
     return f"{told}; {longest_text(plan.longest)}"
 
 

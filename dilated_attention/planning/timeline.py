@@ -29,13 +29,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A ``Moment`` at any length."""
+    """A ``Moment`` at any length, of the forward or of the backward."""
 
     alive: Line
     grads: int
     inside: Line
     attention: str
     kept: int
+    in_backward: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +44,12 @@ class Timeline:
     """Moments of a step that may be the highest, in order.
 
     Args:
-        end_of_forward: what lives when the forward has ended.
+        end_of_forward: when the forward has ended.
         moved: bytes that operations but for attention read and write.
     """
 
     points: tuple[Point, ...]
-    end_of_forward: Line
+    end_of_forward: Point
     moved: Line
 
     def highest(self, positions: int, extra: Callable[[Point], int]) -> tuple[int, Point]:
@@ -71,13 +72,10 @@ def timeline(trace: Callable[[int, int], Traced], lengths: tuple[int, int], dept
         return Line(round(a - slope * lengths[0]), slope)
 
     points = tuple(
-        Point(line(a.alive, b.alive), a.grads, line(a.inside, b.inside), a.attention, a.kept) for a, b in zip(first, second, strict=True)
+        Point(line(a.alive, b.alive), a.grads, line(a.inside, b.inside), a.attention, a.kept, index >= num_forward)
+        for index, (a, b) in enumerate(zip(first, second, strict=True))
     )
-    return Timeline(
-        points=points,
-        end_of_forward=line(first[num_forward - 1].alive, second[num_forward - 1].alive),
-        moved=line(first[-1].moved, second[-1].moved),
-    )
+    return Timeline(points=points, end_of_forward=points[num_forward - 1], moved=line(first[-1].moved, second[-1].moved))
 
 
 def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:

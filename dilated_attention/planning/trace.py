@@ -84,6 +84,10 @@ class Tape(TorchDispatchMode):
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(made)
 
+    def note(self) -> None:
+        """A moment without an operation: what lives now."""
+        self.moments.append(Moment(self._alive, self._grads, 0, "", self._kept, self._moved))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -163,6 +167,9 @@ def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
         y = args[1] if "add" in name else args[0]
         wide = max(4, out.element_size())
         return y.numel() * wide * ((y.element_size() < wide) + (out.element_size() < wide))
+    if name == "aten._softmax_backward_data.default" and on_gpu:
+        # torch's CUDA kernel is given grad · output as a tensor of its own (aten/native/cuda/SoftMax.cu)
+        return args[0].numel() * args[0].element_size()
     return 0
 
 

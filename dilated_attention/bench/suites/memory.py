@@ -23,6 +23,7 @@ from dilated_attention.bench.problem import Problem, geometric
 from dilated_attention.bench.rows import Results, Row
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.tables import Table, absent, figure, pivot
+from dilated_attention.engine.block_lists import clear_block_lists
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
 from dilated_attention.planning import detected_gpu, find_gpu
@@ -135,9 +136,9 @@ def _peak_of(contender: Contender, problem: Problem, which: str) -> Attempt[int]
     if problem.device.type != "cuda":
         why_not = why_no_children()
         return Attempt(None, why_not) if why_not else in_child(function)
-    release()
+    release(workspaces=True)
     found = attempt(function)
-    release()
+    release(workspaces=True)
     return found
 
 
@@ -165,8 +166,9 @@ def _called(attend: Attend, problem: Problem, which: str) -> None:
         with torch.no_grad():
             attend(*leaves)
         return
-    out = attend(*leaves)
-    torch.autograd.grad(out, leaves, problem.draw(problem.num_heads, 9))
+    # before the forward, as what that frees would be cut up for it
+    dout = problem.draw(problem.num_heads, 9)
+    torch.autograd.grad(attend(*leaves), leaves, dout)
 
 
 def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int | None:
@@ -175,7 +177,9 @@ def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int |
     if planned is None:
         return None
     found = memory_of(planned)
-    return found.forward_peak if which == "forward" else found.peak
+    # calls of it share one mask, which is made before them
+    shared = problem.num_positions**2 if contender is STANDARD and problem.is_causal else 0
+    return (found.forward_peak if which == "forward" else found.peak) - shared
 
 
 def _planned(contender: Contender, problem: Problem, which: str) -> Planned | None:
@@ -232,7 +236,12 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
         return Attempt(None, "not tried: time, not memory")
     attend = _attend_of(planned)
     device = session.device
-    release()
+    # kept from calls before, in pieces of large blocks
+    clear_block_lists()
+    release(workspaces=True)
+    # of a whole GPU the context has some, too
+    if torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) < 0.95 * memory:
+        return Attempt(None, "not tried: others hold memory of this GPU")
     torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory, device)
     try:
 
@@ -244,7 +253,7 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
         return attempt(call)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        release()
+        release(workspaces=True)
 
 
 def _attend_of(planned: Planned) -> Attend:
@@ -297,9 +306,11 @@ def _model_peak(function: Callable[[], int], device: torch.device) -> Attempt[in
     if device.type != "cuda":
         why_not = why_no_children()
         return Attempt(None, why_not) if why_not else in_child(function)
-    release()
+    # a plan counts lists of blocks and cuBLAS's workspaces, which would lie there from a model before
+    clear_block_lists()
+    release(workspaces=True)
     found = attempt(function)
-    release()
+    release(workspaces=True)
     return found
 
 

@@ -6,9 +6,8 @@ import argparse
 import contextlib
 import functools
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +15,25 @@ import torch
 
 from dilated_attention.bench.arguments import UsageError
 from dilated_attention.bench.attempt import attempt
+from dilated_attention.bench.baseline import REPEATS, SLOWER, Check, hardware_of, judged, measured, slug, state_of
 from dilated_attention.bench.checked import check
 from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, Contender
 from dilated_attention.bench.correct import wrong
 from dilated_attention.bench.passes import call_of
-from dilated_attention.bench.plots import Line, Plot
+from dilated_attention.bench.plots import Plot
 from dilated_attention.bench.problem import Problem
 from dilated_attention.bench.rows import Results, Row, machine
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import Table, figure
+from dilated_attention.bench.suites import regression_report as report
+from dilated_attention.bench.tables import Table
 from dilated_attention.bench.yardstick import Figures, change, sampled, verdict
 
 CORE = "core"
 BASELINES = Path("benchmarks") / "baselines"
-# a row that looks slower is measured so many times more, and believed only if it does each time
-_REPEATS = 3
 # of the catalogue: dense kernels beside which ours are judged, and what is ours
 CONTENDERS = tuple(
     x for x in (*DENSE, *MODULES, *MULTIHEAD) if x.name not in ("standard", "flash3_fp8", "flash2", "flex", "BlockSparseAttention BigBird")
 )
-_SLOWER, _FASTER, _SAME = "slower", "faster", "same"
-# as a row's values have it
-_STATES = {_SAME: 0, _SLOWER: 1, _FASTER: -1, "new": 2}
-_NEW = _STATES["new"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """How rows are compared. ``baseline`` is None where one is being made."""
-
-    baseline: Results | None
-    threshold: float
-    rounds: int
-    only: re.Pattern[str] | None
-
-    def wants(self, key: str) -> bool:
-        return self.only is None or self.only.search(key) is not None
-
-    def rows(self, label: str) -> dict[str, Row]:
-        """Of the baseline, those with figures and asked for, by their keys."""
-        rows = [] if self.baseline is None else self.baseline.groups.get(label, [])
-        return {row.key: row for row in rows if row.values and self.wants(row.key)}
 
 
 class Regression(Suite):
@@ -143,52 +120,13 @@ class Regression(Suite):
         return [path]
 
     def verdict(self, results: Results) -> int:
-        return int(any(_state(row) in (_SLOWER, "missing") for row in results.rows))
+        return int(any(state_of(row) in (SLOWER, "missing") for row in results.rows))
 
     def tables(self, results: Results) -> list[Table]:
-        rows = results.rows
-        if not any(_state(row) for row in rows):
-            cells = [[_described(row), figure(row.values["ms"]), _noise(row)] for row in rows if row.values]
-            return [
-                Table(
-                    "baseline",
-                    ("", "ms", "noise"),
-                    cells,
-                    "Noise: half of how far figures of blocks of turns lie apart, by the yardstick that shows more.",
-                )
-            ]
-        tables = [_counts(rows)]
-        for state, title in ((_SLOWER, "slower"), ("missing", "missing"), (_FASTER, "faster"), ("new", "new"), (_SAME, "the same")):
-            mine = [row for row in rows if _state(row) == state]
-            if mine:
-                tables.append(_state_table(title, sorted(mine, key=lambda row: -row.values.get("change", 0.0))))
-        return tables
+        return report.tables(results)
 
     def plots(self, results: Results) -> list[Plot]:
-        known = [row for row in results.rows if "change" in row.values]
-        if not known:
-            return []
-        lines = []
-        for name in dict.fromkeys(row.name for row in known):
-            mine = [row for row in known if row.name == name]
-            lines.append(Line(name, [row.values["then_ms"] for row in mine], [1 + row.values["change"] for row in mine], joined=False))
-        ends = [min(x for line in lines for x in line.x), max(x for line in lines for x in line.x)]
-        lines.append(Line("as the baseline", ends, [1, 1], dashed=True, marked=False))
-        note = "By the yardstick that shows least; a point a case."
-        return [Plot(name="change", title="Time against the baseline", x_label="milliseconds in the baseline", y_label="time / baseline's time",
-                     lines=lines, log_x=True, note=note)]  # fmt: skip
-
-
-def hardware_of(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What two results must have in common. A CPU's threads are not among it: this suite takes one."""
-    return {key: value for key, value in whole["hardware"].items() if key != "threads"}
-
-
-def slug(hardware: Mapping[str, Any]) -> str:
-    """A file's name: ``nvidia-h200``, ``amd-epyc-2-cores``."""
-    words = str(hardware["device"]) + (f" {hardware['cores']} cores" if "cores" in hardware else "")
-    words += f" x{hardware['devices']}" if hardware["devices"] > 1 else ""
-    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+        return report.plots(results)
 
 
 def core_problems(session: Session) -> list[Problem]:
@@ -248,42 +186,6 @@ def _prepared(
     return call, errors
 
 
-def measured(
-    calls: Mapping[str, Callable[[], Any]],
-    again: Callable[[Mapping[str, Callable[[], Any]]], dict[str, Figures]],
-    how: Check,
-    label: str,
-    case: Mapping[str, Any],
-) -> dict[str, Figures]:
-    """Figures of each name; what looks slower than the baseline several times, of which the best counts."""
-    found = merged([again(calls) for _ in range(how.rounds)])
-    then = {row.name: Figures.of_values(row.values) for row in how.rows(label).values() if row.case == dict(case)}
-    for _ in range(_REPEATS):
-        suspects = [name for name in found if name in then and verdict(then[name], found[name], how.threshold) == _SLOWER]
-        if not suspects:
-            break
-        # beside the others again: whether they are there may matter, to caches and to clocks
-        for name, figures in again(calls).items():
-            if name in suspects and change(then[name], figures) < change(then[name], found[name]):
-                found[name] = figures
-    return found
-
-
-def merged(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """The middle of several rounds, with what they differ by as noise where that is more."""
-    if len(rounds) == 1:
-        return rounds[0]
-    found = {}
-    for name in rounds[0]:
-        mine = [x[name] for x in rounds]
-        per = {rod: statistics.median(x.per[rod] for x in mine) for rod in mine[0].per}
-        apart = {rod: (max(x.per[rod] for x in mine) - min(x.per[rod] for x in mine)) / (2 * per[rod]) for rod in per}
-        noise = {rod: max(apart[rod], statistics.median(x.noise[rod] for x in mine)) for rod in per}
-        found[name] = Figures(ms=statistics.median(x.ms for x in mine), low_ms=min(x.low_ms for x in mine),
-                              samples=sum(x.samples for x in mine), per=per, noise=noise)  # fmt: skip
-    return found
-
-
 def _suite_groups(name: str, session: Session, how: Check) -> list[Group]:
     """Groups of another suite with its own defaults; its rows with a time are compared."""
     from dilated_attention.bench.suites import SUITES
@@ -300,8 +202,8 @@ def _of_suite(name: str, group: Group, session: Session, how: Check) -> list[Row
     then = {key: Figures.of_values(row.values) for key, row in how.rows(label).items()}
     rows: dict[str, Row] = {}
     found: dict[str, Figures] = {}
-    for turn in range(how.rounds + _REPEATS):
-        if turn >= how.rounds and not any(key in then and verdict(then[key], x, how.threshold) == _SLOWER for key, x in found.items()):
+    for turn in range(how.rounds + REPEATS):
+        if turn >= how.rounds and not any(key in then and verdict(then[key], x, how.threshold) == SLOWER for key, x in found.items()):
             break
         with one_thread(session.device):
             # the yardsticks before and behind, the faster of both
@@ -331,27 +233,6 @@ def _of_row(row: Row, rods: Mapping[str, float]) -> Figures:
     )
 
 
-def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
-    """Rows with ``change``, ``threshold`` and the baseline's ``then_ms``, and one for each that the baseline has alone."""
-    if how.baseline is None:
-        return list(rows)
-    then = how.rows(label)
-    result = []
-    for row in rows:
-        old = then.pop(row.key, None)
-        if old is None or not row.values:
-            if old is not None:
-                row = replace(row, note=f"missing: {row.note or 'no figure'}")
-            elif row.values:
-                row = replace(row, values=row.values | {"state": _NEW})
-            result.append(row)
-            continue
-        a, b = Figures.of_values(old.values), Figures.of_values(row.values)
-        state = _STATES[verdict(a, b, how.threshold)]
-        result.append(replace(row, values=row.values | {"change": change(a, b), "then_ms": a.ms, "state": state}))
-    return [*result, *(Row(name=old.name, case=old.case, note="missing: in the baseline only") for old in then.values())]
-
-
 def _gone(how: Check, labels: Sequence[str]) -> list[Row]:
     return [row for label in labels for row in judged([], label, how)]
 
@@ -366,37 +247,3 @@ def one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _state(row: Row) -> str:
-    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``, or ``""`` of a row without figures here and there, or of a baseline."""
-    if row.note.startswith("missing"):
-        return "missing"
-    names = {number: name for name, number in _STATES.items()}
-    return names[int(row.values["state"])] if "state" in row.values else ""
-
-
-def _described(row: Row) -> str:
-    case = row.case
-    shape = f"B={case['B']} N={case['N']}" if "B" in case and "N" in case else ""
-    return ", ".join(filter(None, [row.name, shape, "causal" if case.get("causal") else "", str(case.get("pass", ""))]))
-
-
-def _noise(row: Row) -> str:
-    return f"{max(value for key, value in row.values.items() if key.startswith('noise_')):.0%}"
-
-
-def _counts(rows: Sequence[Row]) -> Table:
-    states = [state for row in rows if (state := _state(row))]
-    names = (_SLOWER, "missing", _FASTER, "new", _SAME)
-    return Table("rows", ("", "rows"), [[name, str(states.count(name))] for name in names], "Slower or missing: exit code 1.")
-
-
-def _state_table(title: str, rows: Sequence[Row]) -> Table:
-    cells = []
-    for row in rows:
-        v = row.values
-        shown = [figure(v["then_ms"]) if "then_ms" in v else "–", figure(v["ms"]) if "ms" in v else "–"]
-        cells.append([_described(row), *shown, f"{v['change']:+.0%}" if "change" in v else "–", _noise(row) if v else "–", row.note])
-    caption = "Change and noise are of time by the yardsticks', not of milliseconds, which a busy machine stretches."
-    return Table(title, ("", "ms then", "ms now", "change", "noise", ""), cells, caption)

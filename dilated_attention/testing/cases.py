@@ -1,0 +1,218 @@
+"""A case: one call with all its options, drawn at random, and the tensors that its seed makes.
+
+Shape letters: B batch, N positions, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from dilated_attention.backends import registry
+from dilated_attention.pattern import DilatedPattern
+
+T = TypeVar("T")
+
+HEAD_DIMS = (1, 3, 8, 16, 24, 48, 59, 64)
+LAYOUTS = (
+    "contiguous",
+    "heads_first",
+    "packed",
+    "offset",
+    "strided_dim",
+    "transposed_dim",
+    "expanded_batch",
+    "expanded_heads",
+    "expanded_rows",
+)
+
+
+class Chooser(Protocol):
+    """Where a case's choices come from: ``random.Random``, or a hypothesis strategy that shrinks towards the first choice."""
+
+    def randint(self, a: int, b: int, /) -> int: ...
+
+    def choice(self, options: Sequence[T], /) -> T: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What ``random_case`` may draw. The defaults are everything that plain torch can do."""
+
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    max_length: int = 70
+    max_segment: int | None = None
+    heads_per_kv: tuple[int, ...] = (1, 2, 3)
+    layouts: tuple[str, ...] = LAYOUTS
+    padding: bool = True
+    window: bool = True
+    dropout: bool = True
+    lse_grad: bool = True
+
+    @classmethod
+    def of_backend(cls, name: str, **changes: Any) -> Space:
+        """What the backend's declared facts allow."""
+        facts = registry.get(name).facts
+        dims = tuple(sorted(facts.head_dims or HEAD_DIMS))
+        dims = tuple(d for d in dims if d <= facts.max_head_dim and d % facts.head_dim_multiple == 0) or (facts.head_dim_multiple,)
+        space = cls(head_dims=dims, padding=facts.key_mask, window=facts.window, dropout=facts.dropout)
+        return replace(space, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call with all its options. Its repr rebuilds it; ``inputs`` makes its tensors from ``seed``.
+
+    Args:
+        window: for ``attention`` instead of ``dilated_attention``; the pattern is then one whole segment of rate 1.
+        padding: ``"none"`` · ``"some"`` keys · ``"row"``: also every key of the first sequence · ``"all"`` keys.
+        bounds: of packed documents, as ``cu_seqlens``.
+        lse_grad: the loss reads lse, too.
+        layouts: memory layout of q, k, v and dout, of ``LAYOUTS``.
+    """
+
+    pattern: DilatedPattern
+    batch: int = 1
+    num_queries: int = 1
+    num_keys: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 8
+    is_causal: bool = False
+    query_offset: int = 0
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    mixture_grad: str = "exact"
+    dropout_p: float = 0.0
+    padding: str = "none"
+    bounds: tuple[int, ...] | None = None
+    lse_grad: bool = False
+    layouts: tuple[str, str, str, str] = ("contiguous",) * 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case. ``dlse`` is the factor of lse in the loss, zero where the case has no gradient of lse."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    key_padding_mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+def random_case(source: Chooser | int, space: Space | None = None) -> Case:
+    """Draw a case; ``source`` is a seed, a ``random.Random``, or anything with its ``randint`` and ``choice``."""
+    draw: Chooser = random.Random(source) if isinstance(source, int) else source
+    space = space or Space()
+
+    def chance(percent: int) -> bool:
+        return draw.randint(0, 99) >= 100 - percent
+
+    kv_heads = draw.randint(1, 3)
+    heads = kv_heads * draw.choice(space.heads_per_kv)
+    num_keys = draw.randint(0, 9) if chance(20) else draw.randint(0, space.max_length)
+    window = None
+    if space.window and chance(8):
+        window = (draw.choice([None, draw.randint(0, num_keys)]), draw.choice([None, draw.randint(0, num_keys)]))
+        pattern = DilatedPattern((2**62,), (1,), "zero")
+    else:
+        pattern = _random_pattern(draw, heads, num_keys, space.max_segment)
+    bounds, query_offset, num_queries = None, 0, num_keys
+    if chance(25):
+        bounds = (0, *sorted(draw.randint(0, num_keys) for _ in range(draw.randint(0, 4))), num_keys)
+    elif num_keys and chance(30):
+        query_offset = draw.randint(0, num_keys - 1)
+        num_queries = draw.randint(0 if chance(5) else 1, num_keys - query_offset)
+    mixture_grad = "detached" if chance(30) else "exact"
+    layouts = [draw.choice(space.layouts) if chance(25) else "contiguous" for _ in range(4)]
+    return Case(
+        pattern=pattern,
+        batch=1 if bounds else draw.randint(1, 3),
+        num_queries=num_queries,
+        num_keys=num_keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw.choice(space.head_dims),
+        is_causal=chance(50),
+        query_offset=query_offset,
+        scale=draw.choice([0.01, 0.1, 0.3]) if chance(25) else None,
+        window=window,
+        mixture_grad=mixture_grad,
+        dropout_p=draw.choice([0.1, 0.5, 0.9]) if space.dropout and chance(20) else 0.0,
+        padding=draw.choice(["some", "some", "row", "all"]) if space.padding and chance(30) else "none",
+        bounds=bounds,
+        # the lse of detached mixing has no gradient
+        lse_grad=space.lse_grad and mixture_grad == "exact" and chance(30),
+        layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
+        seed=draw.randint(0, 2**16),
+    )
+
+
+def _random_pattern(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:
+    longest = min(2 * num_keys + 2, max_segment or 2 * num_keys + 2)
+    lengths = [draw.randint(1, draw.choice([min(8, longest), longest])) for _ in range(draw.randint(1, 4))]
+    if max_segment is None and draw.randint(0, 9) == 9:
+        lengths[-1] = 2**40
+    rates = [draw.randint(1, min(length, draw.choice([3, 11]))) for length in lengths]
+    kind = draw.choice(["cyclic", "blocked", "zero", "lists", "split"])
+    offsets: Any = "cyclic" if kind == "split" else kind
+    if kind == "lists":
+        offsets = tuple(tuple(draw.randint(0, rate - 1) for _ in range(heads)) for rate in rates)
+    tail = "zero_keys" if draw.randint(0, 99) >= 75 else "mask"
+    return DilatedPattern(tuple(lengths), tuple(rates), offsets, "split" if kind == "split" else "all", tail)
+
+
+def make_tensor(
+    shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator
+) -> torch.Tensor:
+    """Normal numbers of shape (B, N, H, D), the same on every device, lying in memory as ``layout`` says."""
+    B, N, H, D = shape
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    if layout == "contiguous":
+        return normal(B, N, H, D)
+    if layout == "heads_first":
+        return normal(B, H, N, D).transpose(1, 2)
+    if layout == "packed":
+        return normal(B, N, 3, H, D)[:, :, 1]
+    if layout == "offset":
+        return normal(B * N * H * D + 3)[3:].view(B, N, H, D)
+    if layout == "strided_dim":
+        return normal(B, N, H, 2 * D)[..., ::2]
+    if layout == "transposed_dim":
+        return normal(B, N, D, H).transpose(2, 3)
+    if layout == "expanded_batch":
+        return normal(1, N, H, D).expand(B, N, H, D)
+    if layout == "expanded_heads":
+        return normal(B, N, 1, D).expand(B, N, H, D)
+    if layout == "expanded_rows":
+        return normal(B, 1, H, D).expand(B, N, H, D)
+    raise ValueError(f"layout is {layout!r}; expected one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
+    """The case's tensors; equal for equal ``case.seed``, up to the rounding to ``dtype``."""
+    generator = torch.Generator().manual_seed(case.seed)
+    queries = (case.batch, case.num_queries, case.heads, case.head_dim)
+    keys = (case.batch, case.num_keys, case.kv_heads, case.head_dim)
+    shapes = (queries, keys, keys, queries)
+    q, k, v, dout = (make_tensor(shape, layout, dtype, device, generator) for shape, layout in zip(shapes, case.layouts, strict=True))
+    accumulation = torch.float64 if dtype is torch.float64 else torch.float32
+    dlse = torch.randn(case.batch, case.heads, case.num_queries, generator=generator, dtype=torch.float64) * case.lse_grad
+    padding = None
+    if case.padding != "none":
+        padding = torch.rand(case.batch, case.num_keys, generator=generator) < 0.4
+        padding[: {"some": 0, "row": 1, "all": case.batch}[case.padding]] = True
+        padding = padding.to(device)
+    cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
+    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens)

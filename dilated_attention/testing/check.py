@@ -1,0 +1,153 @@
+"""The library's own function on cases, and every result of it, gradients too, held to its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable, registry
+from dilated_attention.functional import attention, dilated_attention
+from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, low_precision_bound, max_error, relative_bound
+from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
+from dilated_attention.testing.oracle import plain_attention, rounded_out_error
+
+Result = dict[str, torch.Tensor]
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One result of one case: its error and the bound that it must keep."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass
+class Report:
+    """What ``check_backend`` found. ``worst`` is the largest error / bound of each result, 1 being the limit."""
+
+    backend: str
+    device: str
+    cases: int = 0
+    refused: int = 0
+    worst: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.worst.items())
+        return f"{self.backend} on {self.device}: {self.cases} cases within bounds, {self.refused} refused; worst error/bound: {ratios}"
+
+
+def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The library's own function on the case; ``overrides`` are further arguments, such as ``backend``."""
+    options: dict[str, Any] = {
+        "is_causal": case.is_causal,
+        "scale": case.scale,
+        "cu_seqlens": x.cu_seqlens,
+        "key_padding_mask": x.key_padding_mask,
+        "dropout_p": case.dropout_p,
+        "query_offset": case.query_offset,
+        "return_lse": True,
+    }
+    if case.dropout_p:
+        torch.manual_seed(case.seed)
+    if case.window is not None:
+        return attention(q, k, v, window=case.window, **options | overrides)  # type: ignore[no-any-return]
+    pattern = case.pattern
+    options |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads, "tail": pattern.tail}
+    options["mixture_grad"] = case.mixture_grad
+    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options | overrides)  # type: ignore[no-any-return]
+
+
+def results(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
+) -> Result:
+    """out, lse and the three gradients of ``function(case, inputs, q, k, v)``, with q, k, v in ``dtype`` (None: as they are)."""
+    leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in (x.q, x.k, x.v)]
+    out, lse = function(case, x, *leaves, **options)
+    outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
+    if case.lse_grad:
+        outputs.append(lse)
+        cotangents.append(x.dlse.to(lse.dtype).to(lse.device))
+    grads = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+    found = (out, lse, *(torch.zeros_like(y) if g is None else g for y, g in zip(leaves, grads, strict=True)))
+    return {name: y.detach() for name, y in zip(RESULTS, found, strict=True)}
+
+
+def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
+    """Errors and bounds of all results of a case.
+
+    float64 is held to 1e-10 and, on a CPU, float32 to 1e-5; everything else to ``low_precision_bound``.
+    """
+    x = inputs(case, dtype, device)
+    mine = results(call, case, x, backend=backend)
+    truth = results(plain_attention, case, x, torch.float64)
+    on_cpu = torch.device(device).type == "cpu"
+    if dtype is torch.float64 or (dtype is torch.float32 and on_cpu):
+        tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
+        return [Measured(n, max_error(mine[n], truth[n]), relative_bound(truth[n], tolerance, case.dropout_p)) for n in RESULTS]
+    plain = results(plain_attention, case, x)
+    bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
+    if dtype is not torch.float32:
+        for name, error in zip(("dq", "dk"), rounded_out_error(case, x), strict=True):
+            bounds[name] += 2 * error
+        float32 = results(plain_attention, case, x, torch.float32)
+        # an error of lse is a relative error of every weight: kernels for half precision may use a faster exp, well below their rounding
+        bounds["lse"] = low_precision_bound(float32["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
+    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in RESULTS]
+
+
+def check_backend(
+    name: str,
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    cases: int = 100,
+    seed: int = 0,
+    space: Space | None = None,
+) -> Report:
+    """Judge a registered backend on random cases, forward and backward, through the public functions.
+
+    Args:
+        name: as registered.
+        device: where to run; None for CUDA if there is one and the backend runs there, else the CPU.
+        dtypes: to draw from; None for all that its facts declare.
+        cases: how many to run.
+        seed: of the first case; case i of seed s is case i + 1 of seed s − 1.
+        space: what to draw; None for what its facts allow.
+
+    Raises:
+        AssertionError: a result off its bound, with the case to repeat it; or half of the cases refused.
+    """
+    facts = registry.get(name).facts
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and "cuda" in facts.devices else "cpu"
+    choices = sorted(dtypes or facts.dtypes, key=str)
+    space = space or Space.of_backend(name)
+    report = Report(name, str(device))
+    for index in range(seed, seed + cases):
+        case, dtype = random_case(index, space), choices[index % len(choices)]
+        try:
+            measured = measure(case, name, dtype, device)
+        except BackendUnavailable:
+            report.refused += 1
+            continue
+        for result in measured:
+            if not result.passes:
+                raise AssertionError(
+                    f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, {name!r}, {dtype})"
+                )
+            ratio = result.error / result.bound if result.bound else 0.0
+            report.worst[result.name] = max(report.worst.get(result.name, 0.0), ratio)
+        report.cases += 1
+    if report.refused > cases // 2:
+        raise AssertionError(f"{name} refused {report.refused} of {cases} cases; give a space that it can run, or see explain_backend")
+    return report

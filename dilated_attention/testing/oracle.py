@@ -1,0 +1,153 @@
+"""What a case's results are held to: the definition row by row, and softmax attention in plain PyTorch in any dtype.
+
+Shape letters: B batch, N query positions, M key positions, H query heads, G branches.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.backends import Dropout
+from dilated_attention.backends.dropout import keep_mask
+from dilated_attention.engine.reference import reference_attention
+from dilated_attention.testing.bounds import largest
+from dilated_attention.testing.cases import Case, Inputs
+
+
+def multiplicities(
+    case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) in float32, vectorised: what ``engine.reference`` says row by row."""
+    keys = torch.arange(case.num_keys, device=device)
+    rows = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
+    starts = torch.zeros_like(keys)
+    sizes = torch.full_like(keys, case.num_keys)
+    if case.bounds is not None:
+        for start, end in zip(case.bounds, case.bounds[1:], strict=False):
+            starts[start:end], sizes[start:end] = start, end - start
+    inside = keys - starts
+    allowed = torch.ones(case.num_queries, case.num_keys, dtype=torch.bool, device=device)
+    difference = keys[None, :] - rows[:, None]
+    left, right = case.window or (None, None)
+    if left is not None:
+        allowed &= difference >= -left
+    if right is not None:
+        allowed &= difference <= right
+    if case.is_causal:
+        allowed &= difference <= 0
+    m = torch.zeros(case.pattern.num_branches, case.heads, case.num_queries, case.num_keys, device=device)
+    z = torch.zeros(case.pattern.num_branches, case.heads, case.num_queries, device=device)
+    for branch, ((length, rate), offsets) in enumerate(zip(case.pattern.branches, case.pattern.offsets(case.heads), strict=True)):
+        segment = inside // length
+        same = (starts[rows, None] == starts[None, :]) & (segment[rows, None] == segment[None, :])
+        for head, offset in enumerate(offsets):
+            if offset < 0:
+                continue
+            taken = inside % length % rate == offset
+            real = same & taken[rows, None] & taken[None, :]
+            m[branch, head] = real & allowed
+            if case.pattern.tail == "zero_keys" and not case.is_causal:
+                places = (sizes.clamp(max=length) + rate - 1) // rate
+                z[branch, head] = torch.where(taken[rows], places[rows] - real.sum(-1), 0)
+    m = m[:, None]
+    if key_padding_mask is not None:
+        m = m * ~key_padding_mask.to(device)[None, :, None, None, :]
+    return m, z[:, None]
+
+
+def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """bool (B, H, Nq, Nk): the weights that dropout of this seed keeps."""
+    queries = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
+    keys = torch.arange(case.num_keys, device=device)
+    batch = torch.arange(case.batch, device=device)
+    positions = (queries.repeat(case.batch, 1), keys.repeat(case.batch, 1))
+    return keep_mask(Dropout(case.dropout_p, seed, batch, torch.arange(case.heads, device=device), *positions), slice(None))
+
+
+def op_seed(case: Case) -> int:
+    """The dropout seed that the next call draws after ``torch.manual_seed(case.seed)``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): softmax attention in plain PyTorch over the case's multiset, every operation in q's dtype; differentiable."""
+    parts = [part[1:] for part in _softmax_parts(case, x, q, k, v)]
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts]).detach()
+    lse = lses.logsumexp(0)
+    mixing = (lses - _finite(lse)).exp().transpose(2, 3)
+    return sum((out * weight[..., None] for (out, _), weight in zip(parts, mixing, strict=True)), torch.zeros_like(q)), lse
+
+
+def _softmax_parts(
+    case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(p, out, lse) of each softmax that has a gradient of its own: one, or with detached mixing one a branch. p is before dropout."""
+    m, z = multiplicities(case, x.key_padding_mask, q.device)
+    if case.mixture_grad == "exact":
+        m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
+    k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
+    s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
+    s_BHNM = torch.cat([s_BHNM, s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)], dim=-1)
+    keep = dropout_keep(case, op_seed(case), q.device).to(q.dtype) / (1 - case.dropout_p) if case.dropout_p else None
+    parts = []
+    for m_BHNM, z_BHN in zip(m, z, strict=True):
+        times = torch.cat([m_BHNM, z_BHN[..., None].expand(*m_BHNM.shape[:-1], 1)], dim=-1).expand(s_BHNM.shape)
+        empty = (times == 0).all(-1, keepdim=True)
+        logits = torch.where(times > 0, s_BHNM + times.clamp(min=1).double().log().to(q.dtype), -torch.inf)
+        logits = torch.where(empty, 0.0, logits)
+        p_BHNM = torch.where(empty, 0.0, logits.softmax(-1))[..., :-1]
+        out = torch.einsum("bhij,bjhd->bihd", p_BHNM if keep is None else p_BHNM * keep, v)
+        parts.append((p_BHNM, out, torch.where(empty[..., 0], -torch.inf, logits.logsumexp(-1))))
+    return parts
+
+
+def rounded_out_error(case: Case, x: Inputs) -> tuple[float, float]:
+    """Error of (dq, dk) if nothing but the saved out is rounded to the inputs' dtype.
+
+    Every flash backward reads δ = rowsum(dout ∘ out) from it; plain softmax keeps p instead, and where all cancels (a single key)
+    is exact by luck.
+    """
+    q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
+    with torch.no_grad():
+        parts = _softmax_parts(case, x, q, k, v)
+        lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
+        ds_BHNM = torch.zeros_like(parts[0][0])
+        for p_BHNM, out, part_lse in parts:
+            delta_error = (dout * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(1, 2)
+            ds_BHNM += p_BHNM * ((part_lse - _finite(lse)).exp() * delta_error * _scale(case))[..., None]
+        group = case.heads // case.kv_heads
+        dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(group, dim=2))
+        dk = torch.einsum("bhij,bihd->bjhd", ds_BHNM, q)
+        dk = dk.reshape(case.batch, case.num_keys, case.kv_heads, group, case.head_dim).sum(3)
+    return largest(dq), largest(dk)
+
+
+def _scale(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    return torch.where(lse == -torch.inf, 0.0, lse)
+
+
+def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
+    return reference_attention(
+        q,
+        k,
+        v,
+        case.pattern,
+        is_causal=case.is_causal,
+        scale=case.scale,
+        query_offset=case.query_offset,
+        window=case.window,
+        cu_seqlens=x.cu_seqlens,
+        key_padding_mask=x.key_padding_mask,
+        mixture_grad=case.mixture_grad,
+        keep=dropout_keep(case, op_seed(case)) if case.dropout_p else None,
+        dropout_p=case.dropout_p,
+    )
