@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch
+
 import dilated_attention
 
 PUBLIC = {
@@ -107,6 +109,17 @@ except ImportError as error:
         'drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"',
         'saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"',
     ]
+
+
+def test_importing_does_not_import_the_compiler() -> None:
+    """Which takes as long as the rest; and what stands in for its decorator does what that does."""
+    code = "import sys, dilated_attention; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "False"
+    from dilated_attention.functional.ring import place_in
+
+    marked = torch.compiler.assume_constant_result(lambda: 0)
+    assert vars(marked) and vars(marked).items() <= vars(place_in).items()
 
 
 def test_imports_point_one_way() -> None:
