@@ -27,7 +27,7 @@ from dilated_attention import (
 from dilated_attention.backends import registry
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.engine import decode as torch_decode
-from dilated_attention.engine import decode_select, shortage
+from dilated_attention.engine import decode_select, fused, schedule, shortage
 from dilated_attention.engine.need import Need, TensorFacts, largest
 from dilated_attention.engine.needs import dilated_need
 from dilated_attention.engine.room import Room, room_of, size_text
@@ -139,6 +139,27 @@ def test_an_error_that_is_kept_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(torch.OutOfMemoryError) as found:
         dilated_attention(q, k, v, [64], [1])
     assert made[0]() is None and "fail (" not in str(found.value) and found.value.__traceback__ is not None
+
+
+def test_an_error_in_a_chunk_keeps_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are variables of the function around the one that failed. A GPU's path, on a CPU."""
+    results: list[weakref.ref[torch.Tensor]] = []
+    forward = fused.forward
+
+    def short(plan: Any, layers: Any, tensors: Any, given: tuple[torch.Tensor, ...], *arguments: Any, **options: Any) -> None:
+        results.extend(weakref.ref(x if x._base is None else x._base) for x in given)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_empty", fails(torch.OutOfMemoryError, TORCH))
+            forward(plan, layers, tensors, given, *arguments, **options)
+
+    monkeypatch.setattr(schedule, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(fused, "forward", short)
+    q, k, v = leaves()
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        dilated_attention(q, k, v, [16, 32, 64], [1, 1, 1], backend="sdpa_cpu")
+    assert len(results) == 2 and [x() for x in results] == [None, None]
+    # and where it happened is still told
+    assert "fused.py" in str(found.value) and found.value.__traceback__ is not None
 
 
 def test_through_torch_compile(broken: Callable[..., None]) -> None:

@@ -6,9 +6,11 @@ for them. In front of them it says what was asked for, what the call needs in al
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +43,35 @@ def explain(error: RuntimeError, need_of: Callable[[], Need]) -> None:
     own = str(error)
     error._told = True  # type: ignore[attr-defined]
     place = _place(error)
-    traceback.clear_frames(error.__traceback__)
+    _let_go(error)
     try:
         text = _text(own, place, need_of())
     except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
         text = f"out of memory in {place}; more cannot be said ({type(failed).__name__}: {failed})"
     # one argument, which some libraries look into
     error.args = (f"{text}\n  torch: {own.strip()}",)
+
+
+def _let_go(error: RuntimeError) -> None:
+    """Empties the frames of the failed call. A frame keeps its function, and that the variables of the one around it, so these go, too,
+    where that one has ended with the call."""
+    traceback.clear_frames(error.__traceback__)
+    # the first is the one that asks for this, and runs
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    inside = {code for frame in frames for code in _defined_in(frame.f_code)}
+    for frame in frames:
+        if frame.f_code in inside:
+            for found in gc.get_referents(frame):
+                if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
+                    for cell in found.__closure__ or ():
+                        cell.cell_contents = None
+
+
+def _defined_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _defined_in(constant)
 
 
 def asked_bytes(text: str) -> int | None:
