@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,12 +125,19 @@ class Plot:
             axes.yaxis.set_minor_formatter(NullFormatter())
 
     def _log_ticks(self, axes: Any) -> None:
-        """Every measured x is a tick where they are few, written as 4k or 1M."""
+        """Every measured x is a tick where they are few, written as 4k or 1M; where their names would touch, powers of two go first."""
         axes.set_xscale("log", base=2)
-        ticks = sorted({x for line in self.lines if line.marked for x in line.x})
-        if 0 < len(ticks) <= 16 and all(x == int(x) for x in ticks):
-            axes.set_xticks(ticks, [short(int(x)) for x in ticks])
-            axes.minorticks_off()
+        ticks = {x for line in self.lines if line.marked for x in line.x}
+        if not 0 < len(ticks) <= 32 or any(x != int(x) or x <= 0 for x in ticks):
+            return
+        apart = math.log2(max(ticks) / min(ticks)) / 16
+        kept: list[float] = []
+        for x in sorted(ticks, key=lambda x: (int(x) & (int(x) - 1) != 0, x)):
+            if all(abs(math.log2(x / other)) >= apart for other in kept):
+                kept.append(x)
+        kept.sort()
+        axes.set_xticks(kept, [short(int(x)) for x in kept])
+        axes.minorticks_off()
 
     def _bars(self, axes: Any) -> None:
         """Upright, or lying where their names would run into one another."""
