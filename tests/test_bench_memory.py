@@ -153,3 +153,12 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     text = (tmp_path / "memory.md").read_text()
     assert "16 of 20 were run under that limit" in text
     assert "[1] out of memory" in text and "| dense, training, checkpointed |" in text
+
+
+def test_kernels_that_copy_their_results_are_not_held_to_a_plan() -> None:
+    """Which is of the backend that is chosen, and writes where it is told."""
+    problem = Problem(num_positions=4096, num_heads=4, head_dim=64, dtype=torch.bfloat16, device=torch.device("cuda"))
+    copies = {name for name, contender in memory.CONTENDERS.items() if memory._copies(contender, problem)}
+    assert {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"} <= copies
+    assert not {"standard", "torch sdpa", "flash3", "flash4", "DilatedAttention", "BlockSparseAttention window"} & copies
+    assert not any(memory._copies(contender, replace(problem, device=torch.device("cpu"))) for contender in memory.CONTENDERS.values())
