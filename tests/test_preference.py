@@ -321,16 +321,22 @@ def test_tuning_into_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "code", "text"),
     [
-        (["--seconds", "0"], "nothing was measured in seconds=0"),
-        (["--backends", "flash9"], "backends has 'flash9'; expected some of flash4"),
-        (["--backends", "flash4"], "nothing was measured"),
-        (["--device", "abacus"], "--device is 'abacus'"),
+        (["--seconds", "0"], 2, "'0' is no number above 0"),
+        (["--backends", "flash9"], 2, "--backends has flash9; expected some of flash4"),
+        (["--backends", "flash4"], 1, "nothing was measured"),
+        (["--device", "abacus"], 2, "--device is 'abacus'"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    assert main(["bench", "--tune", "--device", "cpu", "--head-dims", "8", "--lengths", "16", *arguments]) == 1
+def test_a_sweep_that_cannot_be_is_an_error(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    try:
+        found = main(["bench", "--tune", "--device", "cpu", "--head-dims", "8", "--lengths", "16", *arguments])
+    except SystemExit as ended:
+        found = ended.code
+    assert found == code
     assert text in capsys.readouterr().err
     assert not list(cache.iterdir())
 

@@ -95,6 +95,9 @@ def serve() -> None:
     """The helper: calls on stdin, answers on what was stdout."""
     # Ctrl-C is for the process that asks; the end of its pipe ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # torch loads its compiler with the first custom op: in every child anew, and within the memory that it is given
+    import torch._dynamo  # noqa: F401
+
     calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     # what a function prints must not get between answers
     os.dup2(2, 1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilated_attention.backends import BackendUnavailable
+from dilated_attention.backends.preference import PreferenceError
 from dilated_attention.cli import bench, info, plan, recommend, show
 from dilated_attention.cli.arguments import UsageError, as_flags
 
@@ -41,6 +42,10 @@ def _run(arguments: Sequence[str]) -> int:
             code: int = args.run(args)
         except UsageError as error:
             args.parser.error(as_flags(str(error)))
+        except PreferenceError as error:
+            # a file that was written before, not what was asked for now
+            print(error, file=sys.stderr)
+            return 1
         except ValueError as error:
             if args.command != "bench":
                 args.parser.error(as_flags(str(error)))
