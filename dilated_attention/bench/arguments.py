@@ -23,10 +23,15 @@ def size(text: str) -> int:
 
 def positive(text: str) -> float:
     """A number above 0."""
+    return below(text, 1e30, "no number above 0; expected e.g. 2 or 0.5")
+
+
+def below(text: str, most: float, otherwise: str) -> float:
+    """A number above 0 and below ``most``; ``otherwise``: what the text is then."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < 1e30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; expected e.g. 2 or 0.5")
+    if not 0 < number < most:
+        raise argparse.ArgumentTypeError(f"{text!r} is {otherwise}")
     return number

@@ -141,12 +141,12 @@ def _timed(
     for together in rounds:
         calls: dict[str, Callable[[], Any]] = {}
         peaks: dict[str, int] = {}
-        wanted = [one for one in together if not _too_long(one, which, longest)]
+        notes = [_too_long(one, which, longest) for one in together]
         # before any call: made later, they would lie in the middle of memory that a larger call needs whole
-        for one in wanted:
-            attempt(functools.partial(share, one.contender, problem, shared))
-        for one in together:
-            note = _too_long(one, which, longest)
+        for one, note in zip(together, notes, strict=True):
+            if not note:
+                attempt(functools.partial(share, one.contender, problem, shared))
+        for one, note in zip(together, notes, strict=True):
             if not note:
                 before = allocated(problem.device)
                 # what does not fit is left out before the turns begin

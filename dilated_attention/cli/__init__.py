@@ -42,19 +42,16 @@ def _run(arguments: Sequence[str]) -> int:
             code: int = args.run(args)
         except UsageError as error:
             args.parser.error(as_flags(str(error)))
-        except PreferenceError as error:
-            # a file that was written before, not what was asked for now
+        except (OSError, BackendUnavailable, PreferenceError) as error:
+            # the machine, or a file that was written before: not what was asked for now
+            if isinstance(error, BrokenPipeError):
+                raise
             print(error, file=sys.stderr)
             return 1
         except ValueError as error:
             if args.command != "bench":
                 args.parser.error(as_flags(str(error)))
             # of what was measured before: a baseline that is not there, a file of another suite
-            print(error, file=sys.stderr)
-            return 1
-        except (OSError, BackendUnavailable) as error:
-            if isinstance(error, BrokenPipeError):
-                raise
             print(error, file=sys.stderr)
             return 1
         return code

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.arguments import UsageError, positive, size
+from dilated_attention.bench.arguments import UsageError, below, positive, size
 from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -50,13 +50,7 @@ def count(text: str) -> int:
 
 def gib(text: str) -> int:
     """Bytes of so many GiB."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 2**30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory; expected GiB above 0, such as 24 or 79.1")
-    return int(number * 2**30)
+    return int(below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1") * 2**30)
 
 
 # what functions call their arguments, where the command line has another name
