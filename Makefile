@@ -1,10 +1,13 @@
-# make demo · make test · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
+# make demo · make test · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench bench-check docs docs-serve clean
+# the GPU tests run with a Python that has torch for CUDA, triton, pytest, pytest-timeout, pytest-xdist and hypothesis: make test-gpu GPU_PYTHON=…
+GPU_PYTHON ?= $(PYTHON)
+
+.PHONY: demo test test-gpu test-gpus lint bench bench-check docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
@@ -19,6 +22,14 @@ demo: $(STAMP)
 # one torch thread a worker: two workers with a thread pool each would fight over the cores
 test: $(STAMP) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# every test of one GPU to its end, in 12 minutes on an H200 with 16 cores; build/test-gpu.md says what passed and why others did not run
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu_suite
+
+# the same of 2 to 4 GPUs over NCCL; build/test-gpus.md
+test-gpus:
+	$(GPU_PYTHON) -m tests.gpu_suite --several
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

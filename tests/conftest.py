@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,12 +27,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
+    config.addinivalue_line("markers", "alone: measures times or free memory, so nothing runs beside it in tests.gpu_suite")
+    config.addinivalue_line("markers", "kernel(*parameters): cases with equal values of these share compiled kernels, so one process runs them")
     config.addinivalue_line("markers", "no_poison: leaves torch.empty alone instead of filling it with NaN")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if (mark := item.get_closest_marker("kernel")) is not None:
+            values = item.callspec.params  # type: ignore[attr-defined]
+            name = "-".join([item.originalname, *(str(values[parameter]) for parameter in mark.args)])  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.xdist_group(name))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -68,6 +77,15 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return x
 
     return poisoned
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What torch reserves for later goes back after a GPU test that was large: a dozen processes share one GPU."""
+    yield
+    if "gpu" in request.keywords and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 * 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

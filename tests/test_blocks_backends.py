@@ -298,6 +298,7 @@ SETTINGS = [
 
 
 @pytest.mark.gpu
+@pytest.mark.kernel("backend", "dtype", "head_dim")
 @pytest.mark.parametrize(("name", "dtype", "head_dim"), SETTINGS, ids=str)
 @pytest.mark.parametrize("backend", ["flex", "math"])
 def test_on_a_gpu(backend: str, name: str, dtype: torch.dtype, head_dim: int) -> None:

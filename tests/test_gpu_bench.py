@@ -52,6 +52,7 @@ def test_peaks_of_attention_are_as_predicted(tmp_path: Path) -> None:
         assert abs(row.values["off"]) < 0.1, row
 
 
+@pytest.mark.alone
 def test_what_fits_is_run_under_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SIZES_GIB", (8,))
     monkeypatch.setattr(memory, "_FITS", {name: memory._FITS[name] for name in ("standard", "DilatedAttention")})
@@ -93,6 +94,7 @@ def test_every_kernel_that_moves_memory_is_right(tmp_path: Path) -> None:
     assert len(kernels) == 7 and all(row.values["gb_s"] > 0 for row in kernels), kernels
 
 
+@pytest.mark.alone
 def test_an_unchanged_module_is_not_blamed(tmp_path: Path) -> None:
     given = ("--baseline", str(tmp_path / "base.json"))
     rows_of(tmp_path, "regression", *given, "--save-baseline")

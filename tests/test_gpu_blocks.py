@@ -18,6 +18,10 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 BACKENDS = ("gluon", "cudnn_fe", "flash4", "triton", "flex")
 
 
+# (query block, key block): with the head dim, what a kernel is compiled for
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+
+
 def random_case(seed: int, **changes: object) -> BlockCase:
     draw = random.Random(seed)
     kv_heads = draw.choice([1, 2])
@@ -84,14 +88,25 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
     return " ".join(found)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_random_lists(name: str) -> None:
-    compared = 0
-    for seed in range(40 if name == "flex" else 150):
-        compared += bool(check(name, make(random_case(seed), "cuda")))
-    assert compared >= 8
+# what it takes; flex searches for tiles where a block has 64, a minute for each kernel, and test_blocks_backends.py has those
+KERNELS = {
+    "gluon": [(64, blocks) for blocks in BLOCKS] + [(128, blocks) for blocks in BLOCKS],
+    "cudnn_fe": [(128, BLOCKS[0]), (128, BLOCKS[1])],
+    "flash4": [(head_dim, blocks) for head_dim in (32, 64, 96, 128) for blocks in BLOCKS],
+    "triton": [(head_dim, blocks) for head_dim in (32, 64, 96, 128) for blocks in BLOCKS],
+    "flex": [(64, BLOCKS[0]), (128, BLOCKS[0])],
+}
 
 
+@pytest.mark.parametrize(("name", "head_dim", "blocks"), [(name, *kernel) for name, kernels in KERNELS.items() for kernel in kernels], ids=str)
+def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int]) -> None:
+    count = 10 if name == "flex" else 25 if name == "cudnn_fe" else 16
+    changes = {"head_dim": head_dim, "q_block": blocks[0], "k_block": blocks[1]}
+    compared = sum(bool(check(name, make(random_case(seed, **changes), "cuda"))) for seed in range(count))
+    assert compared >= 3
+
+
+@pytest.mark.kernel("name", "head_dim")
 @pytest.mark.parametrize("masks", ["none", "interval"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", BACKENDS)
@@ -113,6 +128,7 @@ def test_two_block_sizes_in_one_process(name: str) -> None:
         assert check(name, make(case, "cuda"))
 
 
+@pytest.mark.kernel("size")
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("groups", [(1, 1), (1, 4), (2, 4)])
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def case(seed: int, dtype: torch.dtype, head_dim: int, name: str) -> tuple[torch
     return q, cached, keys.runs(positions), positions
 
 
+@pytest.mark.kernel("dtype", "head_dim")
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("head_dim", [24, 40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -110,6 +111,7 @@ def test_no_step_waits_for_the_host() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 def test_large_offsets() -> None:
     """A cache of more than 2^31 elements: addresses are counted in 64 bits."""
     n, heads, dim = 2**21 + 5000, 8, 128

@@ -105,6 +105,7 @@ def peak_extra(function: object) -> int:
     return torch.cuda.max_memory_allocated() - before - kept_bytes
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize(
     ("n", "heads", "dim", "lengths", "rates"),
     [

@@ -70,6 +70,7 @@ def test_blocks(name: str) -> None:
     compare(q, k, BRANCHES, {"pattern": PATTERNS[name]})
 
 
+@pytest.mark.xdist_group("large")
 def test_a_million_positions_need_memory_for_the_result_and_a_chunk() -> None:
     length = 2**20
     q, k = (torch.randn(1, length, 16, 48, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -144,6 +144,7 @@ def test_planned_peaks_of_generating_are_what_the_gpu_takes(preset: str) -> None
     assert plan.peak == pytest.approx(found, rel=0.1), f"took {found / 2**20:.0f} MiB\n{plan}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["dilated", "dense", "block_sparse"])
 def test_estimated_times_are_near_what_the_gpu_takes(kind: str) -> None:
     options, function = CALLS[kind]

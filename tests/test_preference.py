@@ -394,6 +394,7 @@ def test_shapes_of_a_sweep_stay_within_memory_and_launch_limits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_tuning_on_a_gpu_finds_the_flash_kernel_faster_than_plain_products() -> None:
     sweep = replace(tune.default_sweep(detect("cuda")), head_dims=(64,), lengths=(2048,), backends=("sdpa_flash", "sdpa_efficient", "math"))

@@ -1,0 +1,108 @@
+"""Run every test that needs one GPU, or several, to the end, and write what came of each of them under build/.
+
+    python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one after another
+    python -m tests.gpu_suite --several    2 to 4 GPUs: tests marked ``gpus``
+
+Writes build/test-gpu.json and build/test-gpu.md (test-gpus.* with --several). Exit code 0: every test that was collected has passed, or
+was skipped for a reason that ``skips.py`` names. Optional libraries are tested where they are: flash-attn-4 on PYTHONPATH,
+FlashAttention-3 by FLASH3_LIBRARY and FLASH3_CUDART, its fp8 build by FLASH3_FP8_LIBRARY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.gpu_suite.report import Outcome, read, summary, write
+
+ROOT = Path(__file__).parents[2]
+# compiled kernels go to disk, so that what one process compiled no other compiles again
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash4",
+}
+
+
+def environment(caches: Path) -> dict[str, str]:
+    there = {name: os.environ.get(name, str(caches / folder)) for name, folder in CACHES.items()}
+    for folder in there.values():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    # processes side by side: one CPU thread each, and few for inductor's compilers
+    threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+    return {**os.environ, **threads, **there}
+
+
+def phases(several: bool, processes: int) -> dict[str, list[str]]:
+    """Arguments of pytest, by the name of the phase."""
+    if several:
+        return {"several GPUs": ["-m", "gpus", "tests/gpus"]}
+    # the others need not even be imported, a dozen times
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    beside = ["-n", str(processes), "--dist", "loadgroup"] if processes > 1 else []
+    return {"side by side": ["-m", "gpu and not alone", *beside, *files], "alone": ["-m", "gpu and alone", *files]}
+
+
+def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> str:
+    """"" or what went wrong beside the tests: pytest's own exit, or that the time was over."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_suite.plugin", "-q", "--durations=15", "-ra", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env={**env, "GPU_SUITE_LOG": str(log)}, start_new_session=True)
+    try:
+        code = process.wait(limit)
+    except BaseException as error:
+        # workers and their children, too
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return f"did not end within {limit:.0f} s"
+    # 0: all passed · 1: some failed, which the report says
+    return "" if code in (0, 1) else f"pytest ended with exit code {code}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--several", action="store_true", help="the tests of several GPUs")
+    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="side by side on one GPU (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=720.0, help="seconds for all phases together (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the tables (default build)")
+    parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --: -- -k flash4")
+    args = parser.parse_args()
+    needed = ["pytest", "pytest_timeout", *(["xdist"] if args.processes > 1 else [])]
+    missing = [name.replace("xdist", "pytest_xdist").replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"the GPU suite needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    output = args.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    name = "test-gpus" if args.several else "test-gpu"
+    env = environment(output / "gpu-caches")
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    troubles: list[str] = []
+    seconds: dict[str, float] = {}
+    for phase, arguments in phases(args.several, args.processes).items():
+        log = output / f"{name}-{phase.replace(' ', '-')}.jsonl"
+        log.unlink(missing_ok=True)
+        started = time.monotonic()
+        trouble = run([*arguments, *args.pytest], log, env, max(1.0, args.limit - (started - began)))
+        seconds[phase] = time.monotonic() - started
+        found, unfinished = read(log)
+        outcomes += found
+        troubles += [f"{phase}: {trouble}"] if trouble else []
+        troubles += [f"{phase}: {test} has no outcome" for test in unfinished]
+    problems = write(output / name, outcomes, troubles, seconds)
+    print(summary(outcomes, seconds))
+    for problem in problems:
+        print(problem)
+    print(f"{'FAILED' if problems else 'PASSED'}: {output / name}.md, {output / name}.json")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
