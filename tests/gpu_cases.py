@@ -57,18 +57,28 @@ class Case:
     layout: str
 
 
-def draw(rng: random.Random, head_dims: list[int], dtypes: list[torch.dtype], *, key_mask: bool, window: bool, ratios: list[int]) -> Case:
-    kv_heads = rng.choice([1, 2, 3, 4])
+def draw(
+    rng: random.Random,
+    head_dims: list[int],
+    dtypes: list[torch.dtype],
+    *,
+    key_mask: bool,
+    window: bool,
+    ratios: list[int],
+    plain_shapes: bool = False,
+) -> Case:
+    """``plain_shapes``: for what compiles anew for each number of heads, each size of 1 and each order of strides."""
+    kv_heads = rng.choice([2] if plain_shapes else [1, 2, 3, 4])
     heads = kv_heads * rng.choice(ratios)
-    length = rng.choice([1, 2, 3, rng.randint(4, 64), rng.randint(65, 400), rng.randint(400, 1500)])
-    batch = rng.choice([1, 2, 3])
+    length = rng.choice([1, 2, 3, rng.randint(4, 64), rng.randint(65, 400), rng.randint(400, 1500)][4 * plain_shapes :])
+    batch = rng.choice([1, 2, 3][plain_shapes:])
     branches = rng.randint(1, 4)
     length = min(length, math.isqrt(_MOST_SCORES // (batch * heads)))
     windowed = window and rng.random() < 0.2
     if windowed:
         pattern = DilatedPattern([2**40], [1], "zero")
     else:
-        lengths = [rng.randint(1, max(1, 2 * length)) for _ in range(branches)]
+        lengths = [rng.randint(34 if plain_shapes else 1, max(1, 2 * length)) for _ in range(branches)]
         rates = [rng.randint(1, min(w, 17)) for w in lengths]
         split = rng.random() < 0.2
         offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
@@ -98,7 +108,7 @@ def draw(rng: random.Random, head_dims: list[int], dtypes: list[torch.dtype], *,
         padded=key_mask and rng.random() < 0.4,
         window=(rng.randint(0, length), rng.randint(0, length)) if windowed else None,
         lse_grad=mixture_grad == "exact" and rng.random() < 0.3,
-        layout=rng.choice(["contiguous", "heads_first", "packed_qkv"]),
+        layout=rng.choice(["contiguous", "heads_first", "packed_qkv"][: 1 if plain_shapes else 3]),
     )
 
 

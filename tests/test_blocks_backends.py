@@ -293,7 +293,7 @@ SETTINGS = [
     (name, dtype, head_dim)
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64))
     for name in GPU_CASES
-    if "64" not in name or (dtype, head_dim) == (torch.bfloat16, 64) or name == "64x64"
+    if "64" not in name or (dtype, head_dim) == (torch.bfloat16, 64)
 ]
 
 

@@ -25,7 +25,8 @@ BOUND = 1.2
 
 def profile(kind: str, setting: str, allocator: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    environment |= {"PYTORCH_ALLOC_CONF": allocator, "PYTHONPATH": str(SCRIPT.parents[1])}
+    path = os.pathsep.join([str(SCRIPT.parents[1]), *filter(None, [environment.get("PYTHONPATH")])])
+    environment |= {"PYTORCH_ALLOC_CONF": allocator, "PYTHONPATH": path}
     command = [sys.executable, str(SCRIPT), "--here", "--kind", kind, "--setting", setting, "--count", "200"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

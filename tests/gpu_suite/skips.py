@@ -15,8 +15,9 @@ class NamedSkip(NamedTuple):
 
 
 SKIPS = (
-    NamedSkip("", r"flash-attn-2|flash_attn_2|flash-attn is not installed", "flash-attn is compiled for one torch release; tests drive a stand-in on the CPU"),
-    NamedSkip("", r"xformers is not installed", "an optional package"),
+    NamedSkip("", r"is not installed", "an optional package of a backend; the reason says how to install it"),
+    NamedSkip("flash3_fp8", r"needs a Hopper GPU and fa3-fwd", "an optional package, and kernels of compute capability 9.0"),
+    NamedSkip("", r"needs compute capability|on compute capability", "another generation of GPUs"),
 )
 
 
