@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,27 @@ class Case:
     layout: str
 
 
+@dataclass(frozen=True)
+class Branches:
+    """What the kernels that merge branches are compiled for."""
+
+    lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+    tail: str
+    mixture_grad: str
+
+
+def draw_branches(seed: str, count: int, *, shortest: int = 1) -> list[Branches]:
+    """``count`` of them, the same for the same ``seed``: kernels of a dtype and head dim are then compiled once for all backends."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        lengths = tuple(max(shortest, round(2 ** rng.uniform(0, 11.5))) for _ in range(rng.randint(1, 4)))
+        rates = tuple(rng.randint(1, min(w, 17)) for w in lengths)
+        found.append(Branches(lengths, rates, rng.choice(["mask", "zero_keys"]), rng.choice(["exact", "exact", "detached"])))
+    return found
+
+
 def draw(
     rng: random.Random,
     head_dims: list[int],
@@ -65,25 +87,28 @@ def draw(
     key_mask: bool,
     window: bool,
     ratios: list[int],
+    branches: Sequence[Branches],
     plain_shapes: bool = False,
 ) -> Case:
-    """``plain_shapes``: for what compiles anew for each number of heads, each size of 1 and each order of strides."""
+    """A random case of some of ``branches``.
+
+    ``plain_shapes``: for what compiles anew for each number of heads, each size of 1 and each order of strides.
+    """
     kv_heads = rng.choice([2] if plain_shapes else [1, 2, 3, 4])
     heads = kv_heads * rng.choice(ratios)
     length = rng.choice([1, 2, 3, rng.randint(4, 64), rng.randint(65, 400), rng.randint(400, 1500)][4 * plain_shapes :])
     batch = rng.choice([1, 2, 3][plain_shapes:])
-    branches = rng.randint(1, 4)
     length = min(length, math.isqrt(_MOST_SCORES // (batch * heads)))
-    windowed = window and rng.random() < 0.2
+    windowed, mixture_grad = window and rng.random() < 0.2, "exact"
     if windowed:
         pattern = DilatedPattern([2**40], [1], "zero")
     else:
-        lengths = [rng.randint(34 if plain_shapes else 1, max(1, 2 * length)) for _ in range(branches)]
-        rates = [rng.randint(1, min(w, 17)) for w in lengths]
-        split = rng.random() < 0.2
-        offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
-        pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
-    packed = rng.random() < 0.25
+        chosen = rng.choice(branches)
+        split = rng.random() < 0.2 and not plain_shapes
+        offsets = "cyclic" if split else rng.choice(["zero"] if plain_shapes else ["cyclic", "blocked", "zero"])
+        pattern = DilatedPattern(chosen.lengths, chosen.rates, offsets, "split" if split else "all", chosen.tail)
+        mixture_grad = chosen.mixture_grad
+    packed = rng.random() < 0.25 and not plain_shapes
     bounds = None
     query_offset, num_queries = 0, length
     if packed:
@@ -91,7 +116,6 @@ def draw(
     elif rng.random() < 0.3:
         query_offset = rng.randint(0, length - 1)
         num_queries = rng.randint(1, length - query_offset)
-    mixture_grad = rng.choice(["exact", "exact", "detached"])
     return Case(
         batch=1 if packed else batch,
         length=length,

@@ -59,7 +59,8 @@ def test_what_fits_is_run_under_its_limit(tmp_path: Path, monkeypatch: pytest.Mo
     before = torch.cuda.memory_allocated()
     for row in rows_of(tmp_path, "memory", "--parts", "fits"):
         assert not row.note and abs(row.values["off"]) < 0.1, row
-    assert torch.cuda.memory_allocated() == before
+    # tables of offsets are kept for the next call
+    assert torch.cuda.memory_allocated() <= before + 2**20
 
 
 def test_a_model_of_a_few_layers_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 def random_case(seed: int, **changes: object) -> BlockCase:
     draw = random.Random(seed)
     kv_heads = draw.choice([1, 2])
-    heads, batch = kv_heads * draw.choice([1, 1, 2, 4]), draw.choice([1, 1, 2])
+    heads, batch = kv_heads * draw.choice([1, 1, 2]), draw.choice([1, 1, 2])
     case = BlockCase(
         batch=batch,
         num_queries=draw.choice([1, 64, 128, 200, 256, 384, 515]),
@@ -105,9 +105,11 @@ KERNELS = {
     ("name", "head_dim", "blocks", "dtype"), [(name, *kernel) for name, kernels in KERNELS.items() for kernel in kernels], ids=str
 )
 def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: torch.dtype) -> None:
-    count = 10 if name == "flex" else 40
     changes = {"head_dim": head_dim, "q_block": blocks[0], "k_block": blocks[1], "dtype": dtype}
-    compared = sum(bool(check(name, make(random_case(seed, **changes), "cuda"))) for seed in range(count))
+    cases = [random_case(seed, **changes) for seed in range(40)]
+    # masks and padding, which every third case goes without, are not for each
+    cases = [case for case in cases if name != "cudnn_fe" or (case.masks == case.padding == "none")]
+    compared = sum(bool(check(name, make(case, "cuda"))) for case in cases[: 8 if name == "flex" else 16])
     assert compared >= 3
 
 

@@ -69,7 +69,7 @@ def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--several", action="store_true", help="the tests of several GPUs")
-    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="side by side on one GPU (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="side by side on one GPU (default %(default)s)")
     parser.add_argument("--limit", type=float, default=720.0, help="seconds for all phases together (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the tables (default build)")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --: -- -k flash4")
