@@ -1,4 +1,4 @@
-"""Random cases and a vectorised dense oracle for the GPU tests, where the loop-by-loop reference would take too long; what others do on the GPU."""
+"""Random cases for the GPU tests, a vectorised dense oracle, as the one of loops would take too long, and what others hold of the GPU."""
 
 from __future__ import annotations
 

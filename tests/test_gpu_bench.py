@@ -68,7 +68,9 @@ def test_a_model_of_a_few_layers_is_as_predicted(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(model_memory, "ATTENTION", {kind: model_memory.ATTENTION[kind] for kind in kinds})
     # plans, which no GPU is needed for
     monkeypatch.setattr(
-        memory, "_models_fit", lambda: [Row(name="dilated", case={"part": "model fits", "GB": 8, "work": "training"}, values={"longest": 0})]
+        memory,
+        "_models_fit",
+        lambda: [Row(name="dilated", case={"part": "model fits", "GB": 8, "work": "training"}, values={"longest": 0})],
     )
     rows = [row for row in rows_of(tmp_path, "memory", "--parts", "model", "--model-lengths", "4k") if row.case["part"] == "model"]
     assert len(rows) == len(kinds) * len(model_memory.WORK)

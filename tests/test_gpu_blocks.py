@@ -91,7 +91,14 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
 # (head dim, blocks, dtype) that each takes, every head dim and every block size once: a kernel costs seconds to compile, another case
 # milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and test_blocks_backends.py has those
 BF16, FP16 = torch.bfloat16, torch.float16
-EACH = [(32, BLOCKS[0], FP16), (64, BLOCKS[0], BF16), (64, BLOCKS[1], BF16), (96, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[3], BF16)]
+EACH = [
+    (32, BLOCKS[0], FP16),
+    (64, BLOCKS[0], BF16),
+    (64, BLOCKS[1], BF16),
+    (96, BLOCKS[2], FP16),
+    (128, BLOCKS[0], BF16),
+    (128, BLOCKS[3], BF16),
+]
 KERNELS = {
     "gluon": [(64, BLOCKS[0], BF16), (64, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[2], FP16)],
     "cudnn_fe": [(128, BLOCKS[0], BF16), (128, BLOCKS[1], FP16)],
@@ -116,7 +123,9 @@ def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: 
 @pytest.mark.kernel("name", "head_dim")
 @pytest.mark.parametrize("head_dim", [64, 128])
 # cudnn_fe takes no masks inside blocks
-@pytest.mark.parametrize(("name", "masks"), [(name, masks) for name in BACKENDS for masks in ("none", "interval") if (name, masks) != ("cudnn_fe", "interval")])
+@pytest.mark.parametrize(
+    ("name", "masks"), [(name, masks) for name in BACKENDS for masks in ("none", "interval") if (name, masks) != ("cudnn_fe", "interval")]
+)
 def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     case = BlockCase(
         num_queries=1024, num_keys=1024, heads=4, kv_heads=4, head_dim=head_dim, q_block=128, k_block=128, groups=(1, 4),

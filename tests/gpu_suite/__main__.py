@@ -50,7 +50,7 @@ def phases(several: bool, processes: int) -> dict[str, list[str]]:
 
 
 def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> str:
-    """"" or what went wrong beside the tests: pytest's own exit, or that the time was over."""
+    """ "" or what went wrong beside the tests: pytest's own exit, or that the time was over."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_suite.plugin", "-q", "--durations=15", "-ra", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env={**env, "GPU_SUITE_LOG": str(log)}, start_new_session=True)
     try:
@@ -74,6 +74,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the tables (default build)")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --: -- -k flash4")
     args = parser.parse_args()
+    import torch
+
+    count, least = torch.cuda.device_count(), 2 if args.several else 1
+    if count < least:
+        parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
     needed = ["pytest", "pytest_timeout", *(["xdist"] if args.processes > 1 else [])]
     missing = [name.replace("xdist", "pytest_xdist").replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -51,7 +51,9 @@ def _one(test: str, reports: Sequence[dict[str, Any]]) -> Outcome:
     worst = max(reports, key=lambda report: ("passed", "skipped", "failed").index(report["outcome"]))
     about = reports[-1].get("about", {})
     backend = about.get("backend") or about.get("name", "")
-    return Outcome(test, worst["outcome"], sum(report["seconds"] for report in reports), worst["reason"], backend if backend in _backends() else "")
+    return Outcome(
+        test, worst["outcome"], sum(report["seconds"] for report in reports), worst["reason"], backend if backend in _backends() else ""
+    )
 
 
 def _backends() -> frozenset[str]:
@@ -62,7 +64,7 @@ def _backends() -> frozenset[str]:
 
 def write(path: Path, outcomes: Sequence[Outcome], troubles: Sequence[str], seconds: dict[str, float]) -> list[str]:
     """The files ``path``.json and ``path``.md; returns what makes the run a failure."""
-    problems = [*troubles, *(outcome.problem for outcome in outcomes if outcome.problem)]
+    problems = [*troubles, *filter(None, (outcome.problem for outcome in outcomes))]
     if not outcomes:
         problems.append("no test was run")
     machine = _machine()
@@ -74,7 +76,12 @@ def write(path: Path, outcomes: Sequence[Outcome], troubles: Sequence[str], seco
         "tests": [asdict(outcome) for outcome in outcomes],
     }
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    lines = [f"# GPU tests on {machine['device']}", "", ", ".join(f"{key} {value}" for key, value in machine.items() if key != "device"), ""]
+    lines = [
+        f"# GPU tests on {machine['device']}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in machine.items() if key != "device"),
+        "",
+    ]
     lines += [summary(outcomes, seconds), ""]
     if problems:
         lines += ["## Problems", "", *(f"- {problem}" for problem in problems), ""]
@@ -97,10 +104,15 @@ def summary(outcomes: Sequence[Outcome], seconds: dict[str, float]) -> str:
     with_backend = [outcome for outcome in outcomes if outcome.backend]
     if with_backend:
         parts += ["", *_table("backend", with_backend, lambda outcome: outcome.backend)]
-    reasons = Counter((outcome.reason, (skip := named(outcome.test, outcome.reason)) and skip.why) for outcome in outcomes if outcome.outcome == "skipped")
+    reasons = Counter(
+        (outcome.reason, (skip := named(outcome.test, outcome.reason)) and skip.why) for outcome in outcomes if outcome.outcome == "skipped"
+    )
     if reasons:
         parts += ["", "| skipped | reason | named as |", "| ---: | --- | --- |"]
-        parts += [f"| {count} | {reason.splitlines()[0] if reason else ''} | {why or '**not named**'} |" for (reason, why), count in reasons.most_common()]
+        parts += [
+            f"| {count} | {reason.splitlines()[0] if reason else ''} | {why or '**not named**'} |"
+            for (reason, why), count in reasons.most_common()
+        ]
     return "\n".join(parts)
 
 
@@ -116,5 +128,7 @@ def _table(title: str, outcomes: Sequence[Outcome], key: Callable[[Outcome], str
     lines = [f"| {title} | passed | failed | skipped | seconds |", "| --- | ---: | ---: | ---: | ---: |"]
     for name, group in sorted(groups.items()):
         counts = Counter(outcome.outcome for outcome in group)
-        lines.append(f"| {name} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | {sum(outcome.seconds for outcome in group):.0f} |")
+        lines.append(
+            f"| {name} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | {sum(outcome.seconds for outcome in group):.0f} |"
+        )
     return lines
