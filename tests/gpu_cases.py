@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention import DilatedPattern
+from dilated_attention.bench.attempt import settle
 
 # a CUDA context, beside what torch has reserved
 _CONTEXT_BYTES = 2**30
@@ -31,6 +32,7 @@ def is_shared() -> bool:
 
 def bare() -> int:
     """Gives back all that no tensor holds, cuBLAS's workspaces included, and returns the bytes that tensors hold."""
+    settle(torch.device("cuda"))
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

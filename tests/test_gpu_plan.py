@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor]]] = {
 def peak_of(run: Callable[[], Any]) -> int:
     """Bytes beyond what was there, of a second run, which has kernels, plans and lists."""
     run()
-    # compiling leaves frames in cycles, with the tensors of the first run: what goes during the second would be counted out of it
+    # what goes only during the second run would be counted out of it
     before = bare()
     torch.cuda.reset_peak_memory_stats()
     kept = run()

@@ -123,7 +123,7 @@ def test_kept_outputs_give_the_gradients_of_those_made_again(monkeypatch: pytest
     for keeps in (True, False):
         if not keeps:
             monkeypatch.setattr(op, "kept_elements", lambda *_: 0)
-        # what earlier tests left would be counted out of this call's memory when it goes
+        # what the last backward still holds would be counted out of this call's memory when it goes
         before = bare()
         out = dilated_attention(q, k, v, SEGMENTS, RATES, **options)
         sizes.append(torch.cuda.memory_allocated() - before)

@@ -67,10 +67,22 @@ def release(*, workspaces: bool = False) -> None:
             which as a whole cannot be given back then. Not while a CUDA graph lives, whose products write there.
     """
     if torch.cuda.is_available():
+        settle(torch.device("cuda"))
         gc.collect()
         if workspaces:
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+
+def settle(device: torch.device) -> None:
+    """Return when a GPU's autograd thread has freed what the last backward held.
+
+    A backward returns to its caller before that thread has dropped the tensors of its last step, so bytes counted right after it can go
+    during the next call, and a peak beyond them comes out too small. The thread takes up this little backward only when it has dropped them.
+    """
+    if device.type == "cuda":
+        x = torch.zeros((), device=device, requires_grad=True)
+        torch.autograd.grad(x * 1, x)
 
 
 def _reason(error: BackendUnavailable) -> str:

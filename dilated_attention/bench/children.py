@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.bench.attempt import Attempt, attempt
+from dilated_attention.bench.attempt import Attempt, attempt, settle
 
 
 class _Helper(NamedTuple):
@@ -168,6 +168,7 @@ class Peak:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
+            settle(device)
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils import benchmark
 
+from dilated_attention.bench.attempt import settle
+
 # seconds of a call beyond which it is timed once a turn: do_bench calls a function six times before it measures, Timer twice. A GPU's
 # cache is filled anew, and its launch latency nothing, within a hundredth of that
 _LONG = {"cuda": 0.005, "cpu": 0.05}
@@ -155,6 +157,7 @@ def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
+    settle(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     kept = function()
