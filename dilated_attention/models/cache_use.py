@@ -28,9 +28,19 @@ Tables = tuple[Table, Table]
 class Use(ABC):
     """A pass: what all layers share is worked out once, at its beginning."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, requests: slice, count: int) -> None:
+        self.cache, self.requests, self.count = cache, requests, count
+        self._lengths = cache.lengths[requests]
         self._rotations: dict[Any, Tables] = {}
+
+    def check(self) -> None:
+        """Refuse a pass that other passes have overtaken."""
+        lengths = self.cache.lengths[self.requests]
+        if lengths != self._lengths:
+            raise ValueError(
+                f"the requests of this pass had {self._lengths} positions when it was begun and have {lengths} now; expected no other pass between "
+                "its beginning and its end: begin a new one"
+            )
 
     def layer(self, index: int) -> LayerUse:
         return LayerUse(self, index)
@@ -75,6 +85,9 @@ class LayerUse:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
         cache = self.use.cache
+        expected = (len(range(cache.num_requests)[self.use.requests]), self.use.count)
+        if tuple(k.shape[:2]) != expected:
+            raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
         q, k, v = autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
@@ -88,7 +101,7 @@ class Step(Use):
     """One new position of every request, each at its own. Nothing here depends on the host's lengths: a CUDA graph may replay it."""
 
     def __init__(self, cache: Cache) -> None:
-        super().__init__(cache)
+        super().__init__(cache, slice(0, cache.num_requests), 1)
         self.positions = cache.positions
         runs = cache.row_keys.runs(self.positions)
         keys = cache.row_keys
@@ -120,6 +133,7 @@ class Step(Use):
         return out[:, None]
 
     def end(self) -> None:
+        self.check()
         self.cache.advance()
 
 
@@ -132,8 +146,10 @@ class Chunk(Use):
     """``count`` new positions from ``start`` on of some requests: the forward of the layer over the keys that are held, and its own."""
 
     def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
-        super().__init__(cache)
-        self.requests, self.start, self.count = requests, start, count
+        super().__init__(cache, requests, count)
+        self.start = start
+        # by layer, what has to wait for the end of the pass: (first position, keys, values)
+        self._late: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.needed = cache.row_keys.needed(start)
         # where each stretch begins among the keys of this pass, and how many are before the chunk's own
         if cache.row_keys.closes_up:
@@ -157,10 +173,18 @@ class Chunk(Use):
         attend = getattr(attention, "alone", attention)
         out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
+        # should another layer fail, this pass has not been: what rows from its start on read stays until all layers are through
+        safe = self.cache.first_to_overwrite(self.start)
         for first, last in self._kept(cached):
-            new = slice(first - self.start, last - self.start)
-            cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, new], v[:, new])
+            middle = min(max(first, safe), last)
+            self._write(cached, first, *(x[:, first - self.start : middle - self.start] for x in (k, v)))
+            if middle < last:
+                self._late[layer] = middle, *(x[:, middle - self.start : last - self.start].clone() for x in (k, v))
         return out
+
+    def _write(self, cached: Cached, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        if k.shape[1]:
+            cached.write(self._range(first, first + k.shape[1]).expand(k.shape[0], -1), k, v)
 
     def _kept(self, cached: Cached) -> list[tuple[int, int]]:
         """The chunk's positions that find a slot of their own: where slots are taken again, its end, and what is kept for good."""
@@ -191,6 +215,11 @@ class Chunk(Use):
         return torch.arange(first, last, device=self.cache.device)
 
     def end(self) -> None:
-        self.cache.advance(self.requests, self.count)
-        for request in range(self.requests.start, self.requests.stop):
-            self.cache.release(request)
+        cache = self.cache
+        self.check()
+        with cache.writing_down(range(self.requests.start, self.requests.stop)):
+            for layer, late in self._late.items():
+                self._write(cache.cached(layer, self.requests), *late)
+            cache.advance(self.requests, self.count)
+            for request in range(self.requests.start, self.requests.stop):
+                cache.release(request)

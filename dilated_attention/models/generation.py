@@ -96,10 +96,11 @@ class Stepper:
         else:
             # tables may have grown in another pass over this cache, too
             if self._graph is None or self._generation != generation:
-                self._generation = generation
+                self._graph = self._logits = None
                 # a graph is captured on the current device, which need not be the cache's
                 with torch.cuda.device(self.cache.device):
                     self._capture()
+                self._generation = generation
             assert self._graph is not None and self._logits is not None
             self._graph.replay()
             logits = self._logits
@@ -118,27 +119,35 @@ class Stepper:
             for _ in range(2):
                 self._forward()
         torch.cuda.current_stream(self.cache.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._forward()
+        # a capture that failed leaves none
+        self._graph, self._logits = graph, logits
 
 
 @torch.no_grad()
 def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
-    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time.
+    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time, all of them or none.
 
     Args:
         model: in eval mode.
-        cache: a cache, or one request of it, ``cache.of(i)``.
+        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, to try again
+            with a smaller ``chunk``; where it had positions before and chunks have taken their slots, the request is refused until it is freed.
     """
     from dilated_attention.models.language_model import check_tokens
 
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
-    for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
-        hidden = model.hidden(part, cache=cache)[:, -1]
-    return F.linear(hidden, model.output_weight)
+    *parts, last = tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1)
+    with cache.as_one():
+        for part in parts:
+            model.hidden(part, cache=cache)
+        use = model.decoder.begin(*last.shape, cache)
+        logits = F.linear(model.hidden(last, cache=use)[:, -1], model.output_weight)
+        use.end()
+    return logits
 
 
 @torch.no_grad()

@@ -112,9 +112,14 @@ class LongNetLM(Pretrained):
         check_tokens("tokens", tokens)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache)
+        use = None if cache is None else self.decoder.begin(*tokens.shape, cache, cu_seqlens)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, use)
         if targets is None:
-            return F.linear(hidden, self.output_weight)
+            logits = F.linear(hidden, self.output_weight)
+            # logits may be what memory is too small for: until they are there, the pass has not been
+            if use is not None and use is not cache:
+                use.end()
+            return logits
         check_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(
