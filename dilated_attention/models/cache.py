@@ -156,6 +156,11 @@ class Cache(ABC):
                     self.lengths[i], self.active[i] = length, is_active
                 self._place()
             self._cut_off |= lost
+            for i, length, is_active in before:
+                if length == 0:
+                    # with nothing to lose it is as new, wherever the error came
+                    self.free(i)
+                    self.active[i] = is_active
             raise
 
     @contextmanager

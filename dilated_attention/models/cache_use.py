@@ -148,8 +148,9 @@ class Chunk(Use):
     def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
         super().__init__(cache, requests, count)
         self.start = start
-        # by layer, what has to wait for the end of the pass: (first position, keys, values)
-        self._late: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        # by layer, keys and values that have to wait for the end of the pass
+        self._late: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._late_from = start + count
         self.needed = cache.row_keys.needed(start)
         # where each stretch begins among the keys of this pass, and how many are before the chunk's own
         if cache.row_keys.closes_up:
@@ -173,18 +174,17 @@ class Chunk(Use):
         attend = getattr(attention, "alone", attention)
         out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
-        # should another layer fail, this pass has not been: what rows from its start on read stays until all layers are through
+        # should a later layer fail, there was no pass: what rows from its start on read stays until all layers are through
         safe = self.cache.first_to_overwrite(self.start)
         for first, last in self._kept(cached):
             middle = min(max(first, safe), last)
-            self._write(cached, first, *(x[:, first - self.start : middle - self.start] for x in (k, v)))
+            if first < middle:
+                new = slice(first - self.start, middle - self.start)
+                cached.write(self._range(first, middle).expand(k.shape[0], -1), k[:, new], v[:, new])
             if middle < last:
-                self._late[layer] = middle, *(x[:, middle - self.start : last - self.start].clone() for x in (k, v))
+                self._late_from = middle
+                self._late[layer] = k[:, middle - self.start :].clone(), v[:, middle - self.start :].clone()
         return out
-
-    def _write(self, cached: Cached, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        if k.shape[1]:
-            cached.write(self._range(first, first + k.shape[1]).expand(k.shape[0], -1), k, v)
 
     def _kept(self, cached: Cached) -> list[tuple[int, int]]:
         """The chunk's positions that find a slot of their own: where slots are taken again, its end, and what is kept for good."""
@@ -215,11 +215,14 @@ class Chunk(Use):
         return torch.arange(first, last, device=self.cache.device)
 
     def end(self) -> None:
-        cache = self.cache
+        cache, end = self.cache, self.start + self.count
         self.check()
+        late = self._range(self._late_from, end).expand(len(self._lengths), -1)
+        places = cache.cached(0, self.requests).places(late) if self._late else None
         with cache.writing_down(range(self.requests.start, self.requests.stop)):
-            for layer, late in self._late.items():
-                self._write(cache.cached(layer, self.requests), *late)
+            for layer, (k, v) in self._late.items():
+                cached = cache.cached(layer, self.requests)
+                cached.k[places], cached.v[places] = k, v
             cache.advance(self.requests, self.count)
             for request in range(self.requests.start, self.requests.stop):
                 cache.release(request)
