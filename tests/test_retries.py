@@ -251,6 +251,15 @@ def test_a_pass_that_others_have_overtaken_or_of_another_size_is_refused() -> No
             lm(tokens[:, HELD : HELD + late.count], cache=late)
         with pytest.raises(ValueError, match="no other pass between"):
             late.end()
+    stale = cache.begin(2, 4)
+    at = cache.lengths[0]
+    lm(tokens[:, at : at + 4], cache=stale)
+    for request in range(2):
+        cache.free(request)
+    # other tokens, as many
+    prefill(lm, tokens.flip(1)[:, :at], cache)
+    with pytest.raises(ValueError, match="this pass is stale"):
+        stale.end()
 
 
 def test_pages_that_could_not_be_entered_into_the_table_are_not_taken_for_given() -> None:

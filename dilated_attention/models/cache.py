@@ -27,7 +27,8 @@ class Cache(ABC):
     """What both kinds share: requests, their lengths, and passes of a model over new positions of them.
 
     ``lengths`` are known on the host, so that no step waits for the device; ``positions`` (B,) is where a step puts each request's next
-    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing.
+    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing. ``changes`` count how often
+    each has grown or shrunk.
 
     A pass that fails, or is interrupted, leaves ``lengths`` as they were, and any other pass may follow: what it wrote is read by none. If it
     fails while its end is written down, its requests are refused until they are freed.
@@ -66,6 +67,7 @@ class Cache(ABC):
         # requests that nobody may go on with; and of each the end of all passes that were begun
         self._cut_off: frozenset[int] = frozenset()
         self._ends = [0] * self.num_requests
+        self.changes = [0] * self.num_requests
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
 
     @abstractmethod
@@ -137,6 +139,7 @@ class Cache(ABC):
         with self.writing_down(chosen):
             for i in chosen:
                 self.lengths[i] += by
+                self.changes[i] += 1
                 self.active[i] = True
             if requests is None and all(self.active):
                 self.positions += by
@@ -154,6 +157,7 @@ class Cache(ABC):
             with self.writing_down([i for i, _, _ in before]):
                 for i, length, is_active in before:
                     self.lengths[i], self.active[i] = length, is_active
+                    self.changes[i] += 1
                 self._place()
             self._cut_off |= lost
             for i, length, is_active in before:
@@ -180,6 +184,7 @@ class Cache(ABC):
         """Forget a request: its place can be prefilled anew, ``cache.of(request)``."""
         with self.writing_down([self._checked(request)]):
             self.lengths[request] = 0
+            self.changes[request] += 1
             self._ends[request] = 0
             self.finish(request)
             self._forget(request)

@@ -30,16 +30,19 @@ class Use(ABC):
 
     def __init__(self, cache: Cache, requests: slice, count: int) -> None:
         self.cache, self.requests, self.count = cache, requests, count
-        self._lengths = cache.lengths[requests]
+        self._begun = cache.changes[requests]
         self._rotations: dict[Any, Tables] = {}
+
+    @property
+    def batch(self) -> int:
+        return len(self._begun)
 
     def check(self) -> None:
         """Refuse a pass that other passes have overtaken."""
-        lengths = self.cache.lengths[self.requests]
-        if lengths != self._lengths:
+        if self.cache.changes[self.requests] != self._begun:
             raise ValueError(
-                f"the requests of this pass had {self._lengths} positions when it was begun and have {lengths} now; expected no other pass between "
-                "its beginning and its end: begin a new one"
+                f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; expected no "
+                "other pass between its beginning and its end: begin a new one"
             )
 
     def layer(self, index: int) -> LayerUse:
@@ -85,7 +88,7 @@ class LayerUse:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
         cache = self.use.cache
-        expected = (len(range(cache.num_requests)[self.use.requests]), self.use.count)
+        expected = (self.use.batch, self.use.count)
         if tuple(k.shape[:2]) != expected:
             raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
         q, k, v = autocast(q, k, v)
@@ -217,7 +220,7 @@ class Chunk(Use):
     def end(self) -> None:
         cache, end = self.cache, self.start + self.count
         self.check()
-        late = self._range(self._late_from, end).expand(len(self._lengths), -1)
+        late = self._range(self._late_from, end).expand(self.batch, -1)
         places = cache.cached(0, self.requests).places(late) if self._late else None
         with cache.writing_down(range(self.requests.start, self.requests.stop)):
             for layer, (k, v) in self._late.items():
