@@ -221,16 +221,19 @@ class BlockKeys(RowKeys):
         if self._columns.shape[0] != len(rows) or width > self._columns.shape[2]:
             # with room to spare: every growth costs a graph
             wide = min(2 ** math.ceil(math.log2(width)), -(-self.max_length // self.pattern.k_block))
-            self._columns = torch.full((len(rows), self.num_groups, max(wide, width)), -1, device=self.device)
-            self._stride = torch.ones(self._columns.shape[2], dtype=torch.int32, device=self.device)
+            columns = torch.full((len(rows), self.num_groups, max(wide, width)), -1, device=self.device)
+            stride = torch.ones(columns.shape[2], dtype=torch.int32, device=self.device)
             self._rows = [-1] * len(rows)
+            self._columns, self._stride = columns, stride
             self.generation += 1
-        for request, (before, row) in enumerate(zip(self._rows, rows, strict=True)):
-            if before != row:
+        for request, row in enumerate(rows):
+            if self._rows[request] != row:
                 columns = listed[row]
+                # of no row while it is written: an error in between must not leave another's under this one's name
+                self._rows[request] = -1
                 self._columns[request, :, : columns.shape[1]] = columns
                 self._columns[request, :, columns.shape[1] :] = -1
-        self._rows = rows
+                self._rows[request] = row
         return self.generation
 
     def _columns_of(self, row: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ everything. Keys are stored as they enter the product: normalised and rotated by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,11 @@ class Cache(ABC):
     """What both kinds share: requests, their lengths, and passes of a model over new positions of them.
 
     ``lengths`` are known on the host, so that no step waits for the device; ``positions`` (B,) is where a step puts each request's next
-    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing.
+    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing. ``changes`` count how often
+    each has grown or shrunk.
+
+    A pass that fails, or is interrupted, leaves ``lengths`` as they were, and any other pass may follow: what it wrote is read by none. If it
+    fails while its end is written down, its requests are refused until they are freed.
     """
 
     keys: list[torch.Tensor]
@@ -58,6 +64,10 @@ class Cache(ABC):
         self.row_keys: RowKeys = row_keys(config.pattern, config.num_heads, self.num_kv_heads, self.max_length, self.device)
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests
+        # requests that nobody may go on with; and of each the end of all passes that were begun
+        self._cut_off: frozenset[int] = frozenset()
+        self._ends = [0] * self.num_requests
+        self.changes = [0] * self.num_requests
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
 
     @abstractmethod
@@ -77,6 +87,10 @@ class Cache(ABC):
     def wraps(self) -> bool:
         """Whether slots of old positions are taken again by new ones."""
 
+    def first_to_overwrite(self, length: int) -> int:
+        """The first position whose slot holds one that rows from ``length`` on read; ``max_length`` where there is none."""
+        return self.max_length
+
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values, as allocated."""
@@ -89,7 +103,7 @@ class Cache(ABC):
 
     def begin(self, batch: int, num_tokens: int, requests: slice | None = None) -> Use:
         """Begin a pass over so many new positions of ``requests``, all by default, ``batch`` of them."""
-        chosen = range(self.num_requests)[slice(None) if requests is None else requests]
+        chosen = self._chosen(requests)
         if batch != len(chosen):
             raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
         if num_tokens == 1 and requests is None and any(self.active):
@@ -101,7 +115,8 @@ class Cache(ABC):
                 f"requests have {lengths} positions; several new positions at a time need equal lengths: pass requests one by one, cache.of(i)"
             )
         for request in chosen:
-            self._check_room(request, num_tokens)
+            self._check_pass(request, num_tokens)
+            self._ends[request] = max(self._ends[request], lengths[0] + num_tokens)
             self.reserve(request, lengths[0] + num_tokens)
         return Chunk(self, slice(chosen.start, chosen.stop), lengths[0], num_tokens)
 
@@ -109,7 +124,8 @@ class Cache(ABC):
         """Room and tables for one more position of every active request; the tables' generation: a graph captured in another has to go."""
         for request in range(self.num_requests):
             if self.active[request]:
-                self._check_room(request, 1)
+                self._check_pass(request, 1)
+                self._ends[request] = max(self._ends[request], self.lengths[request] + 1)
                 self.reserve(request, self.lengths[request] + 1)
         return self.row_keys.prepare([self._position(request) for request in range(self.num_requests)])
 
@@ -119,15 +135,45 @@ class Cache(ABC):
 
     def advance(self, requests: slice | None = None, by: int = 1) -> None:
         """Lengths grow: of some requests, which become active, or of all that are."""
-        chosen = range(self.num_requests)[slice(None) if requests is None else requests]
-        for i in chosen:
-            if requests is not None or self.active[i]:
+        chosen = [i for i in self._chosen(requests) if requests is not None or self.active[i]]
+        with self.writing_down(chosen):
+            for i in chosen:
                 self.lengths[i] += by
+                self.changes[i] += 1
                 self.active[i] = True
-        if requests is None and all(self.active):
-            self.positions += by
-        else:
-            self._place()
+            if requests is None and all(self.active):
+                self.positions += by
+            else:
+                self._place()
+
+    @contextmanager
+    def as_one(self, requests: slice | None = None) -> Iterator[None]:
+        """Several passes that count as one: if any fails, the requests are as before; one that has lost what it held is refused until freed."""
+        before = [(i, self.lengths[i], self.active[i]) for i in self._chosen(requests)]
+        try:
+            yield
+        except BaseException:
+            lost = {i for i, length, _ in before if length != self.lengths[i] and not self._holds(i, length)}
+            with self.writing_down([i for i, _, _ in before]):
+                for i, length, is_active in before:
+                    self.lengths[i], self.active[i] = length, is_active
+                    self.changes[i] += 1
+                self._place()
+            self._cut_off |= lost
+            for i, length, is_active in before:
+                if length == 0:
+                    # with nothing to lose it is as new, wherever the error came
+                    self.free(i)
+                    self.active[i] = is_active
+            raise
+
+    @contextmanager
+    def writing_down(self, requests: Iterable[int]) -> Iterator[None]:
+        """What these requests hold and what is known of it change together: an error in between leaves them refused."""
+        before = self._cut_off
+        self._cut_off = before.union(requests)
+        yield
+        self._cut_off = before
 
     def finish(self, request: int) -> None:
         """Let a request grow no more; it keeps its positions until it is freed."""
@@ -136,8 +182,13 @@ class Cache(ABC):
 
     def free(self, request: int) -> None:
         """Forget a request: its place can be prefilled anew, ``cache.of(request)``."""
-        self.lengths[self._checked(request)] = 0
-        self.finish(request)
+        with self.writing_down([self._checked(request)]):
+            self.lengths[request] = 0
+            self.changes[request] += 1
+            self._ends[request] = 0
+            self.finish(request)
+            self._forget(request)
+        self._cut_off -= {request}
 
     def of(self, request: int) -> Requests:
         """The cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
@@ -153,8 +204,19 @@ class Cache(ABC):
         )
 
     @abstractmethod
+    def _holds(self, request: int, length: int) -> bool:
+        """Whether all that rows from ``length`` on read is still there, after passes over positions behind it."""
+
+    @abstractmethod
+    def _forget(self, request: int) -> None:
+        """Give back all that a request holds."""
+
+    @abstractmethod
     def _shape(self) -> str:
         """Requests and slots, or pages, for display."""
+
+    def _chosen(self, requests: slice | None) -> range:
+        return range(self.num_requests)[slice(None) if requests is None else requests]
 
     def _position(self, request: int) -> int:
         length = self.lengths[request]
@@ -169,7 +231,12 @@ class Cache(ABC):
             raise ValueError(f"request is {request}; expected 0 to {self.num_requests - 1}")
         return request
 
-    def _check_room(self, request: int, num_tokens: int) -> None:
+    def _check_pass(self, request: int, num_tokens: int) -> None:
+        if request in self._cut_off:
+            raise RuntimeError(
+                f"request {request} was cut off by an error while its positions were written, and what it holds is not to be trusted; expected "
+                f"a request whose last pass ended: call free({request}) of the cache and prefill the request anew"
+            )
         if self.lengths[request] + num_tokens > self.max_length:
             raise ValueError(
                 f"request {request} has {self.lengths[request]} positions, {num_tokens} more are asked for, and max_length is {self.max_length}; "
@@ -226,11 +293,22 @@ class KVCache(Cache):
     def cached(self, layer: int, requests: slice) -> Cached:
         return Cached(self.keys[layer][requests], self.values[layer][requests], wraps=self.wraps, fixed=self.row_keys.fixed)
 
+    def first_to_overwrite(self, length: int) -> int:
+        fixed = self.row_keys.fixed
+        lows = [max(low, fixed) for low, high in self.row_keys.needed(length) if high > max(low, fixed)]
+        return min(lows) + self.capacity - fixed if self.wraps and lows else self.max_length
+
     def reserve(self, request: int, length: int) -> None:
         """Nothing to do: a stretch has room for all that can be read."""
 
     def release(self, request: int) -> None:
         """Nothing to do: slots are taken again."""
+
+    def _holds(self, request: int, length: int) -> bool:
+        return self._ends[request] <= self.first_to_overwrite(length)
+
+    def _forget(self, request: int) -> None:
+        """Nothing to do: what is written anew is not read before."""
 
     def _shape(self) -> str:
         return f"{self.num_requests} × {self.capacity:,} positions"
@@ -245,3 +323,6 @@ class Requests:
 
     def begin(self, batch: int, num_tokens: int) -> Use:
         return self.cache.begin(batch, num_tokens, self.requests)
+
+    def as_one(self) -> AbstractContextManager[None]:
+        return self.cache.as_one(self.requests)

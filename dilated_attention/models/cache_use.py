@@ -28,9 +28,22 @@ Tables = tuple[Table, Table]
 class Use(ABC):
     """A pass: what all layers share is worked out once, at its beginning."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, requests: slice, count: int) -> None:
+        self.cache, self.requests, self.count = cache, requests, count
+        self._begun = cache.changes[requests]
         self._rotations: dict[Any, Tables] = {}
+
+    @property
+    def batch(self) -> int:
+        return len(self._begun)
+
+    def check(self) -> None:
+        """Refuse a pass that other passes have overtaken."""
+        if self.cache.changes[self.requests] != self._begun:
+            raise ValueError(
+                f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; expected no "
+                "other pass between its beginning and its end: begin a new one"
+            )
 
     def layer(self, index: int) -> LayerUse:
         return LayerUse(self, index)
@@ -75,6 +88,9 @@ class LayerUse:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
         cache = self.use.cache
+        expected = (self.use.batch, self.use.count)
+        if tuple(k.shape[:2]) != expected:
+            raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
         q, k, v = autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
@@ -88,7 +104,7 @@ class Step(Use):
     """One new position of every request, each at its own. Nothing here depends on the host's lengths: a CUDA graph may replay it."""
 
     def __init__(self, cache: Cache) -> None:
-        super().__init__(cache)
+        super().__init__(cache, slice(0, cache.num_requests), 1)
         self.positions = cache.positions
         runs = cache.row_keys.runs(self.positions)
         keys = cache.row_keys
@@ -120,6 +136,7 @@ class Step(Use):
         return out[:, None]
 
     def end(self) -> None:
+        self.check()
         self.cache.advance()
 
 
@@ -132,8 +149,11 @@ class Chunk(Use):
     """``count`` new positions from ``start`` on of some requests: the forward of the layer over the keys that are held, and its own."""
 
     def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
-        super().__init__(cache)
-        self.requests, self.start, self.count = requests, start, count
+        super().__init__(cache, requests, count)
+        self.start = start
+        # by layer, keys and values that have to wait for the end of the pass
+        self._late: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._late_from = start + count
         self.needed = cache.row_keys.needed(start)
         # where each stretch begins among the keys of this pass, and how many are before the chunk's own
         if cache.row_keys.closes_up:
@@ -157,9 +177,16 @@ class Chunk(Use):
         attend = getattr(attention, "alone", attention)
         out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
+        # should a later layer fail, there was no pass: what rows from its start on read stays until all layers are through
+        safe = self.cache.first_to_overwrite(self.start)
         for first, last in self._kept(cached):
-            new = slice(first - self.start, last - self.start)
-            cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, new], v[:, new])
+            middle = min(max(first, safe), last)
+            if first < middle:
+                new = slice(first - self.start, middle - self.start)
+                cached.write(self._range(first, middle).expand(k.shape[0], -1), k[:, new], v[:, new])
+            if middle < last:
+                self._late_from = middle
+                self._late[layer] = k[:, middle - self.start :].clone(), v[:, middle - self.start :].clone()
         return out
 
     def _kept(self, cached: Cached) -> list[tuple[int, int]]:
@@ -191,6 +218,14 @@ class Chunk(Use):
         return torch.arange(first, last, device=self.cache.device)
 
     def end(self) -> None:
-        self.cache.advance(self.requests, self.count)
-        for request in range(self.requests.start, self.requests.stop):
-            self.cache.release(request)
+        cache, end = self.cache, self.start + self.count
+        self.check()
+        late = self._range(self._late_from, end).expand(self.batch, -1)
+        places = cache.cached(0, self.requests).places(late) if self._late else None
+        with cache.writing_down(range(self.requests.start, self.requests.stop)):
+            for layer, (k, v) in self._late.items():
+                cached = cache.cached(layer, self.requests)
+                cached.k[places], cached.v[places] = k, v
+            cache.advance(self.requests, self.count)
+            for request in range(self.requests.start, self.requests.stop):
+                cache.release(request)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from dilated_attention.models.cache import Cache, KVCache
 from dilated_attention.models.paged_cache import PagedKVCache
+from dilated_attention.models.tokens import check_range, check_tokens
 from dilated_attention.pattern.checks import as_int
 
 if TYPE_CHECKING:
@@ -40,12 +41,26 @@ class Sampling:
                 raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1]: the share of probability that is drawn from")
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """One token (B, 1) for each row of logits (B, V)."""
+        """One token (B, 1) for each row of logits (B, V).
+
+        Raises:
+            ValueError: a row with NaN or inf, or of −inf alone. On a GPU, where the host would have to wait, such a row gives any token.
+        """
+        token, highest = self.pick(logits)
+        if logits.device.type == "cpu" and not bool(highest.isfinite().all()):
+            row = int((~highest.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"logits have {float(highest[row])} in row {row}; expected finite numbers, of which one at least is more than -inf")
+        return token
+
+    def pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, highest logits), (B, 1) each: where the highest is not finite, the token is any."""
         # below any difference that float32 tells from 0
         if self.temperature < 1e-30:
-            return logits.argmax(-1, keepdim=True)
+            highest, token = logits.max(-1, keepdim=True)
+            return token, highest
         logits = logits.float()
-        logits = logits - logits.amax(-1, keepdim=True)
+        highest = logits.amax(-1, keepdim=True)
+        logits = logits - highest
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             # by place: of equally likely tokens at the edge only as many as there is room for
             likeliest = logits.topk(self.top_k, dim=-1)
@@ -56,7 +71,9 @@ class Sampling:
             # a token stays if those before it leave room: the likeliest always does
             dropped = ordered.cumsum(-1) - ordered >= self.top_p
             probabilities = probabilities.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
-        return torch.multinomial(probabilities, 1, generator=self.generator)
+        # torch.multinomial's own race, to the bit, without its assertions on the device, by which a NaN ends the process's use of a GPU
+        rivals = torch.empty_like(probabilities).exponential_(1.0, generator=self.generator)
+        return (probabilities / rivals).argmax(-1, keepdim=True), highest
 
 
 class Stepper:
@@ -84,11 +101,10 @@ class Stepper:
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        from dilated_attention.models.language_model import check_tokens
-
         check_tokens("tokens", tokens)
         if tokens.shape != self.tokens.shape:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected one token for each request, {tuple(self.tokens.shape)}")
+        check_range("tokens", tokens, self.model.embedding.num_embeddings)
         generation = self.cache.prepare_step()
         self.tokens.copy_(tokens)
         if not self.uses_graph:
@@ -96,10 +112,11 @@ class Stepper:
         else:
             # tables may have grown in another pass over this cache, too
             if self._graph is None or self._generation != generation:
-                self._generation = generation
+                self._graph = self._logits = None
                 # a graph is captured on the current device, which need not be the cache's
                 with torch.cuda.device(self.cache.device):
                     self._capture()
+                self._generation = generation
             assert self._graph is not None and self._logits is not None
             self._graph.replay()
             logits = self._logits
@@ -118,27 +135,34 @@ class Stepper:
             for _ in range(2):
                 self._forward()
         torch.cuda.current_stream(self.cache.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._forward()
+        # a capture that failed leaves none
+        self._graph, self._logits = graph, logits
 
 
 @torch.no_grad()
 def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
-    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time.
+    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time, all of them or none.
 
     Args:
         model: in eval mode.
-        cache: a cache, or one request of it, ``cache.of(i)``.
+        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, to try again
+            with a smaller ``chunk``; where it had positions before and chunks have taken their slots, the request is refused until it is freed.
     """
-    from dilated_attention.models.language_model import check_tokens
-
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
-    for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
-        hidden = model.hidden(part, cache=cache)[:, -1]
-    return F.linear(hidden, model.output_weight)
+    check_range("tokens", tokens, model.embedding.num_embeddings)
+    *parts, last = tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1)
+    with cache.as_one():
+        for part in parts:
+            model.hidden(part, cache=cache)
+        use = model.decoder.begin(last.shape[0], last.shape[1], cache)
+        logits = F.linear(model.hidden(last, cache=use)[:, -1], model.output_weight)
+        use.end()
+    return logits
 
 
 @torch.no_grad()
@@ -170,8 +194,8 @@ def generate(
     if max_new_tokens == 0 or not rows:
         return prompts
     in_training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()
         weight = model.output_weight
         lengths = [len(row) for row in rows]
         place: dict[str, Any] = {"device": weight.device, "dtype": _dtype_of_keys(weight)}
@@ -194,8 +218,11 @@ def generate(
 
 def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: Sampling, stop_token: int | None) -> torch.Tensor:
     """The tokens drawn, (B, at most max_new_tokens); ``stop_token`` behind the end of a request."""
-    drawn = [sampling.draw(logits)]
-    ended = torch.zeros_like(drawn[0], dtype=torch.bool)
+    token, highest = sampling.pick(logits)
+    drawn, found = [token], [highest]
+    # weights with NaN show at once
+    _check_finite(step.model, found)
+    ended = torch.zeros_like(token, dtype=torch.bool)
     while True:
         if stop_token is not None:
             drawn[-1] = drawn[-1].masked_fill(ended, stop_token)
@@ -205,8 +232,30 @@ def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: 
                 if step.cache.active[request]:
                     step.cache.finish(request)
         if len(drawn) == max_new_tokens or not any(step.cache.active):
+            _check_finite(step.model, found)
             return torch.cat(drawn, 1)
-        drawn.append(sampling.draw(step(drawn[-1])))
+        token, highest = sampling.pick(step(drawn[-1]))
+        drawn.append(token)
+        # of requests that have ended nobody reads the token
+        found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
+        if token.device.type == "cpu":
+            _check_finite(step.model, found[-1:], len(drawn) - 1)
+
+
+def _check_finite(model: LongNetLM, highest: list[torch.Tensor], before: int = 0) -> None:
+    """Refuse steps, the first behind ``before`` new tokens, whose highest logits (B, 1) are not finite. Waits for the device."""
+    # (steps, requests)
+    wrong = ~torch.stack(highest)[..., 0].isfinite()
+    if not bool(wrong.any()):
+        return
+    place, row = wrong.nonzero()[0].tolist()
+    spoilt = next((name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())), None)
+    cause = f"its parameter {spoilt} holds NaN or inf: load weights that do not"
+    if spoilt is None:
+        cause = f"no parameter of it is NaN or inf, so that numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
+    raise ValueError(
+        f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite numbers, and {cause}"
+    )
 
 
 def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
@@ -227,8 +276,6 @@ def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
 
 def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
     """The prompts as rows."""
-    from dilated_attention.models.language_model import check_tokens
-
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:
@@ -241,9 +288,11 @@ def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
             check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
             if row.ndim != 1:
                 raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
+            check_range(f"prompt[{i}]", row, model.embedding.num_embeddings, waits=True)
         rows = list(prompts)
     else:
         check_tokens("prompt", prompts)
+        check_range("prompt", prompts, model.embedding.num_embeddings, waits=True)
         rows = list(prompts.unbind(0))
     for row in rows:
         if len(row) < 1:

@@ -15,6 +15,7 @@ from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
+from dilated_attention.models.tokens import check_range, check_tokens
 from dilated_attention.modules import RingSettings
 
 
@@ -107,19 +108,28 @@ class LongNetLM(Pretrained):
             scalar, for which logits are made a chunk of positions at a time; of a spread model the whole sequence's.
 
         Raises:
-            ValueError, TypeError: tensors that do not fit.
+            ValueError, TypeError: tensors that do not fit; tokens or targets out of range, where they lie on the CPU. On a GPU nobody looks, for
+                the host would wait at every call: there they end in a device-side assertion, after which the process has to start anew.
         """
         check_tokens("tokens", tokens)
+        check_range("tokens", tokens, self.embedding.num_embeddings)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache)
+        if targets is not None:
+            check_tokens("targets", targets)
+            if targets.shape != tokens.shape:
+                raise ValueError(
+                    f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
+                )
+            check_range("targets", targets, self.embedding.num_embeddings, ignore_index=-100)
+        use = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, use)
         if targets is None:
-            return F.linear(hidden, self.output_weight)
-        check_tokens("targets", targets)
-        if targets.shape != tokens.shape:
-            raise ValueError(
-                f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
-            )
+            logits = F.linear(hidden, self.output_weight)
+            # logits may be what memory is too small for: until they are there, the pass has not been
+            if use is not None and use is not cache:
+                use.end()
+            return logits
         if self.ring is not None:
             return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
         return chunked_cross_entropy(hidden, self.output_weight, targets)
@@ -132,6 +142,7 @@ class LongNetLM(Pretrained):
         cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
         """Hidden states (B, N, E) behind the last norm: logits are their products with ``output_weight``. Arguments as of ``forward``."""
+        check_range("tokens", tokens, self.embedding.num_embeddings)
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the output layer's small initial values, for the residual stream to start at variance 1
@@ -169,7 +180,8 @@ class LongNetLM(Pretrained):
             (B, N + tokens added), with ``stop_token`` behind a sequence that ended; of a list, a list of (N_i + tokens added,).
 
         Raises:
-            ValueError, TypeError: arguments that do not fit, or a model that several processes share: generation is one process's work.
+            ValueError, TypeError: arguments that do not fit, a prompt with tokens out of range (on a GPU, too), logits that are not finite, as of
+                weights with NaN, or a model that several processes share: generation is one process's work.
         """
         from dilated_attention.models.generation import Sampling, generate
 
@@ -184,11 +196,3 @@ class LongNetLM(Pretrained):
             cuda_graph=cuda_graph,
         )
 
-
-def check_tokens(name: str, tokens: Any) -> None:
-    if not isinstance(tokens, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tokens).__name__}; expected an integer tensor of shape (batch, sequence)")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
-    if tokens.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.models.tokens import check_range
+
 # logits of one chunk, in float32; they exist up to three times at once (logits, their softmax, its gradient)
 CHUNK_BYTES = 64 * 2**20
 
@@ -20,11 +22,15 @@ def chunked_cross_entropy(
     Args:
         hidden: (…, E).
         weight: (V, E).
-        targets: (…) integers; ``ignore_index`` where a position does not count.
+        targets: (…) integers in 0 … V − 1; ``ignore_index`` where a position does not count.
         chunk: positions a chunk; None for as many as keep its logits below 64 MiB.
 
     Returns:
         scalar float32; 0 with gradient 0 if no position counts.
+
+    Raises:
+        TypeError: targets that are no integers.
+        ValueError: another number of targets than of positions; targets out of range, where they lie on the CPU.
     """
     total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
     return total / (targets != ignore_index).sum().clamp(min=1)
@@ -34,6 +40,15 @@ def summed_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
     """The sum instead of the mean; see ``chunked_cross_entropy``."""
+    if not isinstance(targets, torch.Tensor):
+        raise TypeError(f"targets is a {type(targets).__name__}; expected an integer tensor")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+        raise TypeError(f"targets has dtype {targets.dtype}; expected integers, the token of each position: convert with .long()")
+    if targets.numel() != hidden.shape[:-1].numel():
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)} and hidden has {tuple(hidden.shape)}; expected one target for each of its positions"
+        )
+    check_range("targets", targets, weight.shape[0], ignore_index=ignore_index)
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))

@@ -80,28 +80,39 @@ class PagedKVCache(Cache):
                 f"request {request} needs {len(wanted)} more pages of {self.page_size} positions and {len(self._free)} of {self.num_pages} are "
                 "free; free a request, or make a cache with more pages"
             )
-        for page in wanted:
-            pages[page] = self._free.pop()
-        given = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
-        self.table[request, wanted[0] : wanted[-1] + 1] = given.to(self.device)
+        given = self._free[-len(wanted) :]
+        entries = torch.tensor(given, dtype=torch.int32).to(self.device)
+        with self.writing_down([request]):
+            self.table[request, wanted[0] : wanted[-1] + 1] = entries
+            del self._free[-len(wanted) :]
+            pages.update(zip(wanted, given, strict=True))
 
     def release(self, request: int) -> None:
         """Take back the pages that no row to come of this request can read: after each chunk, and whenever ``reserve`` gives some."""
         size, pages = self.page_size, self._pages[request]
-        kept = {page for low, high in self.row_keys.needed(self.lengths[request]) for page in range(low // size, -(-high // size))}
+        kept = self._needed_pages(self.lengths[request])
         # that of the next position is in use, whatever lies in it
         kept.add(self.lengths[request] // size)
         gone = [page for page in pages if page not in kept]
-        self._free += [pages.pop(page) for page in gone]
         if gone:
-            # a request that grows no more still writes, and must not write into what is another's by then
-            self.table[request, gone] = 0
+            with self.writing_down([request]):
+                # a request that grows no more still writes, and must not write into what is another's by then
+                self.table[request, gone] = 0
+                self._free += [pages.pop(page) for page in gone]
 
-    def free(self, request: int) -> None:
-        super().free(request)
-        self._free.extend(self._pages[request].values())
-        self._pages[request] = {}
+    def _needed_pages(self, length: int) -> set[int]:
+        size = self.page_size
+        return {page for low, high in self.row_keys.needed(length) for page in range(low // size, -(-high // size))}
+
+    def _holds(self, request: int, length: int) -> bool:
+        return self._needed_pages(length) <= self._pages[request].keys()
+
+    def _forget(self, request: int) -> None:
         self.table[request] = 0
+        self._pages[request] = {}
+        # anew from what is in use: an interrupt while pages were given may have lost some
+        used = {page for pages in self._pages for page in pages.values()}
+        self._free = [page for page in range(self.num_pages, 0, -1) if page not in used]
 
     def _shape(self) -> str:
         return f"{self.num_pages + 1:,} pages ({self.pages_in_use:,} in use) of {self.page_size} positions"

@@ -66,13 +66,14 @@ class LongNetStack(nn.Module):
             x: (B, N, E); of a spread stack this process's rows (B, n, E).
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
             seq_len: N where processes share the sequence; None: they ask each other, once for all blocks.
-            cache: x holds new positions only, of a causal stack, which attend to those in the cache and join them; or a pass begun already.
+            cache: x holds new positions only, of a causal stack, which attend to those in the cache and join them; or a pass begun already, which
+                is not ended here.
             all_layers: also return what enters the first block and what leaves each, before the last norm.
 
         Returns:
             (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
-        use = None if cache is None else self._begin(x, cache, cu_seqlens)
+        use = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -89,13 +90,13 @@ class LongNetStack(nn.Module):
                 x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
             if all_layers:
                 states.append(x)
+        x = x if self.norm is None else self.norm(x)
         if use is not None and use is not cache:
             use.end()
-        x = x if self.norm is None else self.norm(x)
         return (x, states) if all_layers else x
 
-    def _begin(self, x: torch.Tensor, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None) -> Use:
-        """The pass of a cache over x."""
+    def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None = None) -> Use:
+        """A pass of a cache over new positions, (batch, num_tokens); its ``end()`` is for the last that can fail, behind this stack."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
@@ -109,7 +110,10 @@ class LongNetStack(nn.Module):
         other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
         if other:
             raise ValueError(f"the cache was made for a model of another {', '.join(other)}; make it with this model's config")
-        return cache if isinstance(cache, Use) else cache.begin(x.shape[0], x.shape[1])
+        if isinstance(cache, Use):
+            cache.check()
+            return cache
+        return cache.begin(batch, num_tokens)
 
     @torch.no_grad()
     def attention_map(

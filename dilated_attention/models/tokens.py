@@ -1,0 +1,43 @@
+"""Checks of token ids and of targets: their type and shape everywhere, their values where looking at them makes nobody wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tokens).__name__}; expected an integer tensor of shape (batch, sequence)")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
+
+
+def check_range(name: str, tokens: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None, waits: bool = False) -> None:
+    """Refuse ids that are not in 0 … vocab_size − 1 and not ``ignore_index``.
+
+    Only on the CPU: elsewhere the host would have to wait for the device. ``waits``: it may. Compiled, mapped and fake tensors have no values
+    to look at.
+    """
+    if torch.compiler.is_compiling() or type(tokens) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return
+    if tokens.device.type == "meta" or not (waits or tokens.device.type == "cpu") or not tokens.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(tokens))
+    if low >= 0 and high < vocab_size:
+        return
+    if ignore_index is not None:
+        counted = tokens[tokens != ignore_index]
+        if not counted.numel():
+            return
+        low, high = (int(x) for x in torch.aminmax(counted))
+        if low >= 0 and high < vocab_size:
+            return
+    but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")
+    raise ValueError(
+        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: check the tokenizer, or make the model with a "
+        "larger vocab_size"
+    )
