@@ -101,10 +101,12 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # while it is still locked: who waits for it sees that it has gone, and makes a new one. Windows removes no open file
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(file)
+        try:
+            # while it is still locked: who waits for it sees that it has gone, and makes a new one. Windows removes no open file
+            with contextlib.suppress(OSError):
+                path.unlink()
+        finally:
+            os.close(file)
 
 
 def _locked_file(path: Path) -> int:
