@@ -36,7 +36,7 @@ def model(version: int) -> LongNetLM:
 def version_of(folder: Path) -> int:
     """Of what ``from_pretrained`` loads, which must be of one version throughout."""
     loaded = LongNetLM.from_pretrained(folder)
-    versions = {loaded.config.rotary_base / 100, *(float(x) for p in loaded.parameters() for x in (p.min(), p.max()))}
+    versions = {loaded.config.rotary_base / 100, *(float(x) for p in loaded.state_dict().values() for x in (p.min(), p.max()))}
     assert len(versions) == 1, versions
     return int(versions.pop())
 
