@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import detect
-from dilated_attention.files import locked, parse_json, write_text
+from dilated_attention.files import locked, parse_json, remove_leftovers, write_text
 
 SCHEMA = 1
 _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "transformers")
@@ -177,12 +177,16 @@ class Results:
         with self.lock():
             self.merged().save()
 
-    def lock(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
         """Held from ``merged`` to ``save``, so that no other run writes in between."""
         if self.path is None:
-            return nullcontext()
+            yield
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return locked(self.path.parent / f".{self.suite}.lock")
+        with locked(self.path.parent / f".{self.suite}.lock"):
+            remove_leftovers(self.path)
+            yield
 
     def merged(self) -> Results:
         """These groups and those that other runs have written into the file since this one began.

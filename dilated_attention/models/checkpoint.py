@@ -45,7 +45,8 @@ def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) ->
     weights = _apart(weights)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".save_pretrained.lock"):
-        remove_leftovers(folder / WEIGHTS_FILE)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            remove_leftovers(folder / name)
         metadata = {"format": "pt", _CONFIG: config}
         if (folder / CONFIG_FILE).is_file():
             metadata[_REPLACED] = _digest((folder / CONFIG_FILE).read_bytes())
