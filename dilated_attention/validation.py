@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def check_probability(name: str, value: Any) -> float:
 def check_positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > 0")
-    if not 0 < value < float("inf"):
+    # an integer may be beyond all floats
+    if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} is {value}; expected a finite number > 0")
     return float(value)
 
@@ -80,7 +82,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_timeout(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"timeout is {value!r}; expected a number of seconds > 0")
     return float(value)
 

@@ -96,6 +96,88 @@ def test_a_file_of_other_hardware_versions_or_settings_is_not_continued(tmp_path
         run(Counted(), session(), output=tmp_path, plots=False)
 
 
+def one_row(name: str, ms: float) -> Row:
+    return Row(name=name, case={"N": 1024}, values={"ms": ms})
+
+
+def test_two_runs_into_one_folder_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    """The second begins and ends while the first measures: other groups, and other rows of the same group."""
+
+    class Lengths(Counted):
+        def __init__(self, labels: str, meanwhile: Suite | None = None) -> None:
+            super().__init__()
+            self.labels, self.meanwhile = labels, meanwhile
+
+        def groups(self, session: Session) -> Sequence[Group]:
+            return [Group(label, functools.partial(self._measure, label)) for label in self.labels]
+
+        def _measure(self, label: str) -> list[Row]:
+            if label == "b" and self.meanwhile is not None:
+                run(self.meanwhile, session(), output=tmp_path, plots=False)
+            return [one_row(f"{label} of {self.labels}", 1.5)]
+
+    first = run(Lengths("abc", Lengths("bde")), session(), output=tmp_path, plots=False)
+    found = {label: sorted(row.name for row in rows) for label, rows in Results.load(tmp_path / "counted.json").groups.items()}
+    every = {"a": ["a of abc"], "b": ["b of abc", "b of bde"], "c": ["c of abc"], "d": ["d of bde"], "e": ["e of bde"]}
+    assert found == every
+    assert {row.name for row in first.together.rows} == {name for names in every.values() for name in names}
+    # its own are what it is judged by
+    assert sorted(first.results.groups) == ["a", "b", "c"]
+    markdown = (tmp_path / "counted.md").read_text()
+    assert all(name in markdown for names in every.values() for name in names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["counted.json", "counted.md"]
+
+
+def test_a_fresh_run_drops_what_was_there_and_keeps_what_comes_meanwhile(tmp_path: Path) -> None:
+    here, path = machine(CPU), tmp_path / "s.json"
+    Results("s", here, {}, {"old": [one_row("x", 1.0)], "both": [one_row("x", 1.0), one_row("y", 1.0)]}, path).save()
+    another = Results.open(path, "s", here, {})
+    fresh = Results.open(path, "s", here, {}, fresh=True)
+    fresh.add("both", [one_row("x", 2.0)])
+    assert Results.load(path).groups == {"both": [one_row("x", 2.0)]}
+    another.add("new", [one_row("x", 3.0)])
+    fresh.add("last", [one_row("x", 4.0)])
+    # what the other has read before comes back with it or not, its new group stays, and so do the fresh rows
+    assert Results.load(path).groups == {"both": [one_row("x", 2.0)], "new": [one_row("x", 3.0)], "last": [one_row("x", 4.0)]}
+    # of other settings, or none of ours: replaced, whatever it holds
+    for spoilt in (Results("s", here, {"size": "full"}, {"old": []}, path).text(), "[]", "{", "[" * 10_000):
+        path.write_text(spoilt)
+        fresh = Results.open(path, "s", here, {}, fresh=True)
+        fresh.add("new", [one_row("x", 1.0)])
+        fresh.add("more", [])
+        assert Results.load(path).groups == {"new": [one_row("x", 1.0)], "more": []}
+
+
+def test_a_run_of_other_settings_meanwhile_is_an_error_and_not_a_loss(tmp_path: Path) -> None:
+    here, path = machine(CPU), tmp_path / "s.json"
+    first, second = Results.open(path, "s", here, {"size": "full"}), Results.open(path, "s", here, {"size": "small"})
+    first.add("a", [one_row("x", 1.0)])
+    with pytest.raises(ValueError, match=r"made with other settings: size 'full' there, 'small' here; .*another --output"):
+        second.add("a", [one_row("x", 2.0)])
+    assert Results.load(path).settings == {"size": "full"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: [whole],
+        lambda whole: whole | {"groups": []},
+        lambda whole: whole | {"groups": {"a": [{"name": 1, "case": {}}]}},
+        lambda whole: whole | {"groups": {"a": [{"name": "x", "case": []}]}},
+        lambda whole: whole | {"machine": {}},
+        lambda whole: whole | {"machine": whole["machine"] | {"hardware": {}}},
+        lambda whole: whole | {"machine": whole["machine"] | {"versions": 1}},
+        lambda whole: whole | {"settings": None},
+    ],
+)
+def test_a_file_of_another_form_is_named(change: Any, tmp_path: Path) -> None:
+    path = tmp_path / "counted.json"
+    run(Counted(), session(), output=tmp_path, plots=False)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"counted\.json is no benchmark result of schema 1 .*--fresh replaces it"):
+        run(Counted(), session(), output=tmp_path, plots=False)
+
+
 def test_a_time_limit_leaves_groups_for_the_next_run(tmp_path: Path) -> None:
     suite = Counted()
     outcome = run(suite, session(), output=tmp_path, minutes=0.0, plots=False)

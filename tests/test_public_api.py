@@ -129,15 +129,27 @@ def test_imports_point_one_way() -> None:
 
     root = Path(dilated_attention.__file__).parent
     below = {
-        "pattern": {"pattern"},
-        "backends": {"backends"},
+        "files": set(),
+        "pattern": {"pattern", "files"},
+        "backends": {"backends", "files"},
         "engine": {"pattern", "backends", "engine"},
         "distributed": {"pattern", "backends", "engine", "distributed"},
         "functional": {"pattern", "backends", "engine", "distributed", "functional", "validation"},
         "validation": {"pattern"},
         "modules": {"pattern", "distributed", "engine", "functional", "modules", "validation", "backends"},
-        "models": {"pattern", "distributed", "engine", "functional", "modules", "models", "validation"},
-        "integrations": {"pattern", "backends", "distributed", "engine", "functional", "modules", "models", "validation", "integrations"},
+        "models": {"pattern", "distributed", "engine", "functional", "modules", "models", "validation", "files"},
+        "integrations": {
+            "files",
+            "pattern",
+            "backends",
+            "distributed",
+            "engine",
+            "functional",
+            "modules",
+            "models",
+            "validation",
+            "integrations",
+        },
         "factory": {"pattern", "backends", "modules", "models", "factory"},
     }
     for file in root.rglob("*.py"):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention.backends.hardware import Hardware
+from dilated_attention.files import read_json, write_text
 
 if TYPE_CHECKING:
     from dilated_attention.backends.base import Request
@@ -270,12 +271,7 @@ def save(table: Table, path: Path) -> None:
     rows = [json.dumps(as_dict(row), ensure_ascii=False) for row in table.rows]
     text = json.dumps(head, indent=2, ensure_ascii=False)[:-2] + ',\n  "rows": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, text)
 
 
 def as_dict(row: Row) -> dict[str, Any]:
@@ -292,9 +288,9 @@ def as_dict(row: Row) -> dict[str, Any]:
 def load(path: Path) -> Table | None:
     """The table in ``path``; None, with a log line, if a release with another format wrote it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError as error:
-        raise _refused(path, f"it is not JSON ({error})") from error
+        raise _refused(path, str(error)) from error
     if not isinstance(content, dict):
         raise _refused(path, f"it holds a {type(content).__name__}, expected an object")
     if isinstance(content.get("format"), int) and content["format"] != FORMAT:
@@ -321,10 +317,12 @@ def _row(path: Path, number: int, row: Any) -> Row:
             which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings,
             blocks=row.get("blocks", False),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise _refused(path, f"row {number} is {str(row)[:200]}, which lacks or mistypes {error}") from error
     sizes = (made.head_dim, made.length)
     whole = all(isinstance(size, int) and size >= 1 for size in sizes) and isinstance(made.causal, bool) and isinstance(made.blocks, bool)
+    figures = [x for timing in made.timings for x in (timing.ms, timing.tflops) if x is not None]
+    whole = whole and all(0 <= x < math.inf for x in figures)
     if not whole or made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values():
         raise _refused(path, f"row {number} is {str(row)[:200]}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
     return made

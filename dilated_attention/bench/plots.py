@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilated_attention.files import replacing
+
 # one colour and one mark a contender, in the order of lines; told apart without colour too
 _COLOURS = (
     "#1b6ca8",
@@ -91,7 +93,9 @@ class Plot:
             with io.BytesIO() as drawn:
                 figure.savefig(drawn, dpi=_DPI, metadata={"Software": None})
                 # results are kept in repositories: a plot has few colours, and takes a third of the bytes so
-                Image.open(drawn).convert("RGB").quantize(_SHADES).save(path, "PNG", optimize=True, dpi=(_DPI, _DPI))
+                picture = Image.open(drawn).convert("RGB").quantize(_SHADES)
+                with replacing(path) as new:
+                    picture.save(new, "PNG", optimize=True, dpi=(_DPI, _DPI))
 
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import detect
+from dilated_attention.files import locked, parse_json, remove_leftovers, write_text
 
 SCHEMA = 1
 _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "transformers")
@@ -50,7 +52,13 @@ class Row:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Row:
-        return cls(**stored)
+        """Raises TypeError where ``stored`` is no row."""
+        row = cls(**stored)
+        if not (
+            isinstance(row.name, str) and isinstance(row.note, str) and all(isinstance(x, dict) for x in (row.case, row.values, row.errors))
+        ):
+            raise TypeError(f"{str(stored)[:200]} is no row")
+        return row
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:
@@ -93,13 +101,22 @@ def _processor() -> str:
 
 @dataclass
 class Results:
-    """Groups of rows of one suite, and the file they are in. A group that is in the file is not measured again."""
+    """Groups of rows of one suite, and the file they are in. A group that is in the file is not measured again.
+
+    Several runs may add to one file at the same time: each writes what the others have written since it began, too.
+
+    Args:
+        groups: found in the file when this run began, and measured by it.
+        replaced: what the file held when a run began that replaces it.
+    """
 
     suite: str
     machine: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, list[Row]] = field(default_factory=dict)
     path: Path | None = None
+    replaced: bytes = b""
+    _added: set[str] = field(default_factory=set)
 
     @classmethod
     def open(cls, path: Path | None, suite: str, here: dict[str, Any], settings: dict[str, Any], *, fresh: bool = False) -> Results:
@@ -108,32 +125,46 @@ class Results:
         Raises:
             ValueError: the file is another suite's, of another machine or version, or made with other settings.
         """
-        if path is None or fresh or not path.exists():
-            return cls(suite, here, settings, path=path)
-        found = cls.load(path)
+        new = cls(suite, here, settings, path=path)
+        if path is None or not path.exists():
+            return new
+        if not fresh:
+            found = cls.load(path)
+            new.check_same(found)
+            return found
+        new.replaced = path.read_bytes()
+        return new
+
+    def check_same(self, found: Results) -> None:
+        """Raises ValueError where ``found`` is another suite's, of another machine or version, or made with other settings."""
         for what, theirs, ours in (
-            ("suite", found.suite, suite),
-            ("hardware", found.machine["hardware"], here["hardware"]),
-            ("versions", found.machine["versions"], here["versions"]),
-            ("settings", found.settings, settings),
+            ("suite", found.suite, self.suite),
+            ("hardware", found.machine["hardware"], self.machine["hardware"]),
+            ("versions", found.machine["versions"], self.machine["versions"]),
+            ("settings", found.settings, self.settings),
         ):
             if theirs != ours:
                 raise ValueError(
-                    f"{path} was made with other {what}: {_difference(theirs, ours)}; --fresh replaces the file, or choose another --output"
+                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; --fresh replaces the file, or choose another --output"
                 )
-        found.path = path
-        return found
 
     @classmethod
     def load(cls, path: Path) -> Results:
         """Raises ValueError where the file is no result of this schema."""
+        return cls._read(path.read_bytes(), path)
+
+    @classmethod
+    def _read(cls, text: bytes, path: Path) -> Results:
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
+            whole = parse_json(text, "the file")
             if whole["schema"] != SCHEMA:
                 raise ValueError(f"schema {whole['schema']}")
             groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
+            hardware, versions = whole["machine"]["hardware"], whole["machine"]["versions"]
+            if not all(isinstance(x, dict) for x in (hardware, versions, whole["settings"])) or not isinstance(hardware["devices"], int):
+                raise TypeError("hardware, versions or settings are of another form")
             return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
 
     @property
@@ -142,16 +173,54 @@ class Results:
 
     def add(self, label: str, rows: Iterable[Row]) -> None:
         self.groups[label] = list(rows)
-        self.save()
+        self._added.add(label)
+        with self.lock():
+            self.merged().save()
 
-    def save(self) -> None:
-        """Write the file whole beside itself and put it in place, so that an interrupted run leaves the last complete one."""
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held from ``merged`` to ``save``, so that no other run writes in between."""
         if self.path is None:
+            yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(self.text(), encoding="utf-8")
-        beside.replace(self.path)
+        with locked(self.path.parent / f".{self.suite}.lock"):
+            remove_leftovers(self.path)
+            yield
+
+    def merged(self) -> Results:
+        """These groups and those that other runs have written into the file since this one began.
+
+        Raises:
+            ValueError: the file has become another suite's, of another machine or version, or made with other settings.
+        """
+        text = self.path.read_bytes() if self.path is not None and self.path.exists() else b""
+        if self.path is None or text in (b"", self.replaced):
+            return self
+        found = self._read(text, self.path)
+        self.check_same(found)
+        before = self._groups_replaced()
+        groups = {}
+        for label, rows in found.groups.items():
+            own = self.groups[label] if label in self._added else []
+            keys = {row.key for row in own}
+            others = [] if before.get(label) == rows else [row for row in rows if row.key not in keys]
+            if label in self._added or others or not rows:
+                groups[label] = [*others, *own]
+        return replace(self, groups=groups | {label: rows for label, rows in self.groups.items() if label not in groups})
+
+    def _groups_replaced(self) -> dict[str, list[Row]]:
+        try:
+            return self._read(self.replaced, Path()).groups if self.replaced else {}
+        except ValueError:
+            # whatever it was, nothing of it comes back
+            return {}
+
+    def save(self) -> None:
+        """Write the file; a reader sees the old one or the new one."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, self.text())
 
     def text(self) -> str:
         """JSON with one row a line: readable, and a change of one row is one line of a diff."""

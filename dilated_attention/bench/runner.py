@@ -14,6 +14,7 @@ from dilated_attention.bench.joined import joined, stem
 from dilated_attention.bench.rows import Results, Row, machine
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.together import Broken
+from dilated_attention.files import write_text
 
 
 @dataclass
@@ -91,7 +92,7 @@ def run(
         outcome.measured += 1
         release()
     started(len(groups), len(groups), "")
-    outcome.together, _ = joined(results, output)
+    outcome.together, _ = joined(results.merged(), output)
     if output is not None and writes:
         outcome.written = write(suite, results, output, plots=plots)
     if writes and not outcome.left_out:
@@ -121,8 +122,13 @@ def _agreed(mine: bool, session: Session) -> bool:
 
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
     """``<suite>.json``, ``<suite>.md`` and, if asked for, ``<suite>-<name>.png``; the paths. Other numbers of processes are told together."""
-    output.mkdir(parents=True, exist_ok=True)
     results.path = output / f"{stem(results)}.json"
+    with results.lock():
+        return _write(suite, results.merged(), output, plots=plots)
+
+
+def _write(suite: Suite, results: Results, output: Path, *, plots: bool) -> list[Path]:
+    assert results.path is not None
     results.save()
     written = [results.path]
     results, left_out = joined(results, output)
@@ -137,7 +143,7 @@ def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -
     lines += [f"{sentence}\n" for sentence in left_out]
     lines += [f"![{plot.title}]({path.name})\n" for plot, path in drawn]
     markdown = output / f"{suite.name}.md"
-    markdown.write_text("\n".join(lines), encoding="utf-8")
+    write_text(markdown, "\n".join(lines))
     return [*written, markdown, *(path for _, path in drawn)]
 
 

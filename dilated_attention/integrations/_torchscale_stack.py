@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.files import parse_json
 from dilated_attention.integrations._weights import Weights
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.stack import LongNetStack
@@ -43,9 +43,9 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
     """A list of integers, or one written as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name} is {value!r}; expected integers in brackets, such as '[1024, 2048]'") from error
+            value = parse_json(value, name)
+        except ValueError as error:
+            raise ValueError(f"{name} is {value[:200]!r}; expected integers in brackets, such as '[1024, 2048]'") from error
     return as_int_tuple(name, value)
 
 

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.models.checkpoint import read_safetensors
+
+# what torch.load's errors have of objects that it does not make
+_REFUSED_BY_TORCH = ("GLOBAL", "Can only create new object", "Can only build", "unrecognized function")
 # where training programs put the weights in what they save
 WRAPPERS = ("model", "module", "state_dict", "teacher", "student")
 # what torch.compile and activation checkpointing put into names
@@ -23,14 +27,26 @@ def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor
         part: key of the weights in a dict of several things; None if there is one of ``WRAPPERS``, or none.
 
     Raises:
-        ValueError: nothing of that kind in it; several; a file that holds more than tensors.
+        ValueError: nothing of that kind in it; several; a file that is damaged, or holds more than tensors.
+        FileNotFoundError, PermissionError: of the file.
     """
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        found = _load_file(path)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{path} holds a {type(found).__name__}; expected a state dict, names with tensors: save module.state_dict()")
+        try:
+            return _named(found, part)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     if isinstance(source, nn.Module):
         source = source.state_dict()
-    elif isinstance(source, (str, Path)):
-        source = _load_file(Path(source))
     if not isinstance(source, Mapping):
         raise TypeError(f"source is a {type(source).__name__}; expected a state dict, a module, or the path of a file")
+    return _named(source, part)
+
+
+def _named(source: Mapping[Any, Any], part: str | None) -> dict[str, torch.Tensor]:
     source = _unwrap(source, part)
     weights: dict[str, torch.Tensor] = {}
     for name, value in source.items():
@@ -71,21 +87,28 @@ def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; expected one with weights, .safetensors or written by torch.save")
     if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError as error:
-            raise ImportError('reading .safetensors needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
-        return load_file(path)
+        return read_safetensors(path)[0]
+    # what torch.load says of a file that may not be read depends on its format
+    with path.open("rb"):
+        pass
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
+        # bytes that are no pickle end in whatever error they lead to: KeyError, IndexError, struct.error, OSError, RuntimeError …
+        reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())
+        # not its advice, which is to unpickle whatever it is
+        reason = reason.split(" In PyTorch 2.6")[0].split(" Check the documentation")[0][:300]
         # by name: this package does not import pickle
-        if type(error).__name__ != "UnpicklingError":
-            raise
-        reason = " ".join(str(error).split())[:300]
+        if type(error).__name__ == "UnpicklingError" and any(word in reason for word in _REFUSED_BY_TORCH):
+            raise ValueError(
+                f"{path} holds more than tensors, and unpickling it could run any code in it: {reason}. If you trust where it comes from, write "
+                "its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
+            ) from error
         raise ValueError(
-            f"{path} holds more than tensors, and unpickling it could run any code in it: {reason}. If you trust where it comes from, write "
-            "its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
+            f"{path} cannot be read as a file of torch.save with weights alone ({type(error).__name__}: {reason}); it is empty, damaged, cut off or of "
+            "another format: copy or download it again, or give it the suffix .safetensors if that is what it is"
         ) from error
 
 

@@ -48,7 +48,8 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
         LongViT.
 
     Raises:
-        ValueError, TypeError: weights that are missing, left over or refused, settings that are missing or do not belong to this kind.
+        ValueError, TypeError: weights that are missing, left over or refused, settings that are missing or do not belong to this kind; a file
+            that is damaged, or holds more than tensors.
 
     >>> model = load_torchscale("slide_encoder.pth")                                     # Prov-GigaPath
     >>> model = load_torchscale("longvit.pth", image_size=4096)                          # LongViT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,14 @@ TORCHSCALE_ENCODER: dict[str, Any] = {
     "tail": "zero_keys",
 }
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
+
+
+def as_size(name: str, value: Any) -> int:
+    """A count that shapes tensors: two of them multiply to less than 2**63, which torch can hold."""
+    number = as_int(name, value, minimum=1)
+    if number >= 2**31:
+        raise ValueError(f"{name} is {number}; expected an integer below 2**31")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +105,7 @@ class LongNetConfig(ModelConfig):
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
             if getattr(self, name) is not None or name in ("embed_dim", "num_layers", "num_heads"):
-                self._set(name, as_int(name, getattr(self, name), minimum=1))
+                self._set(name, as_size(name, getattr(self, name)))
         one_of("attention", self.attention, KINDS)
         one_of("ffn", self.ffn, FEED_FORWARDS)
         one_of("norm", self.norm, ("layer_norm", "rms_norm"))
@@ -110,7 +118,8 @@ class LongNetConfig(ModelConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > {above:g}")
-            if not (math.isfinite(value) and value > above):
+            # an integer may be beyond all floats
+            if not above < value <= sys.float_info.max:
                 raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
         self._check_positions()
         for name in ("dropout", "attention_dropout", "drop_path"):

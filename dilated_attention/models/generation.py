@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise TypeError(f"temperature is {self.temperature!r} ({type(self.temperature).__name__}); expected a number ≥ 0")
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature is {self.temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
         if self.top_k is not None:
             as_int("top_k", self.top_k, minimum=1)

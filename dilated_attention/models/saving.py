@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from dilated_attention.files import parse_json, write_text
+from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, read_folder, write_folder
 from dilated_attention.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from dilated_attention.models.summary import Summary
-
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 ModelT = TypeVar("ModelT", bound="Pretrained")
@@ -51,11 +52,30 @@ class ModelConfig:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON; a reader sees the old file or the new one."""
+        write_text(path, _text(self))
 
     @classmethod
     def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """The configuration in a file that ``save`` wrote.
+
+        Raises:
+            ValueError: no JSON, or no configuration of this class; the text names the file.
+        """
+        return cls._read(Path(path).read_bytes(), str(path))
+
+    @classmethod
+    def _read(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+        values = parse_json(text, name)
+        try:
+            return cls.from_dict(values)
+        # of a file no value is trusted: a string for a number is a bad file, not a wrong call
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"{name} is no {cls.__name__}: {error}") from error
+
+
+def _text(config: ModelConfig) -> str:
+    return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -101,18 +121,26 @@ class Pretrained(nn.Module):
         return summarise(type(self).__name__, getattr(self.config, "encoder", self.config), sizes, lengths, memory)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be."""
-        safetensors = _safetensors()
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.config.save(folder / CONFIG_FILE)
-        safetensors.save_file(_apart(self.state_dict()), str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be: all or nothing.
+
+        The files are written beside the old ones and flushed to the disk, which has to have room for both; then each takes its place, the weights
+        first. Whatever interrupts it, a kill included, ``from_pretrained`` loads the old model or the new one. Several processes that save into
+        one folder take turns, and the last one's model stays.
+
+        Raises:
+            OSError: a file cannot be written; the folder still holds a whole model, the old one unless it was the last step that failed.
+            ValueError: weights that are on meta, or sharded over processes; a pattern that holds a Python function or a tensor.
+        """
+        write_folder(Path(path), _text(self.config), self.state_dict())
 
     @classmethod
     def from_pretrained(
         cls: type[ModelT], path: str | Path, *, device: Any = None, dtype: torch.dtype | None = None, **options: Any
     ) -> ModelT:
         """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another.
+
+        Weights saved by ``save_pretrained`` hold their configuration, and ``config.json`` may be missing. Weights without one, made
+        by hand or saved before they held it, are loaded by ``config.json`` alone.
 
         Args:
             path: the folder.
@@ -121,40 +149,60 @@ class Pretrained(nn.Module):
 
         Raises:
             FileNotFoundError: not such a folder.
-            ValueError: a configuration of another model or of a later version.
+            ValueError: a configuration of another model or of a later version; files that are damaged, or do not belong together.
             RuntimeError: weights that do not fit the configuration.
         """
-        safetensors = _safetensors()
         folder = Path(path)
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{folder / name} does not exist; expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
-                )
-        weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(torch.device(device or "cpu")))
+        stored = read_folder(folder, device)
+        weights = stored.weights
+        odd = [name for name, weight in weights.items() if not weight.is_floating_point()]
+        if odd:
+            raise ValueError(f"{folder / WEIGHTS_FILE} has {odd[0]} in {weights[odd[0]].dtype}; expected weights of a floating dtype")
+        config = _config_of(cls.config_class, folder, stored)
+        stack: Any = getattr(config, "encoder", config)
+        # before so many layers are built
+        if stack.num_layers > len(weights):
+            raise RuntimeError(
+                f"{folder / WEIGHTS_FILE} has {len(weights)} weights, too few for the {stack.num_layers} layers of its configuration"
+            )
         # on meta nothing is allocated or drawn for values that are replaced at once
-        model = cls(cls.config_class.load(folder / CONFIG_FILE), device="meta", **options)
-        model.load_state_dict(weights, assign=True)
+        model = cls(config, device="meta", **options)
+        try:
+            model.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{folder / WEIGHTS_FILE} does not fit its configuration: {error}") from error
         model.requires_grad_()
         return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
 
 
-def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same without gaps, each with memory of its own: a file has no weight that is another's, and a model made from it needs them all."""
-    taken: set[int] = set()
-    apart = {}
-    for name, weight in weights.items():
-        x = weight.contiguous()
-        if x.numel() and x.untyped_storage().data_ptr() in taken:
-            x = x.clone()
-        taken.add(x.untyped_storage().data_ptr())
-        apart[name] = x
-    return apart
-
-
-def _safetensors() -> Any:
+def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
+    """The configuration that the weights were saved with, if ``config.json`` is the same or older; without one in them, ``config.json``."""
+    path, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    if stored.saved_with is None:
+        assert stored.beside is not None
+        try:
+            return kind._read(stored.beside, str(path))
+        except ValueError as error:
+            raise ValueError(f"{error}; copy the file again, or write it with {kind.__name__}(…).save({str(path)!r})") from error
+    config = kind._read(stored.saved_with, f"the configuration in {weights}")
+    if stored.interrupted:
+        warnings.warn(
+            f"saving into {folder} was interrupted before {CONFIG_FILE} was replaced; the configuration that {WEIGHTS_FILE} holds is taken. "
+            "save_pretrained writes both anew",
+            stacklevel=3,
+        )
+    if stored.interrupted or stored.beside is None:
+        return config
+    way_out = (
+        f"delete {CONFIG_FILE} to load the weights with the configuration that they were saved with; for another one, build the model with it and "
+        "call load_state_dict(safetensors.torch.load_file(…))"
+    )
     try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError('saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
-    return safetensors.torch
+        given = kind._read(stored.beside, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {way_out}") from error
+    if given != config:
+        ours, theirs = given.to_dict(), config.to_dict()
+        changed = "; ".join(f"{key} is {ours[key]!r}, there {theirs[key]!r}" for key in ours if ours[key] != theirs[key])
+        raise ValueError(f"{path} is not the configuration that {weights} was saved with: {changed}; {way_out}")
+    return config

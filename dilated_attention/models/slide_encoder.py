@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, as_size
 from dilated_attention.models.positions import grid_positions
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.slides import checked_bounds, device_bounds, has_empty, rows_of_slides
@@ -67,7 +67,7 @@ class SlideEncoderConfig(ModelConfig):
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
         for name in ("in_dim", "grid_size", "tile_size"):
-            object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
+            object.__setattr__(self, name, as_size(name, getattr(self, name)))
         check_bool("global_pool", self.global_pool)
         object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
 

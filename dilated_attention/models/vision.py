@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, as_size
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.slide_encoder import check_encoder
 from dilated_attention.models.stack import LongNetEncoder
@@ -65,7 +65,7 @@ class VisionConfig(ModelConfig):
         check_encoder(self.encoder, "LongViT")
         for name in ("image_size", "patch_size", "in_channels", "num_classes"):
             if name != "num_classes" or self.num_classes is not None:
-                object.__setattr__(self, name, as_int(name, getattr(self, name), minimum=1))
+                object.__setattr__(self, name, as_size(name, getattr(self, name)))
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
         one_of("pooling", self.pooling, POOLINGS)

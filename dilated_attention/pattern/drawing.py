@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
+from dilated_attention.files import replacing
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.cells import cell_pairs, cell_sizes
 
@@ -34,8 +36,7 @@ def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: boo
     panels[0].set_ylabel("query position")
     figure.colorbar(image, ax=list(panels), ticks=range(highest + 1), label="multiplicity m(i, j)", shrink=0.8)
     figure.suptitle(textwrap.fill(_caption(pattern, num_positions, num_heads, is_causal), int(_LETTERS_PER_INCH * figure.get_figwidth())))
-    if path is not None:
-        figure.savefig(path, dpi=120)
+    _save(figure, path)
     return figure
 
 
@@ -64,9 +65,15 @@ def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
     panels[0].set_ylabel("query position")
     figure.colorbar(image, ax=list(panels), label=f"mean multiplicity of {cell} × {cell} positions", shrink=0.8)
     figure.suptitle(textwrap.fill(_caption(pattern, num_positions, num_heads, is_causal), int(_LETTERS_PER_INCH * figure.get_figwidth())))
-    if path is not None:
-        figure.savefig(path, dpi=120)
+    _save(figure, path)
     return figure
+
+
+def _save(figure: Any, path: str | None) -> None:
+    if path is not None:
+        # the suffix says the format; matplotlib adds .png where there is none
+        with replacing(path if Path(path).suffix else f"{path}.png") as new:
+            figure.savefig(new, dpi=120)
 
 
 def _need_matplotlib() -> None:

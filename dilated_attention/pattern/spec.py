@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import json
 import operator
 import weakref
 from typing import Any
 
 import torch
 
+from dilated_attention.files import parse_json
 from dilated_attention.pattern.block import BlockPattern
 
 OBJECT = "object:"
@@ -49,10 +49,9 @@ def pattern_from_spec(spec: str) -> BlockPattern:
 
 def _read(spec: str) -> BlockPattern:
     try:
-        value = json.loads(spec)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns") from error
-    pattern = _value(value)
+        pattern = _value(parse_json(spec, "spec"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"spec is {spec[:200]!r}; expected what BlockPattern.spec() returns ({error})") from error
     if not isinstance(pattern, BlockPattern):
         raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns")
     return pattern

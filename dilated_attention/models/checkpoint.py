@@ -1,0 +1,145 @@
+"""A model's folder: ``config.json`` and ``model.safetensors``, replaced together, and read as they belong together.
+
+The weights' file holds the configuration, too, so that replacing this one file replaces the model; ``config.json`` is replaced after it, for
+people and other programs to read. Reading gives both, to be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention.files import flush, locked, remove_leftovers, replacing
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+# in the header of the weights' file: the configuration, and the SHA-256 of the config.json that was there before
+_CONFIG, _REPLACED = "dilated_attention.config", "dilated_attention.replaced_config_sha256"
+_EXPECTED = f"expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a folder holds.
+
+    Args:
+        weights: name → tensor.
+        saved_with: text of the configuration in the weights' file; None in one made by hand, or by a version before that was written.
+        beside: ``config.json``; None if there is none.
+        interrupted: ``beside`` is what was there before these weights were saved, and is not theirs.
+    """
+
+    weights: dict[str, torch.Tensor]
+    saved_with: str | None
+    beside: bytes | None
+    interrupted: bool
+
+
+def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) -> None:
+    """Put both files in the place of those in ``folder``, which is made if need be. Raises OSError and ValueError as ``save_pretrained``."""
+    safetensors = import_safetensors()
+    weights = _apart(weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".save_pretrained.lock"):
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            remove_leftovers(folder / name)
+        metadata = {"format": "pt", _CONFIG: config}
+        if (folder / CONFIG_FILE).is_file():
+            metadata[_REPLACED] = _digest((folder / CONFIG_FILE).read_bytes())
+        # the inner one is put in place first
+        with replacing(folder / CONFIG_FILE) as new_config, replacing(folder / WEIGHTS_FILE) as new_weights:
+            new_config.write_text(config, encoding="utf-8")
+            # before the weights take their place: a full disk may show here only
+            flush(new_config)
+            try:
+                safetensors.torch.save_file(weights, str(new_weights), metadata=metadata)
+            except safetensors.SafetensorError as error:
+                raise OSError(f"{folder / WEIGHTS_FILE} could not be written, and what was there is untouched: {error}") from error
+
+
+def read_folder(folder: Path, device: Any = None) -> Stored:
+    """Raises FileNotFoundError, PermissionError; ValueError for files that are folders or damaged."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder; {_EXPECTED}")
+    while True:
+        beside = _read_config(folder)
+        weights, metadata = read_safetensors(folder / WEIGHTS_FILE, device)
+        # unless they were saved anew in between
+        if _read_config(folder) == beside:
+            break
+    saved_with = metadata.get(_CONFIG)
+    if beside is None and saved_with is None:
+        raise FileNotFoundError(f"{folder / CONFIG_FILE} does not exist, and {folder / WEIGHTS_FILE} holds no configuration; {_EXPECTED}")
+    replaced = (
+        beside is not None and saved_with is not None and beside != saved_with.encode() and metadata.get(_REPLACED) == _digest(beside)
+    )
+    return Stored(weights, saved_with, beside, replaced)
+
+
+def _read_config(folder: Path) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (folder / CONFIG_FILE).read_bytes()
+    return None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(name → tensor, the header's texts) of one state of the file, whoever replaces it meanwhile.
+
+    Raises:
+        FileNotFoundError, PermissionError: of the file.
+        ValueError: it is damaged, or of another format.
+    """
+    safetensors = import_safetensors()
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; {_EXPECTED}")
+    # its own error says that a file which may not be read does not exist
+    with path.open("rb"):
+        pass
+    try:
+        with safetensors.safe_open(str(path), framework="pt", device=str(torch.device(device or "cpu"))) as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            metadata = file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({error}); it is damaged, cut off or of another format: copy or download it again"
+        ) from error
+    return weights, metadata
+
+
+def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same without gaps, each with memory of its own: a file has no weight that is another's, and a model made from it needs them all."""
+    taken: set[int] = set()
+    apart = {}
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise ValueError(
+                f"{name} is on the device meta and has no values to save; build the model on another device, or load weights into it"
+            )
+        if hasattr(weight, "full_tensor"):
+            raise ValueError(
+                f"{name} is sharded over processes (a {type(weight).__name__}); gather the weights with torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict and full_state_dict=True, load them into a model of one process, and save that"
+            )
+        x = weight.contiguous()
+        if x.numel() and x.untyped_storage().data_ptr() in taken:
+            x = x.clone()
+        taken.add(x.untyped_storage().data_ptr())
+        apart[name] = x
+    return apart
+
+
+def import_safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError('saving and loading models needs safetensors: pip install safetensors, or "dilated-attention[hf]"') from error
+    return safetensors
