@@ -1,0 +1,136 @@
+"""What is not finite stays in its reach, in both passes; and how far finite inputs give finite results.
+
+The reference is the definition in float64. A pair takes part where its multiplicity is above 0, so NaN and infinity reach
+
+    out and lse of a row from its own q and from every k and v that it reads (from v: out alone, in that channel alone),
+    dq of a row also from its dout and dlse, and dk and dv of a key from every row that reads it and has anything of those.
+
+Everywhere else the results are those of the same call with zeros in their place and without the gradients of the rows they reach.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks
+from dilated_attention.testing import (
+    RESULTS,
+    Case,
+    Inputs,
+    Space,
+    call,
+    inputs,
+    max_error,
+    random_case,
+    reference,
+    relative_bound,
+    results,
+)
+from dilated_attention.testing.oracle import multiplicities
+
+BACKENDS = ("math", "sdpa_cpu")
+VALUES = (math.nan, math.nan, math.inf, -math.inf)
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+PLANTED = ("q", "k", "v", "dout", "dlse")
+SPACE = Space(max_length=40, head_dims=(1, 3, 8))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where a planted number may be seen, in the shapes of the results; ``sure`` where NaN must be."""
+
+    may: dict[str, torch.Tensor]
+    sure: dict[str, torch.Tensor]
+
+
+def plant(x: Inputs, draw: random.Random, names: tuple[str, ...] = PLANTED, values: tuple[float, ...] = VALUES) -> tuple[Inputs, Inputs]:
+    """(x with one to three numbers that are not finite, or rows or tails of them, x with zeros in their place)."""
+    dirty = {name: getattr(x, name).clone() for name in PLANTED}
+    for _ in range(draw.randint(1, 3)):
+        name, value = draw.choice(names), draw.choice(values)
+        y = dirty[name]
+        if not y.numel() or (name == "dlse" and not x.dlse.any()):
+            continue
+        at: list[Any] = [draw.randrange(size) for size in y.shape]
+        length = 1 if name != "dlse" else 2
+        kind = draw.choice(["element", "row", "heads", "rest"])
+        if name != "dlse" and kind != "element":
+            at[3] = slice(None)
+            if kind != "row":
+                at[2] = slice(None)
+        if kind == "rest":
+            at[length] = slice(at[length], None)
+        y[tuple(at)] = value
+    clean = {name: y.masked_fill(~y.isfinite(), 0) for name, y in dirty.items()}
+    return replace(x, **dirty), replace(x, **clean)
+
+
+def reach(m: torch.Tensor, x: Inputs) -> Reach:
+    """``m`` (B, H, Nq, Nk), x with the planted numbers."""
+    H, K = m.shape[1], x.k.shape[2]
+    takes = (m > 0).expand(x.q.shape[0], -1, -1, -1)
+    nonempty = takes.any(-1)
+
+    def all_reached(wild: Any) -> dict[str, torch.Tensor]:
+        def heads_first(y: torch.Tensor) -> torch.Tensor:
+            return wild(y).any(-1).transpose(1, 2)
+
+        q, k, dout = heads_first(x.q), heads_first(x.k).repeat_interleave(H // K, 1), heads_first(x.dout)
+        v = wild(x.v).repeat_interleave(H // K, 2).permute(0, 2, 1, 3)
+        scores = (q & nonempty) | (takes & k[:, :, None]).any(-1)
+        from_v = (takes.double() @ v.double()) > 0
+        rows = (scores | from_v.any(-1) | dout | wild(x.dlse)) & nonempty
+        keys = (takes & rows[..., None]).any(2)
+        keys = keys.unflatten(1, (K, H // K)).any(2).transpose(1, 2)[..., None].expand(x.k.shape)
+        out = (scores[..., None] | from_v).transpose(1, 2)
+        return {"out": out, "lse": scores, "dq": rows.transpose(1, 2)[..., None].expand(x.q.shape), "dk": keys, "dv": keys}
+
+    return Reach(all_reached(lambda y: ~y.isfinite()), all_reached(torch.isnan))
+
+
+def judge(
+    found: dict[str, torch.Tensor],
+    truth: dict[str, torch.Tensor],
+    reached: Reach,
+    tolerance: float,
+    dropout_p: float = 0.0,
+    detached: bool = False,
+) -> None:
+    for name in RESULTS:
+        may, sure = reached.may[name], reached.sure[name]
+        inside, expected = found[name].masked_fill(may, 0), truth[name].masked_fill(may, 0)
+        assert max_error(inside, expected) <= relative_bound(expected, tolerance, dropout_p), name
+        # dv needs no values, so a NaN among them leaves it finite; detached, dk needs those of its own branch
+        if name != "dv" and not (detached and name == "dk"):
+            assert bool(found[name][sure].isnan().all()), name
+
+
+def truth_of(case: Case, dirty: Inputs, clean: Inputs, reached: Reach) -> dict[str, torch.Tensor]:
+    """Of the rows that nothing planted reaches; the others' gradients are left out."""
+    spoilt = reached.may["dq"][..., 0]
+    dout = clean.dout.masked_fill(spoilt[..., None], 0)
+    dlse = clean.dlse.masked_fill(spoilt.transpose(1, 2), 0)
+    return results(reference, case, replace(clean, dout=dout, dlse=dlse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(60))
+def test_planted_numbers_stay_in_their_reach(backend: str, seed: int, dtype: torch.dtype) -> None:
+    check_planted(seed, backend, dtype)
+
+
+def check_planted(seed: int, backend: str, dtype: torch.dtype) -> None:
+    draw = random.Random(seed)
+    case = random_case(draw, replace(SPACE, dropout=backend == "math"))
+    dirty, clean = plant(inputs(case, dtype), draw)
+    reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
+    found = results(call, case, dirty, backend=backend)
+    judge(found, truth_of(case, dirty, clean, reached), reached, TOLERANCES[dtype], case.dropout_p, case.mixture_grad == "detached")
