@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention import DilatedPattern, block_sparse_attention
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks
 from dilated_attention.testing import (
     RESULTS,
@@ -134,3 +134,62 @@ def check_planted(seed: int, backend: str, dtype: torch.dtype) -> None:
     reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
     found = results(call, case, dirty, backend=backend)
     judge(found, truth_of(case, dirty, clean, reached), reached, TOLERANCES[dtype], case.dropout_p, case.mixture_grad == "detached")
+
+
+# --- lists of blocks ---------------------------------------------------------------------------------------------------------------
+
+BLOCKS: tuple[BlockPattern, ...] = (
+    LocalWindow(20, block_size=64),
+    RandomBlocks(0.5, block_size=64),
+    BigBird(20, 3, 1, block_size=64),
+    RandomBlocks(0.4, block_size=64) | LocalWindow(9, block_size=64),
+)
+
+
+def softmax(m: torch.Tensor, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over the pairs of m (B, H, Nq, Nk), in float64."""
+    k, v = (y.double().repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k) * q.shape[3] ** -0.5
+    empty = (m == 0).all(-1)
+    scores = torch.where(empty[..., None], 0.0, torch.where(m > 0, scores, -torch.inf))
+    weights = scores.softmax(-1).masked_fill(empty[..., None], 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), torch.where(empty, -torch.inf, scores.logsumexp(-1))
+
+
+def results_of(function: Any, x: Inputs) -> dict[str, torch.Tensor]:
+    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
+    out, lse = function(*leaves)
+    grads = torch.autograd.grad((out, lse), leaves, (x.dout.to(out.dtype), x.dlse.to(lse.dtype)))
+    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def check_blocks(seed: int, dtype: torch.dtype, run: Any) -> None:
+    """``run(q, k, v, pattern, is_causal, key_padding_mask)``: (out, lse) on one backend."""
+    draw = random.Random(seed)
+    B, H, N = draw.randint(1, 2), draw.choice([2, 4]), draw.randint(65, 200)
+    case = Case(
+        pattern=DilatedPattern((2**62,), (1,)), batch=B, num_queries=N, num_keys=N, heads=H, kv_heads=2, head_dim=draw.choice([1, 3, 8]),
+        padding=draw.choice(["none", "none", "some"]), lse_grad=True, seed=seed,
+    )  # fmt: skip
+    pattern, is_causal = draw.choice(BLOCKS), draw.random() < 0.5
+    dirty, clean = plant(inputs(case, dtype), draw)
+    m = pattern.dense_mask(N, N, H, is_causal=is_causal)[None].expand(B, -1, -1, -1).long()
+    if clean.key_padding_mask is not None:
+        m = m * ~clean.key_padding_mask[:, None, None, :]
+    reached = reach(m, dirty)
+    found = results_of(lambda q, k, v: run(q, k, v, pattern, is_causal, clean.key_padding_mask), dirty)
+    spoilt = reached.may["dq"][..., 0]
+    clean = replace(clean, dout=clean.dout.masked_fill(spoilt[..., None], 0), dlse=clean.dlse.masked_fill(spoilt.transpose(1, 2), 0))
+    judge(found, results_of(lambda q, k, v: softmax(m, clean, q, k, v), clean), reached, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_planted_numbers_stay_in_their_reach_of_blocks(backend: str, seed: int, dtype: torch.dtype) -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, is_causal: bool, padding: Any) -> Any:
+        return block_sparse_attention(
+            q, k, v, pattern, is_causal=is_causal, key_padding_mask=padding, return_lse=True, backend=backend
+        )  # fmt: skip
+
+    check_blocks(seed, dtype, run)
