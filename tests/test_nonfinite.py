@@ -18,12 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, block_sparse_attention
+from dilated_attention import DilatedPattern, attention, block_sparse_attention
+from dilated_attention.backends import Mask, Options, registry
+from dilated_attention.engine.block_launch import backward_lists, forward_lists
+from dilated_attention.engine.block_lists import block_lists
+from dilated_attention.engine.run import without_padding
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks
 from dilated_attention.testing import (
     RESULTS,
     Case,
     Inputs,
+    Result,
     Space,
     call,
     inputs,
@@ -34,6 +39,8 @@ from dilated_attention.testing import (
     results,
 )
 from dilated_attention.testing.oracle import multiplicities
+from tests import ring_cases
+from tests.pool import pool_of
 
 BACKENDS = ("math", "sdpa_cpu")
 VALUES = (math.nan, math.nan, math.inf, -math.inf)
@@ -188,8 +195,117 @@ def check_blocks(seed: int, dtype: torch.dtype, run: Any) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_planted_numbers_stay_in_their_reach_of_blocks(backend: str, seed: int, dtype: torch.dtype) -> None:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, is_causal: bool, padding: Any) -> Any:
-        return block_sparse_attention(
-            q, k, v, pattern, is_causal=is_causal, key_padding_mask=padding, return_lse=True, backend=backend
-        )  # fmt: skip
+        return block_sparse_attention(q, k, v, pattern, is_causal=is_causal, key_padding_mask=padding, return_lse=True, backend=backend)
 
     check_blocks(seed, dtype, run)
+
+
+# --- rings, own kernels --------------------------------------------------------------------------------------------------------------
+
+
+def planted_in_a_ring(seed: int, world: int) -> tuple[ring_cases.Spread, Inputs, Inputs]:
+    spread = ring_cases.draw(world, seed)
+    return spread, *plant(inputs(spread.case, torch.float64), random.Random(seed))
+
+
+def run_planted(rank: int, world: int, seeds: list[int]) -> list[Result]:
+    """This rank's results."""
+    found = []
+    for seed in seeds:
+        spread, dirty, _ = planted_in_a_ring(seed, world)
+        rows = ring_cases.positions(spread.case.num_keys, rank, world, spread.layout)
+        found.append(results(ring_cases.ring_call(spread), spread.case, ring_cases.local_inputs(dirty, rows, spread.memory)))
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_planted_numbers_stay_in_their_reach_of_rings(first: int) -> None:
+    check_rings(list(range(first, first + 20)), 2)
+
+
+def check_rings(seeds: list[int], world: int) -> None:
+    ranks = pool_of(world).run(run_planted, seeds, timeout=120.0)
+    for index, seed in enumerate(seeds):
+        spread, dirty, clean = planted_in_a_ring(seed, world)
+        case = spread.case
+        reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
+        found = ring_cases.together(spread, [rank[index] for rank in ranks])
+        judge(found, truth_of(case, dirty, clean, reached), reached, 1e-10, case.dropout_p, case.mixture_grad == "detached")
+
+
+class OwnKernels(torch.autograd.Function):
+    """Block-sparse attention by the Triton kernels: on a CPU only the interpreter runs them, which no call chooses."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, is_causal: bool, padding: Any) -> Any:
+        N, H = q.shape[1:3]
+        lists = block_lists(pattern, N, H, first_query=0, num_queries=N, is_causal=is_causal, device=q.device)
+        options = Options(scale=q.shape[3] ** -0.5, mask=Mask(padding))
+        ctx.call = lists, options, (q, *without_padding(k, v, padding))
+        ctx.results = forward_lists(registry.get("triton"), lists, *ctx.call[2], options)
+        return ctx.results
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        lists, options, inside = ctx.call
+        return *backward_lists(registry.get("triton"), lists, (dout, *inside, *ctx.results), options, dlse), None, None, None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", [0, 1, 3, 10])
+def test_planted_numbers_stay_in_their_reach_of_own_kernels(seed: int) -> None:
+    pytest.importorskip("triton")
+    check_blocks(seed, torch.float32, OwnKernels.apply)
+
+
+# --- finite inputs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_float32_holds_is_right(backend: str, is_causal: bool, dtype: torch.dtype) -> None:
+    """Sums of values, q · k before the scale and q · scale before k may be larger than float32 holds; scores and results are not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 5, 1, 8).to(dtype) for _ in range(3))
+    for x, scale in (
+        ((q, k, torch.full_like(v, 3.3e38)), None),
+        ((q * 1e20, k * 1e20, v), 1e-39 * 12),
+        ((q, k * 1e-37, v), 1e38),
+        ((q.abs(), -k.abs() * 1e32, v), 1e4),
+    ):
+        leaves = [y.detach().requires_grad_() for y in x]
+        out, lse = attention(*leaves, is_causal=is_causal, scale=scale, backend=backend, return_lse=True)
+        truth, truth_lse = attention(*(y.double() for y in x), is_causal=is_causal, scale=scale, backend="math", return_lse=True)
+        torch.testing.assert_close(out.double(), truth, rtol=1e-2, atol=0.05)
+        torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-2, atol=1e-3)
+        # of values near the largest number only small gradients are finite
+        grads = torch.autograd.grad(out.float().mean() * (1e-38 if scale is None else 1e-3), leaves)
+        assert all(bool(grad.isfinite().all()) for grad in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_row_whose_scores_float32_does_not_hold_is_nan(sign: int, backend: str) -> None:
+    """Never 0 with an lse of 0 or −inf, as if it had no key; and the rows beside it are what they are."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 1, 8).abs() for _ in range(3))
+    large = q.clone()
+    large[:, 3] = 1e20
+    k *= sign * 1e20
+    out, lse = attention(large, k, v, backend=backend, return_lse=True)
+    others = torch.arange(6) != 3
+    assert bool(out[:, 3].isnan().all()) and bool(lse[..., 3].isnan().all())
+    before, before_lse = attention(q, k, v, backend=backend, return_lse=True)
+    assert torch.equal(out[:, others], before[:, others]) and torch.equal(lse[..., others], before_lse[..., others])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_a_query_is_seen(backend: str) -> None:
+    """torch's CPU op makes 0 of it, with an lse of 0."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 6, 2, 8)
+    q[0, 2, 1, 0] = torch.nan
+    out, lse = attention(q, k, v, backend=backend, return_lse=True)
+    assert torch.equal(out.isnan().any(-1).nonzero(), torch.tensor([[0, 2, 1]]))
+    assert torch.equal(lse.isnan().nonzero(), torch.tensor([[0, 1, 2]]))
