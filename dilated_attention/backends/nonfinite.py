@@ -77,8 +77,10 @@ def contained_backward(
     clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
     grads = raw(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
     reached_keys = _read(raw, k, reached_rows, options, pairs)
+    # a row that reads no key, but perhaps zero keys, has no dq
+    reading = _readers(forward, q, torch.ones_like(bad_keys), options, pairs)
     return (
-        torch.where(reached_rows, dq, grads[0]),
+        torch.where(reached_rows & reading, dq, grads[0]),
         torch.where(reached_keys, dk, grads[1]),
         torch.where(reached_keys, dv, grads[2]),
     )
