@@ -44,7 +44,7 @@ def contained_forward(
     bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
     if not (bool(bad_k.any()) or bool(bad_v.any())):
         return out, lse
-    clean_out, clean_lse = raw(q, k.masked_fill(bad_k, 0), v.masked_fill(bad_v, 0), options, pairs)
+    clean_out, clean_lse = raw(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
     # a value is seen in its own channel alone
     out = torch.where(_readers(raw, q, bad_v, options, pairs), out, clean_out)
     spoilt = _readers(raw, q, bad_k, options, pairs)
@@ -71,8 +71,8 @@ def contained_backward(
     if not (bool(zeroed.any()) or bool(bad_keys.any())):
         return dq, dk, dv
     without = zeroed[..., 0].transpose(1, 2)
-    clean_dout, clean_q, clean_out = (x.masked_fill(zeroed, 0) for x in (dout, q, out))
-    clean_k, clean_v = (x.masked_fill(bad_keys, 0) for x in (k, v))
+    clean_dout, clean_q, clean_out = (_without(x, zeroed) for x in (dout, q, out))
+    clean_k, clean_v = (_without(x, bad_keys) for x in (k, v))
     clean_lse = lse.masked_fill(without, torch.inf)
     clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
     grads = raw(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
@@ -86,6 +86,11 @@ def contained_backward(
     )
 
 
+def _without(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """x with zeros ``where``, its last stride 1, as kernels take it."""
+    return x.clone(memory_format=torch.contiguous_format).masked_fill_(where, 0)
+
+
 def _rows_finite(x: torch.Tensor) -> torch.Tensor:
     """bool (…, 1): whether all of a row is finite."""
     return x.isfinite().all(-1, keepdim=True)
@@ -94,7 +99,7 @@ def _rows_finite(x: torch.Tensor) -> torch.Tensor:
 def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
     """bool (P, L, G, E): rows that read one of ``keys``, bool (P, S, K, E)."""
     # equal scores: whatever a row reads has a weight
-    value = keys.to(accumulation_dtype(q.dtype))
+    value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
     found: torch.Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
     return found
@@ -102,7 +107,7 @@ def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Opti
 
 def _read(raw: RawBackward, k: torch.Tensor, rows: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
     """bool (P, S, K, 1): keys that one of ``rows``, bool (P, L, G, 1), reads."""
-    dout = rows.to(accumulation_dtype(k.dtype))
+    dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
     # of the other rows the weights are 0
     lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
