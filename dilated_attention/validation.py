@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -49,11 +50,13 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
-    # kernels hold it in the dtype they compute in
-    highest = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
-    if not 0 < scale <= highest:
+    # below the smallest normal number some kernels take it for 0, and 0 times the −inf of a masked pair is NaN
+    held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    lowest, highest = held.tiny, held.max * math.log(2)
+    if not lowest <= scale <= highest:
         raise ValueError(
-            f"scale is {scale}; expected a number > 0 and ≤ {highest:.2g} (others make kernels produce NaN), or None for 1/sqrt(head_dim)"
+            f"scale is {scale}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels hold "
+            f"scale · log2(e) in {held.dtype}, which ends at {held.max:.2g}, and produce NaN from others"
         )
     return float(scale)
 

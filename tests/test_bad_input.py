@@ -152,6 +152,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = 
     ("scale NaN", {"scale": math.nan}, ValueError, ("scale is nan",)),
     ("scale infinite", {"scale": math.inf}, ValueError, ("scale is inf",)),
     ("scale beyond float32", {"scale": 1e39}, ValueError, ("scale is 1e+39", "3.4e+38")),
+    ("scale times log2(e) beyond float32", {"scale": 2.4e38}, ValueError, ("scale is 2.4e+38", "to 2.36e+38", "log2(e)", "None")),
+    ("scale below float32", {"scale": 1e-40}, ValueError, ("scale is 1e-40", "from 1.18e-38", "None")),
     ("scale beyond float", {"scale": 10**400}, ValueError, ("scale is 1000",)),
     ("scale a string", {"scale": "0.1"}, TypeError, ("scale is '0.1' (str)",)),
     ("scale a bool", {"scale": True}, TypeError, ("scale is True (bool)",)),

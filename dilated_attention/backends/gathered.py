@@ -7,16 +7,15 @@ values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from dilated_attention.backends.base import Backend, Dropout, Options, accumulation_dtype
 from dilated_attention.backends.blocks import WORD, BlockLists
-
-DenseForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-DenseBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+from dilated_attention.backends.nonfinite import contained_backward, contained_forward
 
 # keys, values and pairs of one piece: near a CPU's caches (2 to 64 MiB differ by less than its timings do), and on a GPU fewer launches
 _PIECE_BYTES = 8 * 2**20
@@ -45,13 +44,55 @@ class Piece:
 
 
 class GatheringBackend(Backend):
-    """Its dense ``forward`` and ``backward`` take ``pairs`` as one more argument, the last one."""
+    """A dense kernel, ``raw_forward`` and ``raw_backward``, which also does lists of blocks and keeps what is not finite in its reach.
+
+    All four take ``pairs`` as one more argument, the last one: bool (P, L or 1, S), True where the pair is kept.
+    """
+
+    @abstractmethod
+    def raw_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` for finite inputs."""
+
+    @abstractmethod
+    def raw_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``backward`` for finite inputs."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return contained_forward(self.raw_forward, q, k, v, options, pairs)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
 
     @torch.no_grad()
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dense: DenseForward = self.forward
         B, Nq, H, _ = q.shape
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -61,7 +102,7 @@ class GatheringBackend(Backend):
         queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
         for piece in pieces(q, k, lists, options):
             inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
-            part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
+            part_out, part_lse = self.forward(*inputs, masks.options(piece), masks.pairs(piece))
             _put(out, part_out, lists, piece)
             _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
         return out, lse
@@ -80,7 +121,6 @@ class GatheringBackend(Backend):
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dk and dv in float32 (float64 for float64)."""
-        dense: DenseBackward = self.backward
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
         if q.is_meta:
@@ -95,7 +135,7 @@ class GatheringBackend(Backend):
             inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
             part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
             part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
-            dq_share, dk_share, dv_share = dense(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+            dq_share, dk_share, dv_share = self.backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
             _put(dq, dq_share.to(q.dtype), lists, piece)
             dk.add(dk_share, piece)
             dv.add(dv_share, piece)

@@ -33,10 +33,10 @@ class MathBackend(GatheringBackend):
         source="plain torch; no limits of its own",
     )
 
-    def forward(
+    def raw_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``pairs``: bool (P, L or 1, S), True where the pair is kept, beside what ``options`` mask."""
+        """``pairs`` mask more than ``options`` do."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
         out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
@@ -45,6 +45,8 @@ class MathBackend(GatheringBackend):
         for rows in _row_blocks(q, k):
             s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
             lse_PGL = s_PGLS.logsumexp(-1)
+            # no score that acc holds, so no row without keys and none that takes no part in a backward
+            lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
             if options.dropout is not None:
                 p_PGLS *= keep_mask(options.dropout, rows)
@@ -53,7 +55,7 @@ class MathBackend(GatheringBackend):
             lse[:, :, rows] = lse_PGL
         return out, lse
 
-    def backward(
+    def raw_backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -95,7 +97,11 @@ class MathBackend(GatheringBackend):
         return dq, dk, dv
 
     def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
-        s_PGLS = (q[:, rows].transpose(1, 2).to(k_PGDS.dtype) * options.scale) @ k_PGDS
+        q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
+        # neither q · scale nor q · k is larger than a score
+        s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
+        # beside another key one so far below has the weight 0; −inf is for keys that take no part
+        s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:
             s_PGLS.masked_fill_(~band_mask(band, q.shape[1], k_PGDS.shape[-1], q.device, rows), -torch.inf)

@@ -8,13 +8,18 @@ from dilated_attention.backends.base import ALL_FLOATS, Facts, Options
 from dilated_attention.backends.blocks import BLOCK_SIZES
 from dilated_attention.backends.gathered import GatheringBackend
 from dilated_attention.backends.masks import additive_bias, clear_empty_rows
+from dilated_attention.backends.math import MathBackend
+from dilated_attention.backends.nonfinite import all_finite
+
+_MATH = MathBackend()
 
 
 class SdpaCpuBackend(GatheringBackend):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
 
     The op's traps, each guarded here and tested: no keys at all kills the process; a last stride ≠ 1 is silently wrong; a row
-    without keys gets lse 0; masks must be additive and of q's dtype.
+    without keys gets lse 0, and so does one whose scores are all NaN, with out 0; masks must be additive and of q's dtype; q · k and
+    sums of values overflow where scores and outputs do not. What may be one of the last three is left to ``MathBackend``.
     """
 
     name = "sdpa_cpu"
@@ -28,10 +33,10 @@ class SdpaCpuBackend(GatheringBackend):
         source="measured on torch 2.13, CPU: strided views as fast as contiguous ones; random blocks at 10 % density 7 times as fast as dense",
     )
 
-    def forward(
+    def raw_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``pairs``: bool (P, L or 1, S), True where the pair is kept, in place of a mask in ``options``."""
+        """``pairs`` take the place of a mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         if pairs is None:
             bias, empty_PL = additive_bias(q, k, options)
@@ -41,9 +46,19 @@ class SdpaCpuBackend(GatheringBackend):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
-        return clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
+        out, lse = clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
+        # of a single key without a score, or of NaN
+        doubtful = lse == 0
+        spoilt = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
+        if bool((doubtful | spoilt).any()):
+            exact_out, exact_lse = _MATH.raw_forward(q, k, v, options, pairs)
+            # where keys or values are not finite, they are what spoils a row, which is to be seen
+            doubtful |= spoilt & all_finite(k, v)
+            out = torch.where(doubtful.transpose(1, 2)[..., None], exact_out, out)
+            lse = torch.where(doubtful, exact_lse, lse)
+        return out, lse
 
-    def backward(
+    def raw_backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -61,7 +76,11 @@ class SdpaCpuBackend(GatheringBackend):
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        if not all_finite(dq, dk, dv):
+            exact = _MATH.raw_backward(dout, q, k, v, out, lse, options, None, pairs)
+            dq, dk, dv = (torch.where(x.isfinite(), x, y.to(x.dtype)) for x, y in zip((dq, dk, dv), exact, strict=True))
+        return dq, dk, dv
 
 
 def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

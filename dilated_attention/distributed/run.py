@@ -21,7 +21,7 @@ from dilated_attention.distributed.script import ByHeads, Part, Script, StepScri
 from dilated_attention.distributed.wire import Transfer, Wire
 from dilated_attention.engine.merge import add_up, add_zero_keys, merge_onto
 from dilated_attention.engine.rows import launches_of_rows
-from dilated_attention.engine.run import Call, forward_in_reach, shares
+from dilated_attention.engine.run import Call, shares
 from dilated_attention.engine.views import Rows
 
 Tensors = tuple[torch.Tensor, ...]
@@ -76,7 +76,7 @@ def forward(
                 if direct:
                     call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
                     continue
-                part, part_lse = forward_in_reach(call.backend, q_, k_, v_, options)
+                part, part_lse = call.backend.forward(q_, k_, v_, options)
                 part_lse = part_lse.transpose(1, 2)
                 if problem.zero_keys:
                     part, part_lse = add_zero_keys(part, part_lse, problem.zero_keys)

@@ -1,4 +1,4 @@
-"""One document's attention over lists of kept blocks, on one backend: cut to its limits, NaN kept in reach, any gradient of lse.
+"""One document's attention over lists of kept blocks, on one backend: cut to its limits, with any gradient of lse.
 
 Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
 """
@@ -12,7 +12,7 @@ import torch
 
 from dilated_attention.backends.base import Backend, Facts, Mask, Options, accumulation_dtype
 from dilated_attention.backends.blocks import BlockLists
-from dilated_attention.engine.run import lse_share, not_finite
+from dilated_attention.engine.run import lse_share
 from dilated_attention.engine.views import launches
 
 Tensors = tuple[torch.Tensor, ...]
@@ -33,7 +33,7 @@ def forward_lists(
         out, lse = torch.zeros_like(q), _new_lse(q, -torch.inf)
     else:
         parts = [
-            _forward_in_reach(backend, some, q[where], k[where], v[where], some_options)
+            backend.forward_blocks(q[where], k[where], v[where], some, some_options)
             for where, some, some_options in _launches(backend.facts, lists, (q, k, v), options)
         ]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -82,34 +82,6 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
     more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
     acc = accumulation_dtype(q.dtype)
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
-
-
-def _forward_in_reach(
-    backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backend's forward; on a CPU, where a key or value is NaN or infinite, with that kept to the rows that keep it.
-
-    Inside a visited block a masked pair's weight 0 would meet it, and 0 · NaN is NaN. A GPU would have to be waited for.
-    """
-    wild_k, wild_v = (not_finite(x) if x.device.type == "cpu" else None for x in (k, v))
-    if wild_k is None and wild_v is None:
-        return backend.forward_blocks(q, k, v, lists, options)
-    zeros = torch.zeros_like(q), torch.zeros_like(k)
-    plain = replace(options, dropout=None)
-
-    def reached(wild: torch.Tensor) -> torch.Tensor:
-        # equal scores: every kept key has a weight
-        return backend.forward_blocks(*zeros, wild.to(v.dtype), lists, plain)[0] != 0
-
-    if wild_v is not None:
-        out, lse = _forward_in_reach(backend, lists, q, k, v.masked_fill(wild_v, 0), options)
-        return out.masked_fill(reached(wild_v), torch.nan), lse
-    assert wild_k is not None
-    # one such number spoils the key's whole score
-    wild = wild_k.any(-1, keepdim=True).expand(k.shape)
-    out, lse = backend.forward_blocks(q, k.masked_fill(wild, 0), v, lists, options)
-    spoilt = reached(wild)
-    return out.masked_fill(spoilt, torch.nan), lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
 
 
 def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Options) -> Iterator[tuple[slice, BlockLists, Options]]:

@@ -54,11 +54,6 @@ class Call:
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) float32)."""
-    wild = _values_not_finite(plan, v)
-    if wild is not None:
-        out, lse = run_forward(plan, q, k, v.masked_fill(wild, 0), call)
-        reached, _ = run_forward(plan, q, k, wild.to(v.dtype), call)
-        return out.masked_fill(reached != 0, torch.nan), lse
     acc = accumulation_dtype(q.dtype)
     # nothing to merge: the kernels' own rounding is the final one
     out_dtype = q.dtype if plan.single else acc
@@ -222,37 +217,6 @@ def max_rows(problem: Problem, q: torch.Tensor) -> int:
 def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
     """View (B, S, L) of a (B, N) tensor."""
     return replace(rows, head_start=0, head_step=1, heads=1).of(x[..., None]).squeeze(-1)
-
-
-def forward_in_reach(
-    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backend's forward; on a CPU, where a value is NaN or infinite, with that kept to the queries that may see it."""
-    if v.device.type == "cpu" and (options.causal or options.mask.band is not None):
-        wild = not_finite(v)
-        if wild is not None:
-            out, lse = backend.forward(q, k, v.masked_fill(wild, 0), options)
-            reached, _ = backend.forward(q, k, wild.to(v.dtype), options)
-            return out.masked_fill(reached != 0, torch.nan), lse
-    return backend.forward(q, k, v, options)
-
-
-def _values_not_finite(plan: Plan, v: torch.Tensor) -> torch.Tensor | None:
-    """Where v is NaN or infinite, if that could reach rows it must not; None in every usual case, told by one sum.
-
-    A kernel multiplies the weight 0 of a masked key by its value, and 0 · NaN is NaN. Looked for on a CPU only: a GPU would have
-    to be waited for.
-    """
-    if v.device.type != "cpu" or not any(problem.causal or problem.band is not None for problem in plan.problems):
-        return None
-    return not_finite(v)
-
-
-def not_finite(v: torch.Tensor) -> torch.Tensor | None:
-    if bool(v.sum(dtype=accumulation_dtype(v.dtype)).isfinite()):
-        return None
-    wild = ~v.isfinite()
-    return wild if bool(wild.any()) else None
 
 
 def without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

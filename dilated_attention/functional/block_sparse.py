@@ -49,7 +49,7 @@ def block_sparse_attention(
         pattern: of ``dilated_attention.pattern``, alone or several joined by | and &, for all heads or per head; or a ``BlockMask`` of
             torch.nn.attention.flex_attention, as ``from_block_mask`` reads it.
         is_causal: a query sees keys at its own position and before.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each is attended as if alone, with its own blocks.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
         dropout_p: probability that an attention weight is dropped, by position. 0 in evaluation.

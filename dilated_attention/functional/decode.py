@@ -46,7 +46,7 @@ def decode_attention(
         page_table: (B, pages of a request) int32.
         max_length: positions are below it; None: as many as C, or all pages of a request, hold. More than C: slots are taken again, which the
             pattern must allow: it may read no more than the last C positions.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         return_lse: also return the log-sum-exp of the scores.
         backend: ``"auto"`` · ``"flash3"``: FlashAttention-3 (dense rows; Hopper) · ``"triton"`` · ``"torch"``; a name is used or refused.
 

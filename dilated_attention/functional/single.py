@@ -53,7 +53,7 @@ def dilated_attention(
         segment_lengths: w of each branch, in positions; any w ≥ 1, of any relation to N.
         dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
         is_causal: a query sees keys at its own position and before.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale's) · ``"zero"`` ·
             one list of H integers per branch.
         branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches (fkodom's layout).

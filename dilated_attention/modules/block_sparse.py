@@ -32,7 +32,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
             ``dilated_attention.pattern.Sparsity``.
         block_size: of that pattern: 64 or 128, or (query block, key block).
         seed: of that pattern, where it draws blocks.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         deterministic: only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a name, which is then used or refused, never replaced.

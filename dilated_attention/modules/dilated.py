@@ -25,7 +25,7 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
     Args:
         segment_lengths: w of each branch, in positions.
         dilation_rates: r of each branch, 1 ≤ r ≤ w.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         head_offsets: ``"cyclic"`` (the paper) · ``"blocked"`` (TorchScale) · ``"zero"`` · one list of H integers per branch.
         branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches.

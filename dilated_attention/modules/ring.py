@@ -26,7 +26,7 @@ class RingAttention(nn.Module):
         layout: ``"zigzag"``: two runs to a process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
         exchange, ranks_per_node, timeout: as of ``ring_attention``.
         window: (left, right) positions that a query sees, one integer for both; None for all.
-        scale: factor of q·k; None for 1/sqrt(D).
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         deterministic: only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a name, which is then used or refused, never replaced.

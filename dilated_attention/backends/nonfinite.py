@@ -1,0 +1,115 @@
+"""NaN and infinity stay with the rows and keys that they can reach, in both passes of a dense kernel on a CPU.
+
+A kernel multiplies the weight 0 of a pair that takes no part by whatever the pair holds, and 0 · NaN is NaN. So a launch whose results
+are not finite is computed again without the numbers that are not, and that result stands wherever those cannot reach. Where row i
+reads key j, that is where the pair takes part,
+
+    a key makes out and lse of the row NaN; a value is seen in its channel of out;
+    a row with anything that is not finite in q, dout, out, lse, dlse or a key or value that it reads spoils its dq and the key's dk, dv.
+
+A GPU would have to be waited for: there the kernels' own results stand.
+
+Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L), as of ``Backend``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from dilated_attention.backends.base import Options, accumulation_dtype
+
+Tensors = tuple[torch.Tensor, ...]
+# a kernel's forward and backward: tensors, options, (for the backward dlse,) pairs
+RawForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+RawBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def all_finite(*tensors: torch.Tensor) -> bool:
+    """Whether every element is finite, by one sum a tensor where they are."""
+    # sums of finite numbers may overflow
+    return all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
+
+
+def contained_forward(
+    raw: RawForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``raw(q, k, v, options, pairs)``, contained."""
+    out, lse = raw(q, k, v, options, pairs)
+    if q.device.type != "cpu" or all_finite(out, k):
+        return out, lse
+    bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
+    if not (bool(bad_k.any()) or bool(bad_v.any())):
+        return out, lse
+    clean_out, clean_lse = raw(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
+    # a value is seen in its own channel alone
+    out = torch.where(_readers(raw, q, bad_v, options, pairs), out, clean_out)
+    spoilt = _readers(raw, q, bad_k, options, pairs)
+    return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
+
+
+def contained_backward(
+    raw: RawBackward, forward: RawForward, tensors: Tensors, options: Options, dlse: torch.Tensor | None, pairs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``raw(*tensors, options, dlse, pairs)``, contained. ``tensors``: dout, q, k, v, out and lse; ``forward`` is the same kernel's."""
+    dout, q, k, v, out, lse = tensors
+    dq, dk, dv = raw(*tensors, options, dlse, pairs)
+    # else every row reads every key, and nothing is to be kept apart
+    masked = options.causal or pairs is not None or not options.mask.is_trivial
+    if q.device.type != "cpu" or not masked or all_finite(dq, dk, dv):
+        return dq, dk, dv
+    bad_keys = ~(_rows_finite(k) & _rows_finite(v))
+    bad_rows = ~(_rows_finite(q) & _rows_finite(dout) & _rows_finite(out))
+    of_lse = ~lse.isfinite() if dlse is None else ~(lse.isfinite() & dlse.isfinite())
+    # +inf marks a row that takes no part, so nothing in it reaches anything
+    idle = (lse == torch.inf).transpose(1, 2)[..., None]
+    bad_rows |= of_lse.transpose(1, 2)[..., None] | _readers(forward, q, bad_keys, options, pairs)
+    zeroed, reached_rows = bad_rows | idle, bad_rows & ~idle
+    if not (bool(zeroed.any()) or bool(bad_keys.any())):
+        return dq, dk, dv
+    without = zeroed[..., 0].transpose(1, 2)
+    clean_dout, clean_q, clean_out = (_without(x, zeroed) for x in (dout, q, out))
+    clean_k, clean_v = (_without(x, bad_keys) for x in (k, v))
+    clean_lse = lse.masked_fill(without, torch.inf)
+    clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
+    grads = raw(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
+    reached_keys = _read(raw, k, reached_rows, options, pairs)
+    # a row that reads no key, but perhaps zero keys, has no dq
+    reading = _readers(forward, q, torch.ones_like(bad_keys), options, pairs)
+    return (
+        torch.where(reached_rows & reading, dq, grads[0]),
+        torch.where(reached_keys, dk, grads[1]),
+        torch.where(reached_keys, dv, grads[2]),
+    )
+
+
+def _without(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """x with zeros ``where``, its last stride 1, as kernels take it."""
+    return x.clone(memory_format=torch.contiguous_format).masked_fill_(where, 0)
+
+
+def _rows_finite(x: torch.Tensor) -> torch.Tensor:
+    """bool (…, 1): whether all of a row is finite."""
+    return x.isfinite().all(-1, keepdim=True)
+
+
+def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+    """bool (P, L, G, E): rows that read one of ``keys``, bool (P, S, K, E)."""
+    # equal scores: whatever a row reads has a weight
+    value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
+    zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
+    found: torch.Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
+    return found
+
+
+def _read(raw: RawBackward, k: torch.Tensor, rows: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+    """bool (P, S, K, 1): keys that one of ``rows``, bool (P, L, G, 1), reads."""
+    dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
+    zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
+    # of the other rows the weights are 0
+    lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
+    found: torch.Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None), None, pairs)[2] != 0
+    return found
