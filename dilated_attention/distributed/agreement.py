@@ -133,7 +133,7 @@ def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str
         form = Form(number, arguments)
         if ring.seq_len >= 0:
             remember(members, kind, form)
-    return seq_len, session.order.enter("the forward", form)
+    return seq_len, session.order.enter_forward(form)
 
 
 def begin_backward(members: Members, number: int, timeout: float) -> None:

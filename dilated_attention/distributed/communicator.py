@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.distributed.errors import RingError, first_line
-from dilated_attention.distributed.handshake import gather
 from dilated_attention.distributed.session import Session, name
 
 _CUDA, _CPU = torch.device("cuda"), torch.device("cpu")
@@ -24,14 +23,12 @@ def has_nccl(group: dist.ProcessGroup) -> bool:
     return _CUDA in group._device_types and group._get_backend(_CUDA).name() == "nccl"
 
 
-def communicator(group: dist.ProcessGroup, session: Session, lane: str, timeout: float, most_ctas: int | None) -> dist.ProcessGroup:
+def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_ctas: int | None) -> dist.ProcessGroup:
     """A communicator of the group's ranks for GPU tensors; those of a CPU go by the group's own. All ranks make it together.
 
     Raises:
-        RingError: some ranks did not come within the timeout, or torch made none.
+        RingError: torch made none.
     """
-    # torch would wait for absent ranks by its own timeout, and not say for whom
-    gather(session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
     store = PrefixStore(f"communicator/{lane}", session.store)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = list(session.global_ranks)

@@ -124,29 +124,30 @@ def _message(session: Session, store: Store) -> str:
         store.set(keys[session.rank], json.dumps({number: [*entry[:2], dict(entry.arguments)] for number, entry in entries.items()}))
     until(lambda: store.check(keys) or None, COLLECT, session.size)
     posts = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-    for number in sorted({int(number) for post in posts.values() for number in post}):
-        calls = {rank: post[str(number)] for rank, post in posts.items() if str(number) in post}
+    for number in sorted({number for post in posts.values() for number in post}, key=int):
+        calls = {rank: post[number] for rank, post in posts.items() if number in post}
         if len({checksum for checksum, _, _ in calls.values()}) > 1:
             break
     else:
-        number, calls = order.count, {}
+        calls = {}
     return (
-        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. It was call {number} on this group, which "
-        "cannot be used again, nor can results since that call: end the process, or make a new group on all ranks (torch.distributed.new_group)"
+        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on this "
+        "group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
     )
 
 
 def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
-    arguments = {rank: post for rank, (_, _, post) in calls.items()}
-    passes = {rank: what for rank, (_, what, _) in calls.items()}
-    found = differences(session, arguments)
-    if found and len(set(passes.values())) == 1:
+    """What the first calls that differ differ in; they are by rank."""
+    found = differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
+    kinds = {rank: what for rank, (_, what, _) in calls.items()}
+    if found and not any(what.startswith("the backward") for what in kinds.values()):
         return found
-    functions = {
-        rank: f"{what} of {arguments[rank].get('function', 'a call')}" if what == "the forward" else what for rank, what in passes.items()
-    }
-    if len(set(functions.values())) > 1:
-        return f"ranks disagree on what they call: {_sides(session, functions)}"
+    if len(set(kinds.values())) > 1:
+        told = {
+            rank: f"{what} ({arguments.get('function', 'first use')})" if arguments else what
+            for rank, (_, what, arguments) in calls.items()
+        }
+        return f"ranks disagree on what they call: {_sides(session, told)}"
     return "ranks disagree on what they have called"
 
 

@@ -40,7 +40,7 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
     if session.comparison is None:
         session.comparison = Comparison(session, timeout)
     session.comparison.timeout = timeout
-    session.order.enter("a handshake", Form(call, arguments))
+    session.order.enter_handshake(Form(call, arguments))
     what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
     texts = gather(session, f"agree/{call}", what, timeout, mine)
     if call > 0:

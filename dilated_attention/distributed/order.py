@@ -28,11 +28,11 @@ class Form(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One call on a group.
+    """One call on a group, its backward, or a handshake.
 
     Args:
-        checksum: of this call and all before it.
-        what: such as "the forward".
+        checksum: of this and all before it.
+        what: such as "call 3".
     """
 
     checksum: int
@@ -44,14 +44,29 @@ class CallOrder:
     """A rank's calls on one group: one thread makes them, another one reads about them."""
 
     def __init__(self) -> None:
+        # of all that was noted, and of calls alone
         self.count = 0
+        self.forwards = 0
         self.checksum = 0
         # time.monotonic() of the last one
         self.last = 0.0
         self._entries: dict[int, Entry] = {}
 
-    def enter(self, what: str, form: Form) -> int:
-        """Notes a call before it exchanges anything; its number, counted from 1."""
+    def enter_handshake(self, form: Form) -> None:
+        """Notes that this rank asks the others whether they make the same call."""
+        self._enter("a handshake", form)
+
+    def enter_forward(self, form: Form) -> int:
+        """Notes a call before it exchanges anything; its number among the calls of this group, counted from 1."""
+        self.forwards += 1
+        self._enter(f"call {self.forwards}", form)
+        return self.forwards
+
+    def enter_backward(self, number: int) -> None:
+        """Notes the backward of call ``number``."""
+        self._enter(f"the backward of call {number}", Form(0, {}))
+
+    def _enter(self, what: str, form: Form) -> None:
         number = self.count + 1
         self.checksum = zlib.crc32(b"%s %d" % (what.encode(), form.number), self.checksum)
         self._entries[number] = Entry(self.checksum, what, form.arguments)
@@ -59,13 +74,7 @@ class CallOrder:
         self.last = time.monotonic()
         # last, for the reading thread asks for no entry above it
         self.count = number
-        return number
-
-    def enter_backward(self, number: int) -> None:
-        """Notes the backward of the forward that was call ``number``."""
-        forward = self.entry(number)
-        self.enter(f"the backward of call {number}", Form(number, {} if forward is None else forward.arguments))
 
     def entry(self, number: int) -> Entry | None:
-        """None where the call is too long ago, or still to come."""
+        """Of all that was noted, the ``number``-th from 1 on; None where it is too long ago, or still to come."""
         return self._entries.get(number)

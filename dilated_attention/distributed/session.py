@@ -158,6 +158,8 @@ def store_call(session: Session, call: Callable[[], T]) -> T:
     """A call of the store, whose failure is a process that has ended."""
     try:
         return call()
+    except RingError:
+        raise
     except RuntimeError as error:
         raise RingError(
             f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "

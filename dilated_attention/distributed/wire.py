@@ -21,6 +21,7 @@ from dilated_attention.distributed.blame import Wait, explain
 from dilated_attention.distributed.communicator import close, communicator, has_nccl
 from dilated_attention.distributed.errors import RingError, first_line
 from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.handshake import gather
 from dilated_attention.distributed.session import name, names, session_of
 from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
 from dilated_attention.distributed.watch import COLLECT, Exchange, Queue, watch
@@ -57,11 +58,16 @@ class Wire:
         self.lane = lane
         self.queue = Queue()
         self.session = session_of(members, timeout)
+        self.session.check()
         # the group's life is its owner's: a wire must not keep communicators that were destroyed
         self._shared = weakref.ref(members.group)
         self._own = None
-        if has_nccl(members.group):
-            self._own = communicator(members.group, self.session, lane, timeout, most_ctas)
+        nccl = has_nccl(members.group)
+        if nccl or lane != "keys":
+            # the lane's first exchange would wait for absent ranks as well, NCCL by its own timeout and without saying for whom
+            gather(self.session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
+        if nccl:
+            self._own = communicator(members.group, self.session, lane, most_ctas)
             # at exit torch ends what is left, without waiting for ranks that may be gone
             weakref.finalize(self, close, self._own, self.session).atexit = False
         self._lane_number = len(self.session.wires)
