@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -13,8 +16,9 @@ from dilated_attention import ring_attention, ring_block_sparse_attention, ring_
 from dilated_attention.distributed import members_of
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.session import session_of
+from dilated_attention.distributed.watch import Exchange, Monitor, Queue
 from dilated_attention.pattern import BigBird, LocalWindow
-from tests.pool import Pool
+from tests.pool import Pool, PoolError
 
 N = 256
 # long enough for a stall to show as one, and far above what a disagreement may take
@@ -194,3 +198,83 @@ def test_calls_that_are_alike_stay_unmolested() -> None:
         assert pool.run(many_alike) == [302] * 2
     finally:
         pool.close()
+
+
+class OnGpu:
+    """A wire as the watch knows it, on whose group ranks have made different calls."""
+
+    on_gpu = True
+
+    def __init__(self, pending: bool) -> None:
+        self.queue = Queue()
+        if pending:
+            self.queue.pending.append(Exchange(7, "hop 1", (1,), Never(), None, threading.get_ident()))
+        self.timeout, self.failed = TIMEOUT, None
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def has_raised(self) -> bool:
+        return False
+
+
+class Never:
+    def is_completed(self) -> bool:
+        return False
+
+
+class Differs:
+    """A group whose comparison finds a difference once."""
+
+    def __init__(self, wire: OnGpu) -> None:
+        self._wires, self._found = [wire], ["ranks disagree on is_causal"]
+
+    def look(self) -> str | None:
+        return self._found.pop() if self._found else None
+
+    def wires(self) -> list[Any]:
+        return self._wires
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_the_watch_raises_where_a_gpu_went_on(pending: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Waiting for a GPU does not block, and so the error has to come to a thread that computes."""
+    left: list[int] = []
+    monitor, wire = Monitor(leave=left.append), OnGpu(pending)
+    group = Differs(wire)
+    monitor.add_calls(group)
+    thread = threading.Thread(target=monitor.look)
+    with pytest.raises(RingError, match=r"^ranks disagree on is_causal$"):
+        thread.start()
+        for _ in range(500):
+            time.sleep(0.01)
+    thread.join()
+    assert wire.aborted.wait(1.0) and not left and not wire.queue.pending
+    assert "dilated_attention: ranks disagree on is_causal" in capfd.readouterr().err
+
+
+def dies(rank: int, world: int, victim: int) -> str:
+    """The comparison asks a store whose server, rank 0, may be the one that has died."""
+    for _ in range(3):
+        call(timeout=4.0)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RingError) as raised:
+        call(timeout=4.0)
+    assert time.monotonic() - began < 8
+    raise raised.value
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_no_disagreement(victim: int) -> None:
+    pool = Pool(3)
+    try:
+        with pytest.raises(PoolError) as raised:
+            pool.run(dies, victim)
+    finally:
+        pool.close()
+    text = str(raised.value)
+    assert f"--- rank {victim} of 3: died with exit code -9" in text and text.count("RingError: rank") >= 2
+    assert "ranks disagree" not in text

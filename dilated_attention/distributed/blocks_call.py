@@ -271,7 +271,7 @@ def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.d
     script = _scripts.pop(key, None)
     if script is None:
         script = make_block_script(job, rank, steps, device)
-        while _scripts and script.nbytes + sum(other.nbytes for other in _scripts.values()) > MAX_CACHED_BYTES:
+        while _scripts and script.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
             # setups hold scripts
             _setups.clear()

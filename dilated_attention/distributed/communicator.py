@@ -32,7 +32,7 @@ def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_cta
     store = PrefixStore(f"communicator/{lane}", session.store)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = list(session.global_ranks)
-    options.group_name = f"{group.group_name}/{lane}"  # type: ignore[assignment,unused-ignore]
+    options.group_name = group_name = f"{group.group_name}/{lane}"  # type: ignore[assignment,unused-ignore]
     if most_ctas is not None:
         options.config.max_ctas = most_ctas
     try:
@@ -41,6 +41,8 @@ def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_cta
         other = dist.ProcessGroup(store, session.rank, session.size)
         other._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         other._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, backend)
+        # before the group's own backend is in it, whose name stays
+        other._set_group_name(group_name)  # type: ignore[arg-type,unused-ignore]
         if _CPU in group._device_types:
             other._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, group._get_backend(_CPU))
     except RuntimeError as error:

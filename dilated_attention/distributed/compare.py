@@ -7,13 +7,12 @@ ranks post their last calls, look for the first that differs, and so have the sa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -42,7 +41,6 @@ class Comparison:
         # sessions own their comparisons
         self._session = weakref.ref(session)
         self._keys = [f"order/{rank}" for rank in range(session.size)]
-        self._store: Store | None = None
         self._all_there = False
         self._posted = 0
         # of my calls, how many all ranks are known to have made alike, and no more
@@ -50,6 +48,9 @@ class Comparison:
         self._lost = False
         self._lock = threading.Lock()
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
+        # another connection, for the thread that makes calls may wait inside its own; now, while the server answers
+        clone: Any = getattr(session.store, "clone", None)
+        self._store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
 
     def wires(self) -> list[Watched]:
@@ -85,8 +86,7 @@ class Comparison:
 
     def _compare(self, session: Session) -> str | None:
         order = session.order
-        store = self._own_store(session)
-        count = order.count
+        store, count = self._store, order.count
         mine = order.entry(count)
         if mine is not None and count > self._posted:
             store.set(self._keys[session.rank], f"{count} {mine.checksum}")
@@ -104,15 +104,6 @@ class Comparison:
                 return None
             store.set("disagree", "1")
         return _message(session, store)
-
-    def _own_store(self, session: Session) -> Store:
-        """Over another connection: the thread that makes calls may wait inside its own."""
-        if self._store is None:
-            self._store = session.store
-            if hasattr(session.store, "clone"):
-                with contextlib.suppress(RuntimeError):
-                    self._store = session.store.clone()
-        return self._store
 
 
 def _message(session: Session, store: Store) -> str:
