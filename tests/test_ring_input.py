@@ -9,9 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import BackendUnavailable, ring_attention, ring_dilated_attention
+from dilated_attention import (
+    BackendUnavailable,
+    RingMultiheadDilatedAttention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+)
 from dilated_attention.distributed import agreement
 from dilated_attention.distributed.errors import RingError
+from dilated_attention.modules import RingMultiheadBlockSparseAttention
+from dilated_attention.pattern import LocalWindow
 from tests.pool import pool_of
 
 
@@ -232,3 +241,67 @@ def test_groups_are_refused() -> None:
         assert axes.startswith("ValueError: the mesh has 2 axes ('dp', 'cp'); a sequence is spread over one: pass mesh['cp']")
         assert number.startswith("TypeError: expected a ProcessGroup, a DeviceMesh of one axis or None, got int")
         assert not_in == "no error" if rank < 2 else f"ValueError: global rank {rank} is not in the group" in not_in
+
+
+EMPTY: list[tuple[str, dict[str, Any]]] = [
+    *(("dense", {"layout": layout}) for layout in ("contiguous", "zigzag", "striped")),
+    *(("dense", {"exchange": exchange}) for exchange in ("all_gather", "ring", "all_to_all")),
+    ("dense", {"window": 2}),
+    ("dense", {"is_causal": True, "dropout_p": 0.5}),
+    ("dilated", {}),
+    ("dilated", {"mixture_grad": "detached"}),
+    ("dilated", {"tail": "zero_keys", "branch_heads": "split"}),
+    ("blocks", {}),
+    ("blocks", {"layout": "zigzag", "is_causal": True}),
+]
+
+
+def empty(rank: int, world: int, batch: int, length: int) -> int:
+    """Calls and modules on a batch of 0, or on fewer positions than ranks: shapes as on one process, and gradients to match."""
+    done = 0
+    for kind, arguments in EMPTY:
+        for padded in (False, True):
+            layout = arguments.get("layout", "contiguous")
+            full = [torch.randn(batch, length, 4, 8) for _ in range(3)] + [torch.zeros(batch, length, dtype=torch.bool)]
+            *shards, padding = shard_sequence(None, full, [1] * 4, layout=layout)
+            leaves = [x.requires_grad_() for x in shards]
+            more = arguments | {"layout": layout, "seq_len": length, "key_padding_mask": padding if padded else None, "return_lse": True}
+            if kind == "dense":
+                out, lse = ring_attention(*leaves, **more)
+            elif kind == "dilated":
+                out, lse = ring_dilated_attention(*leaves, [2, 16], [1, 2], **more)
+            else:
+                out, lse = ring_block_sparse_attention(*leaves, LocalWindow(64, block_size=64), **more)
+            assert out.shape == leaves[0].shape and lse.shape == (batch, 4, leaves[0].shape[1])
+            (out.sum() if arguments.get("mixture_grad") else out.sum() + lse.sum()).backward()
+            for x in leaves:
+                assert x.grad is not None and x.grad.shape == x.shape and x.grad.isfinite().all()
+            done += 1
+    x = torch.randn(batch, len(range(rank, length, world)), 32, requires_grad=True)
+    for module in (
+        RingMultiheadDilatedAttention(32, 4, [2, 16], [1, 2]),
+        RingMultiheadBlockSparseAttention(32, 4, LocalWindow(64, block_size=64)),
+    ):
+        out, _ = module(x, seq_len=length)
+        out.sum().backward()
+        assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("batch", "length"), [(0, 16), (0, 1), (0, 0), (2, 0), (2, 1)])
+def test_nothing_is_attended_to_as_on_one_process(world: int, batch: int, length: int) -> None:
+    found = [empty(0, 1, batch, length)] if world == 1 else pool_of(world).run(empty, batch, length)
+    assert found == [2 * len(EMPTY) + 2] * world
+
+
+def batches(rank: int, world: int) -> str:
+    return call_of(rank, tensors(batch=rank) | {"seq_len": 8 * world})
+
+
+def test_a_batch_of_nothing_on_one_rank_only_is_refused() -> None:
+    assert (
+        pool_of(2).run(batches)
+        == ["ValueError: ring_attention: ranks disagree on q.shape[0]: rank 0 has 0, rank 1 has 1; all ranks must make the same call"] * 2
+    )

@@ -14,6 +14,8 @@ from dilated_attention.distributed.dealt import short_name
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import local_length
+from dilated_attention.distributed.order import Form
+from dilated_attention.distributed.session import session_of
 from dilated_attention.engine.prepare import Settings
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 
@@ -49,8 +51,8 @@ def agreed_length(
     settings: Settings,
     ring: RingCall,
     kernels: Callable[[], str],
-) -> int:
-    """N, once all ranks are known to make the same call: found out at the first call of a kind, or at each where N is to be asked for.
+) -> tuple[int, int]:
+    """(N, number of this call), once all ranks are known to make it: see ``begin_forward``.
 
     Args:
         kernels: what of this rank's choice of kernels all have to have alike.
@@ -86,7 +88,7 @@ def agreed_length(
             "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
         }
 
-    return length_of_kind(members, kind, same, q.shape[1], ring)
+    return begin_forward(members, kind, same, q.shape[1], ring)
 
 
 def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
@@ -111,38 +113,57 @@ def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: t
     }
 
 
-def length_of_kind(members: Members, kind: object, same: Callable[[], Mapping[str, object]], rows: int, ring: RingCall) -> int:
-    """N, once ``same`` is equal on all ranks: asked for at the first call of a ``kind``, or at each where N is not given.
+def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str, object]], rows: int, ring: RingCall) -> tuple[int, int]:
+    """(N, number of this call on the group), once ``same`` is equal on all ranks: asked for at the first call of a ``kind``, or at each
+    where N is not given. Ranks that make different calls of kinds agreed on before are found by ``compare``, while or after they do.
 
     Args:
         rows: of this rank.
     """
-    if members.size == 1:
-        return _checked_length(ring, [rows])
-    if ring.seq_len >= 0 and is_agreed(members, kind):
-        return ring.seq_len
-    held = [own["rows"] for own in agree(members, same(), {"rows": rows}, ring.timeout)]
-    seq_len = _checked_length(ring, held)
-    if ring.seq_len >= 0:
-        remember(members, kind)
-    return seq_len
+    if members.group is None:
+        return _checked_length(ring, [rows]), 0
+    session = session_of(members, ring.timeout)
+    session.check()
+    form = agreed_form(members, kind) if ring.seq_len >= 0 else None
+    seq_len = ring.seq_len
+    if form is None:
+        number, arguments = session.calls, {name: str(value) for name, value in same().items()}
+        held = [own["rows"] for own in agree(members, arguments, {"rows": rows}, ring.timeout)]
+        seq_len = _checked_length(ring, held)
+        form = Form(number, arguments)
+        if ring.seq_len >= 0:
+            remember(members, kind, form)
+    return seq_len, session.order.enter_forward(form)
 
 
-def is_agreed(members: Members, kind: object) -> bool:
-    """Whether the group's ranks are known to make calls of this kind alike."""
-    return members.group is None or kind in _agreed.get(members.group, ())
+def begin_backward(members: Members, number: int, timeout: float) -> None:
+    """Notes that this rank runs the backward of call ``number``, for comparison with the others.
+
+    Raises:
+        RingError: the group has failed.
+    """
+    if members.group is not None:
+        session = session_of(members, timeout)
+        session.check()
+        session.order.enter_backward(number)
 
 
-def remember(members: Members, kind: object) -> None:
+def agreed_form(members: Members, kind: object) -> Form | None:
+    """What the group's ranks agreed on when they first made a call of this kind; None where they have not."""
     assert members.group is not None, "one process agrees with itself"
-    agreed = _agreed.setdefault(members.group, set())
+    return _agreed.get(members.group, {}).get(kind)
+
+
+def remember(members: Members, kind: object, form: Form) -> None:
+    assert members.group is not None, "one process agrees with itself"
+    agreed = _agreed.setdefault(members.group, {})
     if len(agreed) >= MOST_KINDS:
         agreed.clear()
-    agreed.add(kind)
+    agreed[kind] = form
 
 
 # by group, whose ranks make the same calls and so forget at the same one; another group's would come in between on some of them
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Form]] = weakref.WeakKeyDictionary()
 
 
 def _shortened(documents: tuple[int, ...]) -> str:

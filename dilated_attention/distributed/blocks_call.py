@@ -10,7 +10,15 @@ import torch
 
 from dilated_attention.backends import Backend, BackendUnavailable
 from dilated_attention.distributed import blocks_cost, blocks_run, cost
-from dilated_attention.distributed.agreement import RingCall, documents_of, is_agreed, length_of_kind, remember, same_of_tensors
+from dilated_attention.distributed.agreement import (
+    RingCall,
+    agreed_form,
+    begin_backward,
+    begin_forward,
+    documents_of,
+    remember,
+    same_of_tensors,
+)
 from dilated_attention.distributed.blocks_plan import BlockJob, joined, needs_of
 from dilated_attention.distributed.blocks_run import BlockCall
 from dilated_attention.distributed.blocks_script import BlockScript, BlockStep, Launch, make_block_script
@@ -18,6 +26,7 @@ from dilated_attention.distributed.dealt import short_name
 from dilated_attention.distributed.group import Members, members_named
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.layout import spans
+from dilated_attention.distributed.order import Form
 from dilated_attention.distributed.regroup import Holding, regroup
 from dilated_attention.distributed.wire import Wire, wire_of
 from dilated_attention.engine.block_run import BlockSettings, request_of, select_backend
@@ -73,28 +82,32 @@ _setups: dict[object, _Setup] = {}
 _scripts: OrderedDict[object, BlockScript] = OrderedDict()
 
 
-def ring_blocks_forward(tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(out (B, n, H, D), lse (B, H, n), N)."""
+def ring_blocks_forward(
+    tensors: Tensors, masks: BlockMasks, arguments: BlockArguments
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """(out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(arguments.ring.group_name)
-    seq_len, kind = _agreed_length(members, tensors, masks, arguments)
+    kind, seq_len, number = _agreed_length(members, tensors, masks, arguments)
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
     work = _Work(members, tensors, masks, arguments)
     work.agree(kind)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
-    return out.contiguous(), lse.contiguous(), seq_len
+    return out.contiguous(), lse.contiguous(), (seq_len, number)
 
 
-def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: BlockMasks, arguments: BlockArguments) -> Tensors:
-    """(dq, dk, dv), contiguous. ``tensors``: dout, q, k, v, out, lse (B, H, n)."""
+def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: BlockMasks, arguments: BlockArguments, number: int) -> Tensors:
+    """(dq, dk, dv), contiguous. ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: of the call on its group."""
     dout, q, k, v, out, lse = tensors
-    work = _Work(members_named(arguments.ring.group_name), (q, k, v), masks, arguments)
+    members = members_named(arguments.ring.group_name)
+    begin_backward(members, number, arguments.ring.timeout)
+    work = _Work(members, (q, k, v), masks, arguments)
     with without_autocast(q):
         return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
 
 
-def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[int, object]:
-    """N, and the kind of this call, by which the ranks remember that they make it alike."""
+def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[object, int, int]:
+    """The kind of this call, by which the ranks remember that they make it alike; N; the call's number."""
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
     documents = documents_of(members, masks.cu_seqlens)
@@ -119,7 +132,7 @@ def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, argume
             "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
         }
 
-    return length_of_kind(members, kind, same, q.shape[1], ring), kind
+    return kind, *begin_forward(members, kind, same, q.shape[1], ring)
 
 
 class _Work:
@@ -147,13 +160,13 @@ class _Work:
             # a rank that raised now would leave the others waiting
             unavailable = error
         settled = (kind, "kernels", self.arguments.ring.seq_len)
-        if not is_agreed(self.members, settled):
+        if self.members.group is not None and agreed_form(self.members, settled) is None:
             text = "available" if unavailable is None else f"unavailable: {str(unavailable).splitlines()[0]}"
             same = {"function": FUNCTION, "kernels": text}
             if setup is not None and setup.digest:
                 same["pattern (the blocks that its function keeps)"] = setup.digest
             agree(self.members, same, {}, self.arguments.ring.timeout)
-            remember(self.members, settled)
+            remember(self.members, settled, Form(0, same))
         if unavailable is not None:
             raise unavailable
 
@@ -258,7 +271,7 @@ def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.d
     script = _scripts.pop(key, None)
     if script is None:
         script = make_block_script(job, rank, steps, device)
-        while _scripts and script.nbytes + sum(other.nbytes for other in _scripts.values()) > MAX_CACHED_BYTES:
+        while _scripts and script.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
             # setups hold scripts
             _setups.clear()

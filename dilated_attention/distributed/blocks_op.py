@@ -42,7 +42,7 @@ def ring_block_sparse_attention_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D), lse (B, H, n), N). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
+    """(out (B, n, H, D), lse (B, H, n), (N, number of the call)). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
     arguments = BlockArguments(
         pattern_from_spec(spec),
         BlockSettings(is_causal, scale, dropout_p, deterministic, needs_grad, backend),
@@ -82,20 +82,21 @@ def ring_block_sparse_attention_backward_op(
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
+    N, number = whole.tolist()
     arguments = BlockArguments(
         pattern_from_spec(spec),
         BlockSettings(is_causal, scale, dropout_p, deterministic, needs_grad, backend),
-        RingCall(group_name, layout, "all_gather", int(whole.item()), 0, timeout, lse_grad),
+        RingCall(group_name, layout, "all_gather", N, 0, timeout, lse_grad),
         head_steps,
     )
     masks = BlockMasks(key_padding_mask, cu_seqlens, seed)
-    dq, dk, dv = ring_blocks_backward((dout, q, k, v, out, lse), dlse, masks, arguments)
+    dq, dk, dv = ring_blocks_backward((dout, q, k, v, out, lse), dlse, masks, arguments, number)
     return dq, dk, dv
 
 
 @ring_block_sparse_attention_op.register_fake
 def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return new_like(q), new_lse(q), torch.empty((), dtype=torch.int64, device="cpu")
+    return new_like(q), new_lse(q), torch.empty((2,), dtype=torch.int64, device="cpu")
 
 
 @ring_block_sparse_attention_backward_op.register_fake

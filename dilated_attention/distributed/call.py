@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import cost, run
-from dilated_attention.distributed.agreement import RingCall, agreed_length
+from dilated_attention.distributed.agreement import RingCall, agreed_length, begin_backward
 from dilated_attention.distributed.group import Members, members_named
 from dilated_attention.distributed.plan import Job
 from dilated_attention.distributed.regroup import Holding, regroup
@@ -17,6 +17,7 @@ from dilated_attention.distributed.route import Route, make_route
 from dilated_attention.distributed.script import Script, make_script
 from dilated_attention.distributed.wire import Wire, wire_of
 from dilated_attention.engine import schedule
+from dilated_attention.engine.block_op import new_like, new_lse
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, prepare, without_autocast
 from dilated_attention.engine.run import Call, without_padding
 from dilated_attention.pattern import DilatedPattern
@@ -32,8 +33,8 @@ def ring_forward(
     pattern: DilatedPattern,
     settings: Settings,
     ring: RingCall,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(out (B, n, H, D), lse (B, H, n), N)."""
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """(out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(ring.group_name)
     unavailable: list[BackendUnavailable] = []
 
@@ -45,13 +46,15 @@ def ring_forward(
             unavailable.append(error)
             return f"unavailable: {str(error).splitlines()[0]}"
 
-    seq_len = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring, kernels)
+    seq_len, number = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring, kernels)
     if unavailable:
         raise unavailable[0]
+    if not tensors[0].shape[0]:
+        return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
     work = _Work(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
-    return out, lse.transpose(1, 2).contiguous(), seq_len
+    return out, lse.transpose(1, 2).contiguous(), (seq_len, number)
 
 
 def ring_backward(
@@ -63,10 +66,14 @@ def ring_backward(
     pattern: DilatedPattern,
     settings: Settings,
     ring: RingCall,
+    number: int,
 ) -> Tensors:
-    """(dq, dk, dv). ``tensors``: dout, q, k, v, out, lse (B, H, n)."""
+    """(dq, dk, dv). ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: of the call on its group."""
     dout, q, k, v, out, lse = tensors
     members = members_named(ring.group_name)
+    begin_backward(members, number, ring.timeout)
+    if not q.shape[0]:
+        return tuple(new_like(x) for x in (q, k, v))
     work = _Work(members, (q, k, v), padding, cu_seqlens, seed, pattern, settings, ring, is_backward=True)
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)

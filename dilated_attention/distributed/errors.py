@@ -8,7 +8,7 @@ import re
 class RingError(RuntimeError):
     """Ranks that share a sequence could not exchange what they needed: one has died, stalled or made another call.
 
-    The group cannot be used after it: end the process, or destroy all process groups and initialise torch.distributed anew.
+    The group cannot be used after it: end the process; or, if all ranks live, make a new group on all of them.
     """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,22 +72,6 @@ def members_of(group_or_mesh: Any) -> Members:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group it was given; call this on the group's own ranks only")
     size = dist.get_world_size(group)
     return Members(group if size > 1 else None, rank, size)
-
-
-@contextlib.contextmanager
-def next_group_named(agreed: str) -> Iterator[None]:
-    """The group made in the block has this name on all its ranks.
-
-    Processes have different numbers of groups, as torch keeps one only on its members, and ranks that look for each other under
-    different names in the store wait for torch's timeout, of half an hour.
-    """
-    c10d: Any = dist.distributed_c10d
-    usual = c10d._process_group_name
-    c10d._process_group_name = lambda *_, **__: agreed
-    try:
-        yield
-    finally:
-        c10d._process_group_name = usual
 
 
 def _is_mesh(x: Any) -> bool:

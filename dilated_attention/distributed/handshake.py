@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 
 from dilated_attention.distributed.blame import Wait, explain
+from dilated_attention.distributed.compare import Comparison, differences
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.order import Form
 from dilated_attention.distributed.session import Session, name, names, session_of, store_call, until
-
-ABSENT = "no such argument"
 
 
 def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], timeout: float) -> list[dict[str, int]]:
@@ -35,14 +35,21 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
     session.check()
     call = session.calls
     session.calls += 1
-    mine = json.dumps([{key: str(value) for key, value in same.items()}, dict(own)])
+    arguments = {key: str(value) for key, value in same.items()}
+    mine = json.dumps([arguments, dict(own)])
+    if session.comparison is None:
+        session.comparison = Comparison(session, timeout)
+    session.comparison.timeout = timeout
+    session.order.enter_handshake(Form(call, arguments))
     what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
     texts = gather(session, f"agree/{call}", what, timeout, mine)
     if call > 0:
         # all have posted this call, so all have read the one before
         store_call(session, lambda: session.store.delete_key(f"agree/{call - 1}/{session.rank}"))
     posts = [json.loads(text) for text in texts]
-    _compare(session, [post[0] for post in posts])
+    found = differences(session, {rank: post[0] for rank, post in enumerate(posts)})
+    if found:
+        raise ValueError(f"{found}; all ranks must make the same call")
     return [post[1] for post in posts]
 
 
@@ -57,6 +64,10 @@ def gather(session: Session, place: str, what: str, timeout: float, mine: str = 
     keys = [f"{place}/{rank}" for rank in range(session.size)]
 
     def all_texts() -> list[bytes] | None:
+        if session.failed is not None:
+            # found by the watching thread
+            session.told = True
+            raise RingError(session.failed)
         return store.multi_get(keys) if store.check(keys) else None
 
     store_call(session, lambda: store.set(keys[session.rank], mine))
@@ -70,29 +81,10 @@ def gather(session: Session, place: str, what: str, timeout: float, mine: str = 
     return texts
 
 
-def _compare(session: Session, posts: list[dict[str, str]]) -> None:
-    if all(post == posts[0] for post in posts):
-        return
-    arguments = list(dict.fromkeys(argument for post in posts for argument in post))
-    if len({post.get("function") for post in posts}) > 1:
-        # the arguments of another function differ anyway
-        arguments = ["function"]
-    differences = []
-    for argument in arguments:
-        holders: dict[str, list[int]] = {}
-        for rank, post in enumerate(posts):
-            holders.setdefault(post.get(argument, ABSENT), []).append(rank)
-        if len(holders) > 1:
-            # what most ranks have first, so that the odd ones stand at the end
-            sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
-            told = [f"{names(session, ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides]
-            differences.append(f"{argument}: {', '.join(told)}")
-    function = posts[0].get("function")
-    prefix = f"{function}: " if function is not None and arguments != ["function"] else ""
-    raise ValueError(f"{prefix}ranks disagree on {'; on '.join(differences)}; all ranks must make the same call")
-
-
 def _late(session: Session, what: str, absent: list[int], timeout: float) -> RingError:
+    session.told = True
+    if session.disagreement() is not None:
+        return RingError(session.failed)
     # the others give up at their own time; what is known by now is told
     blame, _ = explain(session, Wait("handshake", session.calls, what, tuple(absent)), collect=0.0)
     session.failed = (
@@ -100,5 +92,4 @@ def _late(session: Session, what: str, absent: list[int], timeout: float) -> Rin
         f"of a group make the same calls in the same order: look at the output of {names(session, absent)}, or raise timeout= "
         f"({timeout:g} s) if only late"
     )
-    session.told = True
     return RingError(session.failed)

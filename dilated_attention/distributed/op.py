@@ -52,7 +52,7 @@ def ring_attention_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D), lse (B, H, n), N). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
+    """(out (B, n, H, D), lse (B, H, n), (N, number of the call)). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
     ring = RingCall(group_name, layout, exchange, seq_len, ranks_per_node, timeout, lse_grad)
@@ -99,9 +99,10 @@ def ring_attention_backward_op(
     """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
-    ring = RingCall(group_name, layout, exchange, int(whole.item()), ranks_per_node, timeout, lse_grad)
+    N, number = whole.tolist()
+    ring = RingCall(group_name, layout, exchange, N, ranks_per_node, timeout, lse_grad)
     tensors = (dout, q, k, v, out, lse)
-    dq, dk, dv = ring_backward(tensors, dlse, key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
+    dq, dk, dv = ring_backward(tensors, dlse, key_padding_mask, cu_seqlens, seed, pattern, settings, ring, number)
     return dq, dk, dv
 
 
@@ -109,7 +110,7 @@ def ring_attention_backward_op(
 def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty((2,), dtype=torch.int64, device="cpu")
 
 
 @ring_attention_backward_op.register_fake

@@ -12,16 +12,20 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from dilated_attention.distributed.errors import RingError, first_line
 from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.order import CallOrder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from dilated_attention.distributed.compare import Comparison
+    from dilated_attention.distributed.wire import Wire
 
 T = TypeVar("T")
 
@@ -37,6 +41,9 @@ class Session:
         calls: handshakes made so far; the same number on all ranks.
         failed: message of the first failure; nothing is exchanged after it.
         told: whether a thread has raised that failure.
+        order: the calls made so far.
+        comparison: of these calls with those of the other ranks, once there is one.
+        wires: by which tensors of this group travel, in the order in which all ranks made them.
     """
 
     rank: int
@@ -46,11 +53,18 @@ class Session:
     calls: int = 0
     failed: str | None = None
     told: bool = False
+    order: CallOrder = field(default_factory=CallOrder)
+    comparison: Comparison | None = None
+    wires: list[weakref.ref[Wire]] = field(default_factory=list)
 
     def check(self) -> None:
         if self.failed is not None:
             self.told = True
             raise RingError(f"{name(self, self.rank)}: this group failed before and cannot be used again; it failed with: {self.failed}")
+
+    def disagreement(self) -> str | None:
+        """What ranks are known to disagree on, which may be why a thread of this one waits in vain."""
+        return None if self.comparison is None else self.comparison.verdict()
 
 
 def name(session: Session, rank: int) -> str:
@@ -144,6 +158,8 @@ def store_call(session: Session, call: Callable[[], T]) -> T:
     """A call of the store, whose failure is a process that has ended."""
     try:
         return call()
+    except RingError:
+        raise
     except RuntimeError as error:
         raise RingError(
             f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "

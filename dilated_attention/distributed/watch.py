@@ -9,6 +9,9 @@ A thread looks at what is under way every half second. When an exchange has been
     5. if nothing has raised within 10 s (GRACE), for the thread is stuck in a CUDA call, the process ends with exit code 1
 
 So no rank outlives a dead one by more than timeout + 12 s and a few polls.
+
+The same thread compares the calls that ranks make (compare.py). Where they differ, all that waits for a message on the group is ended
+likewise, on a CPU as well.
 """
 
 from __future__ import annotations
@@ -123,11 +126,20 @@ class Watched(Protocol):
     def has_raised(self) -> bool: ...
 
 
+class Calls(Protocol):
+    """What a monitor knows of a group whose calls are compared."""
+
+    def look(self) -> str | None: ...
+
+    def wires(self) -> list[Any]: ...
+
+
 class Monitor:
     """Looks at wires and ends what has stalled. The way out of the process and the clock are arguments, for tests."""
 
     def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
         self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._leave, self._clock, self._grace = leave, clock, grace
         self._stop = threading.Event()
@@ -137,12 +149,17 @@ class Monitor:
         with self._lock:
             self._wires.add(wire)
 
+    def add_calls(self, group: Calls) -> None:
+        with self._lock:
+            self._calls.add(group)
+
     def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dilated_attention exchanges", daemon=True)
-            self._thread.start()
-            # before Python takes itself apart, when a daemon thread could only fail
-            atexit.register(self.stop)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dilated_attention exchanges", daemon=True)
+                self._thread.start()
+                # before Python takes itself apart, when a daemon thread could only fail
+                atexit.register(self.stop)
 
     def stop(self) -> None:
         self._stop.set()
@@ -161,7 +178,11 @@ class Monitor:
 
     def look(self) -> None:
         with self._lock:
-            wires = list(self._wires)
+            wires, groups = list(self._wires), list(self._calls)
+        for group in groups:
+            message = group.look()
+            if message is not None:
+                self._refuse(group, message)
         for wire in wires:
             if wire.failed is not None or not wire.queue.pending:
                 continue
@@ -176,15 +197,30 @@ class Monitor:
         # before the group is marked, or the thread might raise of its own and once more for this
         raised = raise_in([exchange.thread], message)
         wire.fail(message)
+        self._end(wire, exchange.thread, raised, message)
+
+    def _refuse(self, group: Calls, message: str) -> None:
+        """Ends what waits on a group whose ranks make different calls."""
+        wires = group.wires()
+        stuck = [(wire, wire.queue.pending[-1].thread) for wire in wires if wire.queue.pending]
+        if stuck:
+            self._end(*stuck[-1], raise_in([stuck[-1][1]], message), message)
+            return
+        _report(message)
+        if any(wire.on_gpu for wire in wires):
+            # the GPU has computed with wrong keys, and nothing else would say so before the next call
+            raise_in([threading.main_thread().ident or 0], message)
+        for wire in wires:
+            wire.abort()
+
+    def _end(self, wire: Watched, thread: int, raised: threading.Event, message: str) -> None:
         wire.queue.pending.clear()
-        if logger.hasHandlers():
-            logger.error(message)
-        _tell(message)
+        _report(message)
         # a communicator that does not let go must not hold up the rest
         aborting = threading.Thread(target=wire.abort, name="dilated_attention abort", daemon=True)
         aborting.start()
         ended = self._clock() + self._grace
-        told_main = exchange.thread == threading.main_thread().ident
+        told_main = thread == threading.main_thread().ident
         while not (raised.is_set() or wire.has_raised()):
             left = ended - self._clock()
             if left <= 0:
@@ -195,7 +231,7 @@ class Monitor:
             if not told_main and left < self._grace - 1:
                 # a thread of autograd's that has nothing more to do never raises
                 told_main = True
-                raised = raise_in([exchange.thread, threading.main_thread().ident or 0], message)
+                raised = raise_in([thread, threading.main_thread().ident or 0], message)
         aborting.join(max(0.0, ended - self._clock()))
 
 
@@ -217,6 +253,12 @@ def raise_in(threads: Sequence[int], message: str) -> threading.Event:
     return raised
 
 
+def _report(message: str) -> None:
+    if logger.hasHandlers():
+        logger.error(message)
+    _tell(message)
+
+
 def _tell(message: str) -> None:
     sys.stderr.write(f"dilated_attention: {message}\n")
     sys.stderr.flush()
@@ -232,22 +274,25 @@ def _allow_captures() -> None:
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
-_monitor: Monitor | None = None
+_monitor = Monitor()
 
 
 def watch(wire: Watched) -> None:
     """Has the process's monitor look after a wire."""
-    global _monitor
-    if _monitor is None:
-        _monitor = Monitor()
-        _monitor.start()
     _monitor.add(wire)
+    _monitor.start()
+
+
+def watch_calls(group: Calls) -> None:
+    """Has the process's monitor compare a group's calls."""
+    _monitor.add_calls(group)
+    _monitor.start()
 
 
 def _forget() -> None:
     # a thread does not live on in a forked child
     global _monitor
-    _monitor = None
+    _monitor = Monitor()
 
 
 if hasattr(os, "register_at_fork"):

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.blame import Wait, explain
-from dilated_attention.distributed.communicator import another
+from dilated_attention.distributed.communicator import close, communicator, has_nccl
 from dilated_attention.distributed.errors import RingError, first_line
 from dilated_attention.distributed.group import Members
+from dilated_attention.distributed.handshake import gather
 from dilated_attention.distributed.session import name, names, session_of
 from dilated_attention.distributed.traffic import Traffic, count, counting, traffic
 from dilated_attention.distributed.watch import COLLECT, Exchange, Queue, watch
@@ -35,6 +36,8 @@ _CARRIED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
 )
 _CPU = torch.device("cpu")
+# above all tags of messages
+_NEVER_SENT = 2**31 - 1
 
 
 class Wire:
@@ -43,10 +46,10 @@ class Wire:
     Args:
         members: the ranks, two or more. All of them make the wire together.
         timeout: seconds that an exchange may take once it can run.
-        lane: ``"keys"`` is the group itself; any other name a communicator of its own, whose exchanges do not wait for those of others.
-            On NCCL every lane has one: exchanges are then of high priority, or they would begin when the kernel ends beside which
-            they are to run, as that has filled all multiprocessors. On four H200s 64 MiB from each rank beside a 12.4 ms kernel cost
-            it 1.1 ms, and 0.5 ms so.
+        lane: its name; exchanges of one lane do not wait for those of others. On gloo messages carry it in their tag. On NCCL, which has
+            no tags, every lane has a communicator of its own, of high priority, or exchanges would begin when the kernel ends beside
+            which they are to run, as that has filled all multiprocessors. On four H200s 64 MiB from each rank beside a 12.4 ms kernel
+            cost it 1.1 ms, and 0.5 ms so.
     """
 
     def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
@@ -55,12 +58,22 @@ class Wire:
         self.lane = lane
         self.queue = Queue()
         self.session = session_of(members, timeout)
-        shares = lane == "keys" and dist.get_backend(members.group) != "nccl"
-        group = members.group if shares else another(members.group, self.session, lane, timeout, most_ctas)
+        self.session.check()
         # the group's life is its owner's: a wire must not keep communicators that were destroyed
-        self._group = weakref.ref(group)
-        self._at = [dist.get_group_rank(group, rank) for rank in self.session.global_ranks]
+        self._shared = weakref.ref(members.group)
+        self._own = None
+        nccl = has_nccl(members.group)
+        if nccl or lane != "keys":
+            # the lane's first exchange would wait for absent ranks as well, NCCL by its own timeout and without saying for whom
+            gather(self.session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
+        if nccl:
+            self._own = communicator(members.group, self.session, lane, most_ctas)
+            # at exit torch ends what is left, without waiting for ranks that may be gone
+            weakref.finalize(self, close, self._own, self.session).atexit = False
+        self._lane_number = len(self.session.wires)
+        self.session.wires.append(weakref.ref(self))
         self._device: Any = None
+        self._waits = False
         self._opened: set[torch.device] = set()
         self._on_gpu = self._coalesces = False
         self._number = 0
@@ -88,7 +101,7 @@ class Wire:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
-        at = self._at
+        tag = self._tag()
         slab: Slab | None = None
         coming = True
         works: list[Any] = []
@@ -96,10 +109,10 @@ class Wire:
             if self._coalesces:
                 group._start_coalescing(self._device)
             for slab in incoming:
-                works.append(group.recv([_as_carried(slab[1])], at[slab[0]], 0))
+                works.append(group.recv([_as_carried(slab[1])], slab[0], tag))
             coming = False
             for slab in outgoing:
-                works.append(group.send([_as_carried(slab[1])], at[slab[0]], 0))
+                works.append(group.send([_as_carried(slab[1])], slab[0], tag))
             if self._coalesces:
                 slab = None
                 works = [group._end_coalescing(self._device)]
@@ -113,12 +126,16 @@ class Wire:
 
     def _check(self) -> dist.ProcessGroup:
         self.session.check()
-        group = self._group()
+        group = self._shared()
         if group is None:
             raise RingError(
                 f"the group of {names(self.session, range(self.session.size))} was destroyed; initialise a new one and call again"
             )
-        return group
+        return self._own or group
+
+    def _tag(self) -> int:
+        """Of this lane, and of all calls so far: a message of another call is never taken for one of this."""
+        return (self.session.order.checksum & 0x7FFFFFF) << 3 | self._lane_number & 7
 
     def open(self, device: torch.device) -> None:
         """Makes NCCL's communicator now, on all ranks together; else the first exchange does. Cheap if it is made.
@@ -152,7 +169,8 @@ class Wire:
         everyone = tuple(rank for rank in range(self.session.size) if rank != self.session.rank)
         self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
         try:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+            # not dist.all_reduce, which knows registered groups only
+            group.allreduce([torch.zeros(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise self.broken("opening the communicator", 0, "a collective", everyone, 0.0, error) from error
@@ -168,14 +186,18 @@ class Wire:
     def finish(self, works: list[Any], slabs: list[Slab], received: int, what: str, number: int) -> None:
         """Blocks until the messages of an exchange on the CPU are through; the first ``received`` are those coming in."""
         began = time.monotonic()
-        for index, work in enumerate(works):
-            left = self.timeout - (time.monotonic() - began)
-            try:
-                if not work.wait(timedelta(seconds=max(left, 0.001))):
-                    raise RuntimeError("the message was aborted")
-            except RuntimeError as error:
-                act = self._act(slabs[index], index < received)
-                raise self.broken(what, number, act, (slabs[index][0],), time.monotonic() - began, error) from error
+        self._waits = True
+        try:
+            for index, work in enumerate(works):
+                left = self.timeout - (time.monotonic() - began)
+                try:
+                    if not work.wait(timedelta(seconds=max(left, 0.001))):
+                        raise RuntimeError("the message was aborted")
+                except RuntimeError as error:
+                    act = self._act(slabs[index], index < received)
+                    raise self.broken(what, number, act, (slabs[index][0],), time.monotonic() - began, error) from error
+        finally:
+            self._waits = False
 
     def _act(self, slab: Slab, coming: bool) -> str:
         peer = name(self.session, slab[0])
@@ -183,7 +205,7 @@ class Wire:
 
     def broken(self, what: str, number: int, act: str, peers: tuple[int, ...], waited: float, error: RuntimeError) -> RingError:
         """The error of an exchange that torch refused or gave up; the group is not used any more."""
-        if self.session.failed is None:
+        if self.session.disagreement() is None and self.session.failed is None:
             # whoever timed out has company soon; who lost a connection knows enough
             blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
@@ -198,6 +220,10 @@ class Wire:
     @property
     def failed(self) -> str | None:
         return self.session.failed
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._on_gpu
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
@@ -223,14 +249,19 @@ class Wire:
         return self.session.told
 
     def abort(self) -> None:
-        """Ends what the GPU runs for this group, in all lanes."""
-        group = self._group()
-        wires = [wire for lanes in list(_wires.values()) for wire in lanes.values() if wire.session is self.session]
-        for one in [group, *(wire._group() for wire in wires if wire is not self)]:
-            if one is not None:
-                # best effort: the group may be half destroyed, and the process ends anyway if the GPU stays stuck
-                with contextlib.suppress(RuntimeError):
-                    one._get_backend(torch.device("cuda")).abort()
+        """Ends what waits for a message of this group: what the GPU runs for it, in all lanes, or a thread on the CPU."""
+        group = self._shared()
+        if self._on_gpu:
+            for one in [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]:
+                if one is not None:
+                    # best effort: the group may be half destroyed, and the process ends anyway if the GPU stays stuck
+                    with contextlib.suppress(RuntimeError):
+                        one._get_backend(torch.device("cuda")).abort()
+        elif self._waits and group is not None and group._get_backend(_CPU).name() == "gloo":
+            # gloo ends waits only when one of them times out, which closes the group's connections
+            with contextlib.suppress(RuntimeError):
+                peer = (self.session.rank + 1) % self.session.size
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class Transfer:

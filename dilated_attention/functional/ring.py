@@ -72,14 +72,14 @@ def ring_dilated_attention(
         timeout: seconds that an exchange may take before an error names it and its peer.
 
     All other arguments are those of ``dilated_attention``. All but ``backend`` and ``timeout`` are equal on all processes, which is
-    checked at the first call of a kind.
+    checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
 
     Raises:
         ValueError, TypeError: bad input; arguments that differ between processes, on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; with the exchange and the peer.
+        RingError: a process died, stalled or made another call; with the exchange and the peer, or with what differs.
         BackendUnavailable: as in ``dilated_attention``.
 
     Differs from LongNet's published code, which drops a process's own keys where causal, moves whole segments through all processes,

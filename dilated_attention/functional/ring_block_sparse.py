@@ -65,14 +65,14 @@ def ring_block_sparse_attention(
         timeout: seconds that an exchange may take before an error names it and its peer.
 
     All other arguments are those of ``block_sparse_attention``. All but ``backend`` and ``timeout`` are equal on all processes, which is
-    checked at the first call of a kind.
+    checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
 
     Raises:
         ValueError, TypeError: bad input; arguments that differ between processes, on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; with the exchange and the peer.
+        RingError: a process died, stalled or made another call; with the exchange and the peer, or with what differs.
         BackendUnavailable: as of ``block_sparse_attention``, before anything is sent.
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
