@@ -425,12 +425,14 @@ def _spoilt_tables() -> list[tuple[str, bytes]]:
         "rows": (None, True, 3, huge, {}, "rows", [None], [3], [[]], ["row"], [{}]),
     }
     wrong = (None, True, False, 0, -1, 1.5, huge, -huge, float("nan"), float("inf"), -float("inf"), "", "x", [], {}, [[]])
-    of_row = {name: wrong for name in ("pass", "dtype", "head_dim", "length", "timings")}
+    of_row = dict.fromkeys(("pass", "dtype", "head_dim", "length", "timings"), wrong)
     of_row["causal"] = of_row["blocks"] = tuple(x for x in wrong if not isinstance(x, bool))
     of_row["timings"] = tuple(x for x in wrong if x != [])
     of_timing = {0: (None, True, 3, huge, [], {}), 2: (*(x for x in wrong if x != 1.5), "1", 0.0)}
     of_timing[1] = tuple(x for x in of_timing[2] if x is not None)
-    tables: list[tuple[str, object]] = [(f"{name} {str(value)[:20]}", good | {name: value}) for name, values in head.items() for value in values]
+    tables: list[tuple[str, object]] = [
+        (f"{name} {str(value)[:20]}", good | {name: value}) for name, values in head.items() for value in values
+    ]
     tables += [(f"without {name}", {key: value for key, value in good.items() if key != name}) for name in good]
     first: dict[str, object] = good["rows"][0]  # type: ignore[index]
     tables += [
@@ -450,7 +452,10 @@ def _spoilt_tables() -> list[tuple[str, bytes]]:
         ("latin-1", text.replace("a test", "é").encode("latin-1")),
         ("zeros", b"\0" * 100),
         ("nested 100,000 deep", b"[" * 100_000),
-        ("nested in its environment", text.replace('"environment": {', '"environment": {"x": ' + "[" * 50_000 + "]" * 50_000 + ", ").encode()),
+        (
+            "nested in its environment",
+            text.replace('"environment": {', '"environment": {"x": ' + "[" * 50_000 + "]" * 50_000 + ", ").encode(),
+        ),
         ("a number of 10,000 digits", text.replace("1024", "1" * 10_000).encode()),
         ("null", b"null"),
         ("a string", b'"x"'),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention.backends.hardware import Hardware
+from dilated_attention.fork import cached_property
 from dilated_attention.pattern.checks import shown
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Table:
             return max(same, key=lambda row: row.length)
         return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
 
-    @functools.cached_property
+    @cached_property
     def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[Row]]:
         kinds: dict[tuple[str, str, bool, bool], list[Row]] = {}
         for row in self.rows:
