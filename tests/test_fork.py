@@ -38,7 +38,7 @@ def in_fork(run: Callable[[], object], seconds: float = 20.0) -> None:
             torch.set_num_threads(1)
             run()
             code = 0
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  told to the parent
             os.write(2, f"in the child: {type(error).__name__}: {error}\n".encode())
         os._exit(code)
     ended = time.monotonic() + seconds

@@ -24,9 +24,16 @@ class _Short(reprlib.Repr):
 
 shown = _Short().repr
 
+# lengths pass through custom ops as 64-bit integers; this is longer than any sequence
+MAX_LENGTH = 2**62
+# of a pattern's figures, which name every head, and of its branches
+MAX_HEADS, MAX_BRANCHES = 2**20, 1024
+# elements of a mask of all pairs
+MAX_MASK = 2**32
 
-def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """``value`` as a Python int. bool and float are refused: a float length is nearly always a division gone wrong."""
+
+def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = MAX_LENGTH) -> int:
+    """``value`` as a Python int, which 64 bits hold. bool and float are refused: a float length is nearly always a division gone wrong."""
     # an int passes untouched: torch.compile's symbolic ones know no hasattr, and operator.index would make a constant of them
     if isinstance(value, bool):
         number = None
@@ -43,8 +50,21 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
     if minimum is not None and number < minimum:
         raise ValueError(f"{name} is {shown(number)}; expected an integer ≥ {minimum}")
     if maximum is not None and number > maximum:
-        raise ValueError(f"{name} is {shown(number)}; expected an integer ≤ {maximum:,}")
+        raise ValueError(f"{name} is {shown(number)}; expected an integer ≤ {f'{maximum:,}' if maximum < MAX_LENGTH else '2**62'}")
     return number
+
+
+def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset: Any) -> tuple[int, int, int, int]:
+    """The arguments of ``dense_mask``, checked, also for what a mask of all pairs would hold."""
+    sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
+    queries, keys, offset = (as_int(name, size, minimum=0, maximum=MAX_LENGTH) for name, size in sizes.items())
+    heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+    if queries * keys * heads > MAX_MASK:
+        raise ValueError(
+            f"num_heads × num_queries × num_keys is {heads:,} × {queries:,} × {keys:,}; a dense mask is of all pairs, expected at most "
+            f"{MAX_MASK:,} of them: .pairs() and .density() need no mask"
+        )
+    return queries, keys, heads, offset
 
 
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
@@ -53,7 +73,7 @@ def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
         if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
             raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
         values = values.tolist()
-    return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))
+    return tuple(as_int(f"{name}[{i}]", value, maximum=None) for i, value in enumerate(values))
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
