@@ -19,7 +19,10 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write an integer of more than 4,300 digits
-        return repr(x) if x.bit_length() <= 128 else f"about {'-' if x < 0 else ''}2**{x.bit_length() - 1}"
+        if x.bit_length() > 2**13:
+            return f"about {'-' if x < 0 else ''}2**{x.bit_length() - 1}"
+        text = repr(x)
+        return text if len(text) <= 40 else f"{text[:20]}… ({len(text.lstrip('-'))} digits)"
 
 
 shown = _Short().repr
