@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, shown
 
+_STRIDED = torch.strided
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+MAX_TIMEOUT = 366 * 86_400
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor of shape (batch, sequence, heads, head_dim)")
+        check_plain(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, sequence, heads, head_dim)")
         if x.dtype not in DTYPES:
@@ -45,17 +48,40 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         )
 
 
+def check_plain(name: str, x: torch.Tensor) -> None:
+    """x is a tensor of elements in rows of its own, on this process; whatever else torch calls a tensor is refused with its way out."""
+    if x.layout is _STRIDED and not x.is_nested and not x.is_quantized and (type(x) is torch.Tensor or not _is_spread(x)):
+        return
+    if x.is_nested:
+        out = "sequences of different lengths lie one after the other in (1, sum of lengths, heads, head_dim), with cu_seqlens=; or pad them with .to_padded_tensor() and a key_padding_mask"
+        raise TypeError(f"{name} is a nested tensor; {out}")
+    if x.layout is not _STRIDED:
+        raise TypeError(f"{name} is a sparse tensor of layout {x.layout}; expected a dense one: convert it with .to_dense()")
+    if x.is_quantized:
+        raise TypeError(f"{name} is a quantised tensor of {x.dtype}; expected one of floats: convert it with .dequantize()")
+    raise TypeError(
+        f"{name} is a DTensor, spread over processes; give this rank's part, {name}.to_local(), to ring_attention or another of the ring's "
+        f"functions, or the whole, {name}.full_tensor()"
+    )
+
+
+def _is_spread(x: torch.Tensor) -> bool:
+    # where torch.distributed.tensor was never imported there is none
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
+        raise TypeError(f"scale is {shown(scale)} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
     # below the smallest normal number some kernels take it for 0, and 0 times the −inf of a masked pair is NaN
     held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     lowest, highest = held.tiny, held.max * math.log(2)
     if not lowest <= scale <= highest:
         raise ValueError(
-            f"scale is {scale}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels hold "
+            f"scale is {shown(scale)}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels hold "
             f"scale · log2(e) in {held.dtype}, which ends at {held.max:.2g}, and produce NaN from others"
         )
     return float(scale)
@@ -63,30 +89,29 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
 
 def check_probability(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number in [0, 1)")
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number in [0, 1)")
     if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}; expected a probability in [0, 1)")
+        raise ValueError(f"{name} is {shown(value)}; expected a probability in [0, 1)")
     return float(value)
 
 
 def check_positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > 0")
-    # an integer may be beyond all floats
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number > 0")
     if not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} is {value}; expected a finite number > 0")
+        raise ValueError(f"{name} is {shown(value)}; expected a finite number > 0")
     return float(value)
 
 
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected True or False")
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected True or False")
     return value
 
 
 def check_timeout(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"timeout is {value!r}; expected a number of seconds > 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_TIMEOUT:
+        raise ValueError(f"timeout is {shown(value)}; expected a number of seconds > 0 and ≤ {MAX_TIMEOUT:,}, a year")
     return float(value)
 
 
@@ -105,6 +130,7 @@ def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
         return
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"key_padding_mask is a {type(mask).__name__}; expected a bool tensor of shape (batch, keys), True = padding")
+    check_plain("key_padding_mask", mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
     if tuple(mask.shape) != (k.shape[0], k.shape[1]):
@@ -119,6 +145,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
         return
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; expected an int32 tensor of shape (documents + 1,)")
+    check_plain("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
@@ -134,9 +161,11 @@ def check_window(window: Any) -> list[int]:
     if window is None:
         return []
     if not isinstance(window, (tuple, list)):
-        size = as_int("window", window, minimum=0)
-        return [size, size]
+        # nothing lies beyond any sequence
+        size = min(as_int("window", window, minimum=0, maximum=None), MAX_LENGTH)
+        return [] if size == MAX_LENGTH else [size, size]
     if len(window) != 2:
-        raise ValueError(f"window is {window!r}; expected one integer or (left, right), None for unbounded")
-    sides = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1) for i, side in enumerate(window)]
+        raise ValueError(f"window is {shown(window)}; expected one integer or (left, right), None for unbounded")
+    given = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1, maximum=None) for i, side in enumerate(window)]
+    sides = [-1 if side >= MAX_LENGTH else side for side in given]
     return [] if sides == [-1, -1] else sides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -403,3 +404,108 @@ def test_tuning_on_a_gpu_finds_the_flash_kernel_faster_than_plain_products() -> 
     assert len(half) == 4
     assert all(entry.names[0] == "sdpa_flash" for entry in half)
     assert all(entry.names[-1] == "math" for entry in table.rows)
+
+
+def _spoilt_tables() -> list[tuple[str, bytes]]:
+    """Every field × every wrong kind of value, and files that are no JSON: (what, bytes)."""
+    good = {
+        "format": 1,
+        "architecture": "cpu",
+        "environment": preference.environment(CPU),
+        "date": "2026-01-02",
+        "source": "a test",
+        "rows": [preference.as_dict(row("math", "sdpa_cpu"))],
+    }
+    huge = 10**400
+    head = {
+        "format": (None, True, 1.5, "1", [], {}, float("nan")),
+        "architecture": (None, True, 3, huge, [], {}),
+        "environment": (None, True, 3, huge, [], "x"),
+        "date": (None, False, 3, huge, [], {}),
+        "source": (None, False, 3, huge, [], {}),
+        "rows": (None, True, 3, huge, {}, "rows", [None], [3], [[]], ["row"], [{}]),
+    }
+    wrong = (None, True, False, 0, -1, 1.5, huge, -huge, float("nan"), float("inf"), -float("inf"), "", "x", [], {}, [[]])
+    of_row = dict.fromkeys(("pass", "dtype", "head_dim", "length", "timings"), wrong)
+    of_row["causal"] = of_row["blocks"] = tuple(x for x in wrong if not isinstance(x, bool))
+    of_row["timings"] = tuple(x for x in wrong if x != [])
+    of_timing = {0: (None, True, 3, huge, [], {}), 2: (*(x for x in wrong if x != 1.5), "1", 0.0)}
+    of_timing[1] = tuple(x for x in of_timing[2] if x is not None)
+    tables: list[tuple[str, object]] = [
+        (f"{name} {str(value)[:20]}", good | {name: value}) for name, values in head.items() for value in values
+    ]
+    tables += [(f"without {name}", {key: value for key, value in good.items() if key != name}) for name in good]
+    first: dict[str, object] = good["rows"][0]  # type: ignore[index]
+    tables += [
+        (f"row's {name} {str(value)[:20]}", good | {"rows": [first | {name: value}]}) for name, values in of_row.items() for value in values
+    ]
+    for place, values in of_timing.items():
+        for value in values:
+            timing: list[object] = ["math", 1.0, 2.0]
+            timing[place] = value
+            tables.append((f"timing's {place} {str(value)[:20]}", good | {"rows": [first | {"timings": [timing]}]}))
+    tables += [(f"timing of {n}", good | {"rows": [first | {"timings": [["math", 1.0, 2.0, 3.0][:n]]}]}) for n in (0, 1, 2, 4)]
+    text = json.dumps(good)
+    found = [(what, json.dumps(table).encode()) for what, table in tables]
+    found += [(f"cut after {n}", text[:n].encode()) for n in range(0, len(text), 7)]
+    found += [
+        ("not UTF-8", text.encode("utf-16")),
+        ("latin-1", text.replace("a test", "é").encode("latin-1")),
+        ("zeros", b"\0" * 100),
+        ("nested 100,000 deep", b"[" * 100_000),
+        (
+            "nested in its environment",
+            text.replace('"environment": {', '"environment": {"x": ' + "[" * 50_000 + "]" * 50_000 + ", ").encode(),
+        ),
+        ("a number of 10,000 digits", text.replace("1024", "1" * 10_000).encode()),
+        ("null", b"null"),
+        ("a string", b'"x"'),
+    ]
+    return found
+
+
+def test_every_bad_file_is_a_preference_error_with_its_path(cache: Path) -> None:
+    path = preference.cache_path(CPU)
+    q = torch.randn(1, 8, 2, 8)
+    tables = _spoilt_tables()
+    assert len(tables) > 200
+    for what, content in tables:
+        path.write_bytes(content)
+        preference.refresh()
+        with pytest.raises(PreferenceError) as caught:
+            dilated_attention(q, q, q, [4], [1])
+        assert str(path) in str(caught.value), what
+        assert len(str(caught.value)) < 1000, what
+
+
+def test_a_preference_file_that_cannot_be_read_is_a_preference_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = preference.cache_path(CPU)
+    path.mkdir()
+    with pytest.raises(PreferenceError, match="it is no regular file") as caught:
+        preference.measured_here(CPU)
+    assert str(path) in str(caught.value)
+    path.rmdir()
+    # nobody writes to it: reading would wait for ever
+    os.mkfifo(path)
+    preference.refresh()
+    with pytest.raises(PreferenceError, match="it is no regular file"):
+        preference.measured_here(CPU)
+    path.unlink()
+    write(row("math"))
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # root may read everything, so permissions alone refuse nothing in a container
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PreferenceError, match="it cannot be read") as caught:
+        preference.measured_here(CPU)
+    assert str(path) in str(caught.value)
+    monkeypatch.undo()
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    monkeypatch.setenv("DILATED_ATTENTION_CACHE", str(cache))
+    preference.refresh()
+    with pytest.raises(PreferenceError, match="1,099,511,627,776 bytes"):
+        preference.measured_here(CPU)

@@ -130,8 +130,9 @@ def test_imports_point_one_way() -> None:
     root = Path(dilated_attention.__file__).parent
     below = {
         "files": set(),
+        "fork": set(),
         "pattern": {"pattern", "files"},
-        "backends": {"backends", "files"},
+        "backends": {"pattern", "backends", "files"},
         "engine": {"pattern", "backends", "engine"},
         "distributed": {"pattern", "backends", "engine", "distributed"},
         "functional": {"pattern", "backends", "engine", "distributed", "functional", "validation"},
@@ -156,6 +157,8 @@ def test_imports_point_one_way() -> None:
         room = file.relative_to(root).parts[0].removesuffix(".py")
         if room not in below:
             continue
+        # locks and cached values, which know nothing else of the package
+        below[room].add("fork")
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -9,12 +9,13 @@ Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from dilated_attention.fork import cached_property
 
 WORD = 32
 # what lists may have: (query block, key block)
@@ -80,12 +81,12 @@ class BlockLists:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    @functools.cached_property
+    @cached_property
     def fills_every_row(self) -> bool:
         """Every query keeps a key for sure. Waits for the GPU, once."""
         return self.masks is None and bool((self.row_starts.diff() > 0).all())
 
-    @functools.cached_property
+    @cached_property
     @torch.inference_mode(False)
     def row_of_entry(self) -> torch.Tensor:
         """(entries,) int64: group · num_rows + row of each entry."""
@@ -93,7 +94,7 @@ class BlockLists:
         rows = torch.arange(counts.shape[0], device=counts.device)
         return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
 
-    @functools.cached_property
+    @cached_property
     @torch.inference_mode(False)
     def by_column(self) -> ColumnLists:
         """The same entries by key block, for the gradients of k and v."""

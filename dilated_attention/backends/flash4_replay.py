@@ -19,8 +19,21 @@ from typing import Any
 
 import torch
 
+from dilated_attention.fork import ForkSafeLock
+
 _MOST_RECORDINGS = 2048
-_lock = threading.RLock()
+# functions of the interface whose caches are watched now, with these
+_replaced: list[tuple[Any, Any]] = []
+
+
+def _put_back(all_but: int = 0) -> None:
+    """The caches themselves, but of the first ``all_but`` functions; of all in a child forked while another thread recorded."""
+    while len(_replaced) > all_but:
+        owner, cache = _replaced.pop()
+        owner.compile_cache = cache
+
+
+_lock = ForkSafeLock(_put_back)
 
 
 @dataclass(frozen=True)
@@ -106,15 +119,15 @@ class Replay:
             return
         steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         with _lock:
-            owners = [getattr(interface, name) for name in self._owners]
-            caches = [owner.compile_cache for owner in owners]
-            for owner, cache in zip(owners, caches, strict=True):
-                owner.compile_cache = _Watched(cache, steps)
+            before = len(_replaced)
             try:
+                for name in self._owners:
+                    owner = getattr(interface, name)
+                    _replaced.append((owner, owner.compile_cache))
+                    owner.compile_cache = _Watched(owner.compile_cache, steps)
                 call()
             finally:
-                for owner, cache in zip(owners, caches, strict=True):
-                    owner.compile_cache = cache
+                _put_back(before)
             self._recordings[key] = _recording(steps, spans, self._num_scratch, self._num_zeroed)
             while len(self._recordings) > _MOST_RECORDINGS:
                 self._recordings.popitem(last=False)

@@ -26,6 +26,8 @@ import torch
 
 from dilated_attention.backends.hardware import Hardware
 from dilated_attention.files import read_json, write_text
+from dilated_attention.fork import cached_property
+from dilated_attention.pattern.checks import shown
 
 if TYPE_CHECKING:
     from dilated_attention.backends.base import Request
@@ -39,6 +41,8 @@ RERUN = "python -m dilated_attention bench --tune"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
 _PASSES = ("forward", "backward")
 _SHIPPED = Path(__file__).parent / "shipped"
+# of any number in a table, and of its file
+_MOST, _MOST_BYTES = 2**62, 2**26
 # how often tables were forgotten; who keeps answers made from them compares it
 _generation = 0
 
@@ -111,7 +115,7 @@ class Table:
             return max(same, key=lambda row: row.length)
         return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
 
-    @functools.cached_property
+    @cached_property
     def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[Row]]:
         kinds: dict[tuple[str, str, bool, bool], list[Row]] = {}
         for row in self.rows:
@@ -192,14 +196,14 @@ def measured_here(hardware: Hardware) -> Table | None:
         return None
     try:
         path = cache_path(hardware)
-        if not path.is_file():
+        is_there = path.exists()
+        if not is_there:
             _tell_of_others(path)
-            return None
-        table = load(path)
     except (OSError, RuntimeError) as error:
         # an unreadable folder or an unknown home is no reason to stop a training run
         logger.info("no measured preference: %s", error)
         return None
+    table = load(path) if is_there else None
     if table is None:
         return None
     here = environment(hardware)
@@ -286,19 +290,33 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 def load(path: Path) -> Table | None:
-    """The table in ``path``; None, with a log line, if a release with another format wrote it."""
+    """The table in ``path``; None, with a log line, if a release with another format wrote it.
+
+    Raises:
+        PreferenceError: it cannot be read, or holds no table.
+    """
     try:
+        # a pipe would be waited for
+        if not path.is_file():
+            raise _refused(path, "it is no regular file")
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise _refused(path, f"it has {size:,} bytes, expected at most {_MOST_BYTES:,}")
         content = read_json(path)
+    except OSError as error:
+        raise _refused(path, f"it cannot be read ({error})") from error
+    except PreferenceError:
+        raise
     except ValueError as error:
-        raise _refused(path, str(error)) from error
+        raise _refused(path, str(error)[:300]) from error
     if not isinstance(content, dict):
         raise _refused(path, f"it holds a {type(content).__name__}, expected an object")
-    if isinstance(content.get("format"), int) and content["format"] != FORMAT:
-        logger.info("measured preference in %s ignored: format %s, this release reads %s", path, content["format"], FORMAT)
+    if type(content.get("format")) is int and content["format"] != FORMAT:
+        logger.info("measured preference in %s ignored: format %s, this release reads %s", path, shown(content["format"]), FORMAT)
         return None
     for key, kind in (("format", int), ("architecture", str), ("environment", dict), ("date", str), ("source", str), ("rows", list)):
-        if not isinstance(content.get(key), kind):
-            raise _refused(path, f"{key} is {content.get(key)!r}, expected {kind.__name__}")
+        # not isinstance: true is an int
+        if type(content.get(key)) is not kind:
+            raise _refused(path, f"{key} is {shown(content.get(key))}, expected {kind.__name__}")
     rows = tuple(_row(path, number, row) for number, row in enumerate(content["rows"]))
     return Table(
         architecture=content["architecture"],
@@ -312,20 +330,28 @@ def load(path: Path) -> Table | None:
 
 def _row(path: Path, number: int, row: Any) -> Row:
     try:
-        timings = tuple(Timing(str(name), None if ms is None else float(ms), float(tflops)) for name, ms, tflops in row["timings"])
+        timings = tuple(_timing(*timing) for timing in row["timings"])
         made = Row(
             which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings,
             blocks=row.get("blocks", False),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise _refused(path, f"row {number} is {str(row)[:200]}, which lacks or mistypes {error}") from error
-    sizes = (made.head_dim, made.length)
-    whole = all(isinstance(size, int) and size >= 1 for size in sizes) and isinstance(made.causal, bool) and isinstance(made.blocks, bool)
-    figures = [x for timing in made.timings for x in (timing.ms, timing.tflops) if x is not None]
-    whole = whole and all(0 <= x < math.inf for x in figures)
-    if not whole or made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values():
-        raise _refused(path, f"row {number} is {str(row)[:200]}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refused(path, f"row {number} is {shown(row)}, which lacks or mistypes {str(error)[:200]}") from error
+    whole = all(type(size) is int and 1 <= size <= _MOST for size in (made.head_dim, made.length))
+    if not (whole and type(made.causal) is bool and type(made.blocks) is bool and isinstance(row["timings"], list)) or (
+        made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values()
+    ):
+        raise _refused(path, f"row {number} is {shown(row)}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
     return made
+
+
+def _timing(backend: Any, ms: Any, tflops: Any) -> Timing:
+    if type(backend) is not str:
+        raise TypeError(f"the backend's name: {shown(backend)}")
+    for figure in (tflops,) if ms is None else (ms, tflops):
+        if type(figure) not in (int, float) or not 0 < figure <= _MOST:
+            raise ValueError(f"the figure of {backend[:80]}: {shown(figure)}")
+    return Timing(backend, None if ms is None else float(ms), float(tflops))
 
 
 def _refused(path: Path, what: str) -> PreferenceError:

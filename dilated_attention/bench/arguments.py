@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from dilated_attention.pattern import MAX_LENGTH
+from dilated_attention.pattern.checks import shown
+
 
 class UsageError(ValueError):
     """Arguments that cannot be, or do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
@@ -16,9 +19,11 @@ def size(text: str) -> int:
     """A whole number from 1, or one in powers of two: ``65536``, ``64k``, ``1M``, ``1G`` are 65536, 65536, 1048576, 1073741824."""
     unit = _UNITS.get(text[-1:].lower())
     digits = text[:-1] if unit else text
-    if not (digits.isascii() and digits.isdecimal()) or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a whole number from 1, or one with k, M or G: 64k is 65536")
-    return int(digits) * (unit or 1)
+    number = int(digits) * (unit or 1) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else 0
+    if not 1 <= number <= MAX_LENGTH:
+        expected = "a whole number from 1 to 2**62, or one with k, M or G: 64k is 65536"
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no size; expected {expected}")
+    return number
 
 
 def positive(text: str) -> float:
@@ -33,5 +38,5 @@ def below(text: str, most: float, otherwise: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < most:
-        raise argparse.ArgumentTypeError(f"{text!r} is {otherwise}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is {otherwise}")
     return number

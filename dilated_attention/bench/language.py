@@ -15,6 +15,7 @@ from dilated_attention.bench import correct
 from dilated_attention.bench.attempt import attempt
 from dilated_attention.bench.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.fork import cached_property
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
 from dilated_attention.pattern import LocalWindow
@@ -44,12 +45,12 @@ class Shape:
         config = self.config
         return self.preset if not self.changes else f"{self.preset} cut to {config.num_layers} × {config.embed_dim}"
 
-    @functools.cached_property
+    @cached_property
     def config(self) -> LongNetConfig:
         """With dense attention."""
         return self.model("dense", device="meta").config
 
-    @functools.cached_property
+    @cached_property
     def parameters(self) -> int:
         """Their number."""
         return self.model("dense", device="meta").num_parameters

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from dilated_attention.fork import cached_property
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 # rows drawn at a time: a large tensor's float32 noise would need twice its memory
@@ -93,7 +94,7 @@ class Problem:
         """x (B, N, E), a leaf that requires a gradient."""
         return self.draw(self.num_heads, seed).flatten(2).detach().requires_grad_()
 
-    @functools.cached_property
+    @cached_property
     def branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(segment lengths, dilation rates) that suites take for this length."""
         return geometric(self.num_positions)

@@ -10,6 +10,7 @@ import torch
 
 from dilated_attention.bench.arguments import UsageError, below, positive, size
 from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
+from dilated_attention.pattern.checks import shown
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 PATTERN_KINDS = ("dense", "dilated", "block_sparse")
@@ -24,6 +25,7 @@ __all__ = [
     "as_flags",
     "count",
     "gib",
+    "gib_of",
     "pattern_from",
     "positive",
     "size",
@@ -44,13 +46,18 @@ def count(text: str) -> int:
         return size(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of positions; expected a whole number from 0, or one with k, M or G"
+            f"{shown(text)} is no number of positions; expected a whole number from 0 to 2**62, or one with k, M or G"
         ) from error
+
+
+def gib_of(text: str) -> float:
+    """GiB of memory."""
+    return below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1")
 
 
 def gib(text: str) -> int:
     """Bytes of so many GiB."""
-    return int(below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1") * 2**30)
+    return max(1, int(gib_of(text) * 2**30))
 
 
 # what functions call their arguments, where the command line has another name
@@ -71,7 +78,12 @@ _FLAGS = {
 
 def as_flags(text: str) -> str:
     """A function's error in the words of the command line."""
-    return re.sub(r"\b(" + "|".join(_FLAGS) + r")\b(=?)", lambda found: _FLAGS[found[1]] + " " * len(found[2]), text)
+    # these are words of sentences, too, but where an error begins with them
+    text = re.sub(r"^(?:length|heads|gpus|batch|users|parameters|memory|window|seed)(?=\b.* is )", lambda found: f"--{found[0]}", text)
+    text = re.sub(r"^ratio(?= is )", "--density", text)
+    if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
+        text = ", ".join("--" + name.replace("_", "-") for name in found[0].split(", ")) + text[found.end() :]
+    return re.sub(r"(?<!-)\b(" + "|".join(_FLAGS) + r")\b(=?)", lambda found: _FLAGS[found[1]] + " " * len(found[2]), text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +169,7 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
         return tuple(tuple(int(number) for number in word.split(",")) for word in words)
     except ValueError as error:
         raise UsageError(
-            f"--head-offsets is {' '.join(words)}; expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 0,1,2,3"
+            f"--head-offsets is {shown(' '.join(words))}; expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 0,1,2,3"
         ) from error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from dilated_attention.cli.arguments import add_json, positive, size
+from dilated_attention.cli.arguments import add_json, gib_of, size
+from dilated_attention.pattern.checks import shown
 from dilated_attention.planning import USE_CASES, recommend
 from dilated_attention.planning.case import KINDS
 
@@ -24,7 +25,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("use_case", choices=list(USE_CASES), metavar="use-case", help=", ".join(USE_CASES))
     parser.add_argument("--length", type=size, required=True, help="positions of a sequence, tiles of a slide: 65536, 64k, 1M")
     parser.add_argument("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
-    parser.add_argument("--memory", type=positive, metavar="GIB", help="of each device; default: what it has")
+    parser.add_argument("--memory", type=gib_of, metavar="GIB", help="of each device; default: what it has")
     parser.add_argument("--parameters", type=parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
     parser.add_argument("--heads", type=size, help="query heads; default: those usual for so many parameters")
     parser.add_argument("--head-dim", type=size, help="default: that usual for so many parameters")
@@ -45,7 +46,7 @@ def parameters(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; expected e.g. 125M, 7B or 1240000000")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of parameters; expected e.g. 125M, 7B or 1240000000")
     return number
 
 

@@ -14,6 +14,7 @@ from dilated_attention.cli.terminal import drawing
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.cells import cell_size
+from dilated_attention.pattern.checks import as_int
 from dilated_attention.pattern.coverage import pairs_of_at_least
 from dilated_attention.pattern.drawing import draw_cells
 
@@ -22,6 +23,8 @@ _Commands = argparse._SubParsersAction
 _PIXELS = 256
 _NARROWEST_TERMINAL = 24
 _PICTURED_HEADS = 8
+# every position is looked at, and every head
+_MOST_LENGTH, _MOST_HEADS = 2**24, 512
 
 
 def add(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -64,6 +67,8 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _pattern(args: argparse.Namespace) -> int:
+    as_int("--length", args.length, maximum=_MOST_LENGTH)
+    as_int("--heads", args.heads, maximum=_MOST_HEADS)
     pattern = pattern_from(args, args.kind)
     heads = tuple(range(args.heads)) if args.head is None else tuple(args.head)
     if any(head >= args.heads for head in heads):

@@ -8,7 +8,6 @@ where kernels read it.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +16,7 @@ from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.distributed.blocks_lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.blocks_plan import BlockJob, Columns, columns_of, needs_of
 from dilated_attention.engine.plan import Range
+from dilated_attention.fork import cached_property
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,17 +114,17 @@ class BlockScript:
     steps: tuple[BlockStep, ...]
     queries: tuple[Queries, ...]
 
-    @functools.cached_property
+    @cached_property
     def exchanges(self) -> bool:
         return any(step.exchanges for step in self.steps)
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         """Of the lists, which are most of it."""
         lists = {id(launch.lists): launch.lists for step in self.steps for launch in step.launches}
         return sum(one.nbytes for one in lists.values())
 
-    @functools.cached_property
+    @cached_property
     def is_one_launch(self) -> bool:
         """A launch's results are the rank's."""
         return len(self.steps) == len(self.queries) == 1 and self.queries[0].rows is not None

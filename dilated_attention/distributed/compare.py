@@ -8,7 +8,6 @@ ranks post their last calls, look for the first that differs, and so have the sa
 from __future__ import annotations
 
 import json
-import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.session import Session, names, store_call, until
 from dilated_attention.distributed.watch import COLLECT, Watched, watch_calls
+from dilated_attention.fork import ForkSafeLock
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +46,7 @@ class Comparison:
         # of my calls, how many all ranks are known to have made alike, and no more
         self._equal = 0
         self._lost = False
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
         # another connection, for the thread that makes calls may wait inside its own; now, while the server answers
         clone: Any = getattr(session.store, "clone", None)

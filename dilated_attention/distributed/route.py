@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dilated_attention.distributed.layout import spans
 from dilated_attention.distributed.regroup import Holding
 from dilated_attention.engine.plan import Range
+from dilated_attention.fork import cached_property
 
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
 
@@ -28,7 +29,7 @@ class Route:
     inner: int
     exchange: str
 
-    @functools.cached_property
+    @cached_property
     def stays(self) -> bool:
         """Nobody's rows or heads change hands before and after computing."""
         return self.given == self.used

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dilated_attention.distributed.errors import RingError, first_line
 from dilated_attention.distributed.group import Members
 from dilated_attention.distributed.order import CallOrder
+from dilated_attention.fork import in_child
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -83,6 +84,23 @@ def names(session: Session, ranks: Sequence[int]) -> str:
 
 
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+# of the groups that this process was forked with
+_parents_store: Store | None = None
+_FORKED = (
+    "this process was forked from one that had initialised torch.distributed, whose connections do not work in it; start processes that "
+    "exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
+)
+
+
+def _leave_parents_groups() -> None:
+    global _parents_store
+    for session in list(_sessions.values()):
+        session.failed = _FORKED
+    if dist.is_available() and dist.is_initialized():
+        _parents_store = dist.distributed_c10d._get_default_store()
+
+
+in_child(_leave_parents_groups)
 
 
 def session_of(members: Members, timeout: float) -> Session:
@@ -105,6 +123,8 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+    if _get_default_store() is _parents_store:
+        raise RingError(f"rank {members.rank}: {_FORKED}")
     ranks = tuple(dist.get_process_group_ranks(group))
     store = PrefixStore(f"dilated_attention/{group.group_name}", _get_default_store())
     session = Session(members.rank, members.size, ranks, store)

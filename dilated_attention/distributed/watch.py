@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dilated_attention.distributed.errors import RingError
+from dilated_attention.fork import ForkSafeLock, in_child
 
 POLL = 0.5
 COLLECT = 2.0
@@ -140,7 +141,7 @@ class Monitor:
     def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
         self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._leave, self._clock, self._grace = leave, clock, grace
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -290,10 +291,10 @@ def watch_calls(group: Calls) -> None:
 
 
 def _forget() -> None:
-    # a thread does not live on in a forked child
+    # a thread does not live on in a forked child, and may have left its event locked
     global _monitor
+    atexit.unregister(_monitor.stop)
     _monitor = Monitor()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+in_child(_forget)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
 import torch
 
 from dilated_attention.backends.blocks import BlockLists, checked_total
+from dilated_attention.fork import ForkSafeLock
 from dilated_attention.pattern.block import BlockPattern
 from dilated_attention.pattern.block_kept import kept_blocks
 
@@ -17,7 +17,15 @@ MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
-_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a child forked while another thread changed the cache."""
+    global _cache
+    _cache = OrderedDict()
+
+
+_lock = ForkSafeLock(_forget)
 
 
 def block_lists(

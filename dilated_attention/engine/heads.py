@@ -57,11 +57,14 @@ def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> lis
     """Groups, each with the index of its first member."""
     best: list[tuple[HeadGroup, Member]] = []
     indices = [member.head for member in members]
-    steps = sorted({b - a for a in indices for b in indices if b > a}) or [1]
+    span = indices[-1] - indices[0] if indices else 0
+    # of heads that are all there every step occurs, and looking at all pairs takes seconds from a thousand heads on
+    is_whole = span == len(indices) - 1
+    steps: Sequence[int] = range(1, span + 1) if is_whole else sorted({b - a for a in indices for b in indices if b > a})
     for same_offset in (True, False) if shifted else (True,):
         # no group has two kinds, nor, unless it is shifted, two offsets
         least = len({(member.kind, member.offset if same_offset else 0) for member in members})
-        for step in steps:
+        for step in steps or (1,):
             if best and len(best) <= least:
                 break
             groups = _deal(members, step, group_size, same_offset, len(best) or len(members) + 1)

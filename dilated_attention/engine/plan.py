@@ -113,8 +113,9 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
     for branch, (length, rate) in enumerate(pattern.branches):
         offsets = branch_offsets[branch][first_head:last_head]
         runs = {o: tuple(_all_runs(length, rate, o, shape)) for o in set(offsets) if o != NOT_IN_BRANCH}
+        shapes = {o: tuple(_relative(run, o) for _, run in found) for o, found in runs.items()}
         members = [
-            Member(head, o, (tuple(_relative(run, o) for _, run in runs[o]), head not in seen_heads))
+            Member(head, o, (shapes[o], head not in seen_heads))
             for head, o in enumerate(offsets)
             if o != NOT_IN_BRANCH
         ]

@@ -10,8 +10,9 @@ from dilated_attention.pattern.block_global import BigBird, GlobalLocal
 from dilated_attention.pattern.block_level import Axial, BlockTensor, DilatedBlocks, Strided
 from dilated_attention.pattern.block_random import RandomBlocks
 from dilated_attention.pattern.block_window import Causal, Document, LocalWindow
+from dilated_attention.pattern.checks import MAX_LENGTH
 from dilated_attention.pattern.content import ChosenBlocks, TopBlocks
-from dilated_attention.pattern.dilated import MAX_LENGTH, NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
+from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
 from dilated_attention.pattern.spec import pattern_from_spec
 
 __all__ = [

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int
+
 
 class Pattern(ABC):
     """Which keys a query attends to, and how often: the multiplicity m_h(i, j) ≥ 0 of ``DESIGN`` section 1.
@@ -33,8 +35,8 @@ class Pattern(ABC):
 
     def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """``pairs`` divided by those of dense full attention, H·N². A pair computed twice counts twice."""
-        total = num_heads * num_positions**2
-        return self.pairs(num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
+        pairs = self.pairs(num_positions, num_heads, is_causal=is_causal)
+        return pairs / (num_heads * num_positions**2) if num_positions else 0.0
 
     def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
         """Floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
@@ -43,6 +45,7 @@ class Pattern(ABC):
         is left out, as is the custom of attention kernels.
         """
         pairs = self.pairs(num_positions, num_heads, is_causal=is_causal)
+        head_dim = as_int("head_dim", head_dim, minimum=1, maximum=MAX_LENGTH)
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
     @abstractmethod

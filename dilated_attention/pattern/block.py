@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, shown, sizes_of_mask
 
 BLOCK_SIZES = (64, 128)
+# lists of blocks count positions in 32 bits
+MAX_POSITIONS = 2**31
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # the state of a block: no pair kept · some pairs kept · every pair within the sequence kept
@@ -225,7 +227,7 @@ class BlockPattern(Pattern):
         return Intersection.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
-        last = -(-as_int("num_positions", num_positions, minimum=0) // self.q_block)
+        last = -(-checked_positions(num_positions) // self.q_block)
         first_row, last_row = (0, last) if rows is None else rows
         if not 0 <= first_row <= last_row <= last:
             raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {last}, the query blocks of {num_positions} positions")
@@ -235,7 +237,7 @@ class BlockPattern(Pattern):
         self, num_positions: int, num_heads: int, *, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu"
     ) -> Entries:
         """The kept blocks of query blocks [first, last), all by default, in time and memory proportional to their number."""
-        self.check(num_positions, num_heads)
+        self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         pattern = self.at(num_positions)
         heads = tuple(range(num_heads)) if pattern.per_head else (0,)
         return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
@@ -263,10 +265,9 @@ class BlockPattern(Pattern):
 
         The pattern is that of max(num_keys, query_offset + num_queries) positions.
         """
-        sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
-        num_queries, num_keys, query_offset = (as_int(name, size, minimum=0) for name, size in sizes.items())
-        num_positions = max(num_keys, query_offset + num_queries)
-        self.check(num_positions, as_int("num_heads", num_heads, minimum=1))
+        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
+        num_positions = checked_positions(max(num_keys, query_offset + num_queries))
+        self.check(num_positions, num_heads)
         queries = torch.arange(query_offset, query_offset + num_queries)[None, :, None]
         keys = torch.arange(num_keys)[None, None, :]
         mask = self.allowed(queries, keys, torch.arange(num_heads)[:, None, None], num_positions)
@@ -317,14 +318,18 @@ class BlockPattern(Pattern):
         return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
 
 
+def checked_positions(num_positions: Any) -> int:
+    return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
+
+
 def checked_block_size(block_size: Any) -> tuple[int, int]:
     """(q_block, k_block) of an integer or a pair."""
     sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2:
-        raise ValueError(f"block_size is {block_size!r}; expected one integer or (query block, key block)")
+        raise ValueError(f"block_size is {shown(block_size)}; expected one integer or (query block, key block)")
     sizes = tuple(as_int("block_size", size) for size in sizes)
     if any(size not in BLOCK_SIZES for size in sizes):
-        raise ValueError(f"block_size is {block_size!r}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
+        raise ValueError(f"block_size is {shown(block_size)}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
     return sizes
 
 

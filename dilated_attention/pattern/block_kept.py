@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.pattern.block import BlockPattern, Entries, Grid, divided
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.block import BlockPattern, Entries, Grid, checked_positions, divided
+from dilated_attention.pattern.checks import MAX_HEADS, as_int
 
 WORD = 32
 # blocks listed, and pairs looked at, in one go: what bounds the memory of building
 BLOCKS_AT_ONCE = 2**23
 PAIRS_AT_ONCE = 2**24
+MOST_BLOCKS = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +147,8 @@ def unpacked(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockPattern:
-    num_positions = as_int("num_positions", num_positions, minimum=0)
-    pattern.check(num_positions, as_int("num_heads", num_heads, minimum=1))
+    num_positions = checked_positions(num_positions)
+    pattern.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
     pattern = pattern.at(num_positions)
     return pattern.causal() if is_causal else pattern
 
@@ -155,6 +156,11 @@ def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_caus
 def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[_Piece]:
     """The whole at once, or head by head and rows by rows where that would take too much memory."""
     per_row = max(pattern.cost(grid), 1.0)
+    if per_row * grid.num_rows * len(heads) > MOST_BLOCKS:
+        raise ValueError(
+            f"num_positions is {grid.num_positions:,} and {pattern!r} keeps about {per_row * grid.num_rows:.2g} blocks of them for each of "
+            f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, which is as far as they are listed: take a shorter sequence"
+        )
     if per_row * grid.num_rows * len(heads) <= BLOCKS_AT_ONCE:
         yield _piece(pattern, grid, heads)
         return

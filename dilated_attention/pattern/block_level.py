@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from dilated_attention.pattern.block import FULL, BlockPattern, Grid, divided, expand
+from dilated_attention.pattern.block import FULL, MAX_POSITIONS, BlockPattern, Grid, divided, expand
 from dilated_attention.pattern.checks import as_int
 
 
@@ -51,8 +51,8 @@ class Strided(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stride_blocks", as_int("stride_blocks", self.stride_blocks, minimum=1))
-        object.__setattr__(self, "local_blocks", as_int("local_blocks", self.local_blocks, minimum=0))
+        object.__setattr__(self, "stride_blocks", as_int("stride_blocks", self.stride_blocks, minimum=1, maximum=MAX_POSITIONS))
+        object.__setattr__(self, "local_blocks", as_int("local_blocks", self.local_blocks, minimum=0, maximum=MAX_POSITIONS))
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -97,8 +97,8 @@ class DilatedBlocks(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "dilation", as_int("dilation", self.dilation, minimum=1))
-        object.__setattr__(self, "num_blocks", as_int("num_blocks", self.num_blocks, minimum=1))
+        object.__setattr__(self, "dilation", as_int("dilation", self.dilation, minimum=1, maximum=MAX_POSITIONS))
+        object.__setattr__(self, "num_blocks", as_int("num_blocks", self.num_blocks, minimum=1, maximum=MAX_POSITIONS))
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -151,7 +151,7 @@ class Axial(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "width", as_int("width", self.width, minimum=1))
+        object.__setattr__(self, "width", as_int("width", self.width, minimum=1, maximum=MAX_POSITIONS))
 
     @property
     def is_prefix_stable(self) -> bool:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.pattern.block import Grid, MaskMod, expand
+from dilated_attention.pattern.block import Grid, MaskMod, checked_positions, expand
 from dilated_attention.pattern.block_level import WholeBlocks, own_columns
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, shown
 
 # SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -49,8 +49,8 @@ class RandomBlocks(WholeBlocks):
         """Kept (head, query, key) triples, exact. Without listing blocks where each is whole and kept or not by number alone."""
         if is_causal or num_positions % self.q_block or num_positions % self.k_block:
             return super().pairs(num_positions, num_heads, is_causal=is_causal)
-        num_positions = as_int("num_positions", num_positions, minimum=0)
-        self.check(num_positions, as_int("num_heads", num_heads, minimum=1))
+        num_positions = checked_positions(num_positions)
+        self.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         grid = self.grid(num_positions)
         return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
 
@@ -127,14 +127,11 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def checked_ratio(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number from 0 to 1")
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number from 0 to 1")
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: the kept part of all pairs")
+        raise ValueError(f"{name} is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
     return float(value)
 
 
 def checked_seed(seed: int) -> int:
-    number = as_int("seed", seed, minimum=0)
-    if number >= 2**62:
-        raise ValueError(f"seed is {number}; expected less than 2**62")
-    return number
+    return as_int("seed", seed, minimum=0, maximum=2**62 - 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.pattern.block import BlockPattern, Grid, MaskMod, expand, state_of
-from dilated_attention.pattern.checks import as_int, as_int_tuple
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class LocalWindow(BlockPattern):
         if not isinstance(window, (tuple, list)):
             window = (window, window)
         if len(window) != 2:
-            raise ValueError(f"window is {window!r}; expected one integer or (left, right), None for unbounded")
+            raise ValueError(f"window is {shown(window)}; expected one integer or (left, right), None for unbounded")
         if self.window is None:
             raise TypeError("window is None; expected one integer or (left, right), None for an unbounded side")
-        sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0) for i, side in enumerate(window))
-        object.__setattr__(self, "window", tuple(sides))
+        sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0, maximum=None) for i, side in enumerate(window))
+        # nothing lies beyond any sequence
+        object.__setattr__(self, "window", tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
 
     @property
     def is_prefix_stable(self) -> bool:

@@ -7,11 +7,12 @@ import torch
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.block import BlockPattern
 from dilated_attention.pattern.block_kept import block_pairs
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 
 # up to here the pattern's definition is asked for every pair
 _DENSE_POSITIONS = 1024
+_MOST_POSITIONS = 2**28
 
 
 def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> torch.Tensor:
@@ -24,6 +25,11 @@ def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
         int64 (num_heads, ceil(N / cell), ceil(N / cell)): head, cell of the queries, cell of the keys. Their sum is ``pattern.pairs``.
     """
     num_positions, cell = as_int("num_positions", num_positions, minimum=0), as_int("cell", cell, minimum=1)
+    num_heads, cells = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS), -(-num_positions // cell)
+    if num_heads * cells**2 > MAX_MASK:
+        raise ValueError(f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger cells or fewer heads")
+    if num_positions > _MOST_POSITIONS:
+        raise ValueError(f"num_positions is {num_positions:,}; each is looked at, expected at most {_MOST_POSITIONS:,}")
     if num_positions <= _DENSE_POSITIONS or not isinstance(pattern, (DilatedPattern, BlockPattern)):
         return _summed(pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal), cell)
     if isinstance(pattern, DilatedPattern):

@@ -3,34 +3,86 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 
-def as_int(name: str, value: Any, *, minimum: int | None = None) -> int:
-    """``value`` as a Python int. bool and float are refused: a float length is nearly always a division gone wrong."""
-    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected an integer")
+class _Short(reprlib.Repr):
+    """Python's own ``repr`` of what fits into a line; of anything larger its beginning and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdict = 16
+        self.maxstring = self.maxother = 160
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write an integer of more than 4,300 digits
+        if x.bit_length() > 2**13:
+            return f"about {'-' if x < 0 else ''}2**{x.bit_length() - 1}"
+        text = repr(x)
+        return text if len(text) <= 40 else f"{text[:20]}… ({len(text.lstrip('-'))} digits)"
+
+
+shown = _Short().repr
+
+# lengths pass through custom ops as 64-bit integers; this is longer than any sequence
+MAX_LENGTH = 2**62
+# of a pattern's figures, which name every head, and of its branches
+MAX_HEADS, MAX_BRANCHES = 2**20, 1024
+# elements of a mask of all pairs
+MAX_MASK = 2**32
+
+
+def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = MAX_LENGTH) -> int:
+    """``value`` as a Python int, which 64 bits hold. bool and float are refused: a float length is nearly always a division gone wrong."""
     # an int passes untouched: torch.compile's symbolic ones know no hasattr, and operator.index would make a constant of them
-    number = value if isinstance(value, int) else operator.index(value)
+    if isinstance(value, bool):
+        number = None
+    elif isinstance(value, int):
+        number = value
+    else:
+        try:
+            number = operator.index(value)
+        except (TypeError, RuntimeError):
+            # a tensor of several elements, or of the meta device
+            number = None
+    if number is None:
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected an integer")
     if minimum is not None and number < minimum:
-        raise ValueError(f"{name} is {number}; expected an integer ≥ {minimum}")
+        raise ValueError(f"{name} is {shown(number)}; expected an integer ≥ {minimum}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name} is {shown(number)}; expected an integer ≤ {f'{maximum:,}' if maximum < MAX_LENGTH else '2**62'}")
     return number
+
+
+def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset: Any) -> tuple[int, int, int, int]:
+    """The arguments of ``dense_mask``, checked, also for what a mask of all pairs would hold."""
+    sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
+    queries, keys, offset = (as_int(name, size, minimum=0, maximum=MAX_LENGTH) for name, size in sizes.items())
+    heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+    if queries * keys * heads > MAX_MASK:
+        raise ValueError(
+            f"num_heads × num_queries × num_keys is {heads:,} × {queries:,} × {keys:,}; a dense mask is of all pairs, expected at most "
+            f"{MAX_MASK:,} of them: .pairs() and .density() need no mask"
+        )
+    return queries, keys, heads, offset
 
 
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         # numpy and torch vectors are no Sequence, but what users compute lengths with
         if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
-            raise TypeError(f"{name} is {values!r} ({type(values).__name__}); expected a list of integers")
+            raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
         values = values.tolist()
-    return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))
+    return tuple(as_int(f"{name}[{i}]", value, maximum=None) for i, value in enumerate(values))
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
     if not isinstance(value, str):
         raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}); expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}"
+            f"{name} is {shown(value)} ({type(value).__name__}); expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}"
         )
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}")
+        raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}")

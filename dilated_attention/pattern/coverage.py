@@ -9,7 +9,11 @@ from math import comb, lcm
 
 import torch
 
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
+
+# some ten minutes
+_MOST_STEPS = 2**40
 
 
 def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
@@ -19,6 +23,7 @@ def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, 
 
 def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, ...]:
     """Number of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
+    num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
     # where segments of all branches end together the pattern begins anew, and no pair reaches across
     periods, rest = divmod(num_positions, lcm(*pattern.segment_lengths))
     if periods:
@@ -30,6 +35,13 @@ def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: in
 
 def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_causal: bool) -> tuple[int, ...]:
     offsets_of_head = Counter(zip(*pattern.offsets(num_heads), strict=True))
+    running = 1 if pattern.branch_heads == "split" else pattern.num_branches
+    if num_positions * len(offsets_of_head) << running > _MOST_STEPS:
+        raise ValueError(
+            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up to where all segments end together, with "
+            f"{len(offsets_of_head):,} different heads: which pairs several branches share is counted in 2**branches · positions · heads "
+            f"steps, expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
+        )
     positions = torch.arange(num_positions)
     boundaries = [positions % length == 0 for length, _ in pattern.branches]
     phases = [positions % length % rate for length, rate in pattern.branches]

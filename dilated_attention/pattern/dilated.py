@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,12 +10,10 @@ from typing import Any, Literal
 import torch
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+from dilated_attention.pattern.checks import MAX_BRANCHES, MAX_HEADS, MAX_LENGTH, as_int, as_int_tuple, one_of, shown, sizes_of_mask
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
-# lengths pass through the custom op as 64-bit integers; this is longer than any sequence
-MAX_LENGTH = 2**62
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,23 @@ class DilatedPattern(Pattern):
             raise ValueError("segment_lengths is empty; at least one branch is needed, e.g. segment_lengths=[2048], dilation_rates=[1]")
         if len(lengths) != len(rates):
             raise ValueError(
-                f"segment_lengths has {len(lengths)} entries {list(lengths)} and dilation_rates has {len(rates)} {list(rates)}; "
+                f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} and dilation_rates has {len(rates)} {shown(list(rates))}; "
                 "each branch needs one of both: give lists of equal length"
             )
+        if len(lengths) > MAX_BRANCHES:
+            raise ValueError(f"segment_lengths has {len(lengths):,} entries; expected at most {MAX_BRANCHES:,}, one for each branch")
         for branch, (length, rate) in enumerate(zip(lengths, rates, strict=True)):
             if length < 1:
-                raise ValueError(f"segment_lengths[{branch}] is {length}; a segment holds at least 1 position: use a length ≥ 1")
+                raise ValueError(f"segment_lengths[{branch}] is {shown(length)}; a segment holds at least 1 position: use a length ≥ 1")
             if length > MAX_LENGTH:
                 raise ValueError(
-                    f"segment_lengths[{branch}] is {length}; expected at most 2**62: any length from N on is the whole sequence"
+                    f"segment_lengths[{branch}] is {shown(length)}; expected at most 2**62: any length from N on is the whole sequence"
                 )
             if rate < 1:
-                raise ValueError(f"dilation_rates[{branch}] is {rate}; rate 1 takes every position: use a rate ≥ 1")
+                raise ValueError(f"dilation_rates[{branch}] is {shown(rate)}; rate 1 takes every position: use a rate ≥ 1")
             if rate > length:
                 raise ValueError(
-                    f"dilation_rates[{branch}] is {rate}, larger than segment_lengths[{branch}] = {length}, so some heads would "
+                    f"dilation_rates[{branch}] is {shown(rate)}, larger than segment_lengths[{branch}] = {length}, so some heads would "
                     f"take nothing: use a rate ≤ {length}"
                 )
         one_of("branch_heads", self.branch_heads, ("all", "split"))
@@ -88,7 +89,7 @@ class DilatedPattern(Pattern):
                 )
             return offsets
         if not isinstance(offsets, Sequence):
-            raise TypeError(f"head_offsets is {offsets!r} ({type(offsets).__name__}); expected {allowed}")
+            raise TypeError(f"head_offsets is {shown(offsets)} ({type(offsets).__name__}); expected {allowed}")
         if self.branch_heads == "split":
             raise ValueError("head_offsets given as lists has no effect with branch_heads='split'; leave head_offsets at its default")
         if len(offsets) != len(self.segment_lengths):
@@ -101,11 +102,11 @@ class DilatedPattern(Pattern):
             for head, value in enumerate(values):
                 if not 0 <= value < rate:
                     raise ValueError(
-                        f"head_offsets[{branch}][{head}] is {value}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets"
+                        f"head_offsets[{branch}][{head}] is {shown(value)}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets"
                     )
             rows.append(values)
         if len({len(row) for row in rows}) > 1:
-            raise ValueError(f"head_offsets has lists of lengths {[len(row) for row in rows]}; each needs one integer per head")
+            raise ValueError(f"head_offsets has lists of lengths {shown([len(row) for row in rows])}; each needs one integer per head")
         return tuple(rows)
 
     @property
@@ -119,7 +120,8 @@ class DilatedPattern(Pattern):
 
     def offsets(self, num_heads: int) -> tuple[tuple[int, ...], ...]:
         """o_h for each branch and head; −1 (``NOT_IN_BRANCH``) where the head does not run the branch."""
-        heads = range(as_int("num_heads", num_heads, minimum=1))
+        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+        heads = range(num_heads)
         if self.branch_heads == "split":
             small, larger = divmod(num_heads, self.num_branches)
             owner = [b for b in range(self.num_branches) for _ in range(small + (b < larger))]
@@ -176,9 +178,8 @@ class DilatedPattern(Pattern):
         query_offset: int = 0,
     ) -> torch.Tensor:
         """m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys); query row i is position query_offset + i."""
+        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         offsets = self.offsets(num_heads)
-        sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
-        num_queries, num_keys, query_offset = (as_int(name, size, minimum=0) for name, size in sizes.items())
         rows = torch.arange(query_offset, query_offset + num_queries)
         keys = torch.arange(num_keys)
         mask = torch.zeros(num_heads, num_queries, num_keys, dtype=torch.int64)
@@ -199,14 +200,15 @@ class DilatedPattern(Pattern):
 
     def branch_pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> tuple[int, ...]:
         """``pairs`` of each branch alone."""
-        n = as_int("num_positions", num_positions, minimum=0)
+        n = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         totals = []
         for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             full, rest = divmod(n, length)
             total = 0
-            for offset in row_of_offsets:
+            for offset, count in Counter(row_of_offsets).items():
                 if offset != NOT_IN_BRANCH:
-                    total += full * _square(taken(length, rate, offset), is_causal) + _square(taken(rest, rate, offset), is_causal)
+                    of_head = full * _square(taken(length, rate, offset), is_causal) + _square(taken(rest, rate, offset), is_causal)
+                    total += count * of_head
             totals.append(total)
         return tuple(totals)
 
@@ -223,11 +225,14 @@ class DilatedPattern(Pattern):
         Forward a branch reads q, k, v and its row of the output and writes it; backward it reads q, k, v, out, dout and
         adds to dq, dk, dv. The log-sum-exp is 4 bytes a row.
         """
-        kv_heads = num_kv_heads or num_heads
+        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+        head_dim, itemsize = (as_int(name, x, minimum=1, maximum=MAX_LENGTH) for name, x in (("head_dim", head_dim), ("itemsize", itemsize)))
+        kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1, maximum=MAX_HEADS)
         forward = backward = 0
         for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             full, rest = divmod(num_positions, length)
-            rows = sum(full * taken(length, rate, o) + taken(rest, rate, o) for o in row_of_offsets if o != NOT_IN_BRANCH)
+            counts = Counter(row_of_offsets)
+            rows = sum(n * (full * taken(length, rate, o) + taken(rest, rate, o)) for o, n in counts.items() if o != NOT_IN_BRANCH)
             kv_rows = rows * kv_heads // num_heads
             forward += rows * (3 * head_dim * itemsize + 8) + 2 * kv_rows * head_dim * itemsize
             backward += rows * (5 * head_dim * itemsize + 4) + 6 * kv_rows * head_dim * itemsize
@@ -241,7 +246,7 @@ class DilatedPattern(Pattern):
         """
         from dilated_attention.pattern.coverage import distinct_pairs
 
-        total = num_heads * as_int("num_positions", num_positions, minimum=0) ** 2
+        total = num_heads * as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH) ** 2
         return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
 
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:

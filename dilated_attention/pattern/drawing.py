@@ -9,6 +9,7 @@ from typing import Any
 from dilated_attention.files import replacing
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.cells import cell_pairs, cell_sizes
+from dilated_attention.pattern.checks import as_int
 
 # of a title, in matplotlib's own size
 _LETTERS_PER_INCH = 10
@@ -17,6 +18,7 @@ _LETTERS_PER_INCH = 10
 def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, path: str | None = None) -> Any:
     """One panel a head: rows are queries, columns keys, colour the multiplicity (white: not attended)."""
     _need_matplotlib()
+    num_heads = _checked_panels(num_heads)
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.figure import Figure
 
@@ -43,6 +45,7 @@ def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: boo
 def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:
     """As ``draw``, for lengths beyond its pixels: colour is the mean multiplicity of the pairs of ``cell`` × ``cell`` positions."""
     _need_matplotlib()
+    num_heads = _checked_panels(num_heads)
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
@@ -74,6 +77,11 @@ def _save(figure: Any, path: str | None) -> None:
         # the suffix says the format; matplotlib adds .png where there is none
         with replacing(path if Path(path).suffix else f"{path}.png") as new:
             figure.savefig(new, dpi=120)
+
+
+def _checked_panels(num_heads: int) -> int:
+    # a picture may be 65,536 pixels wide
+    return as_int("num_heads", num_heads, minimum=1, maximum=128)
 
 
 def _need_matplotlib() -> None:

@@ -10,11 +10,10 @@ import torch
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import USABLE, Summary
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.gpus import Gpu
 from dilated_attention.planning.model_memory import Run, fixed_of, model_of, peak_of_step, trace_of
-from dilated_attention.planning.plan import MOST_POSITIONS, machine_of, search
-from dilated_attention.planning.problem import Problem, make_problem
+from dilated_attention.planning.plan import machine_of, most_positions, search
+from dilated_attention.planning.problem import Problem, checked_sizes, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.speed import passes_of
 from dilated_attention.planning.text import seconds_text
@@ -117,8 +116,7 @@ def plan_model(
     >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200", checkpoint_activations=True))
     """
     machine = machine_of(gpu, memory)
-    sizes = {"num_positions": num_positions, "batch_size": batch_size, "world_size": world_size, "weight_shards": weight_shards}
-    sizes = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
+    sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
     # what is planned is looked up again by its arguments
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
@@ -149,7 +147,7 @@ def plan_model(
         def excess(n: int) -> int:
             return sum(size for _, size in peak_of_step(run, fixed, problem.of_length(n))[0]) - budget
 
-        longest = search(excess, world_size, MOST_POSITIONS)
+        longest = search(excess, world_size, most_positions(problem))
     exchange = exchange_of(problem) if world_size > 1 else NO_EXCHANGE
     sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
     flops = _flops(config, sizes_of, problem)

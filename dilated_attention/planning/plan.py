@@ -13,11 +13,12 @@ import torch
 
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.attention import counts_of, memory_of
 from dilated_attention.planning.attention_plan import AttentionPlan
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
-from dilated_attention.planning.problem import Problem, make_problem
+from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, exchange_of
 from dilated_attention.planning.speed import passes_of
 
@@ -106,6 +107,8 @@ class Machine:
 
 def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
     """A GPU by name, or this machine's, or its CPU (also ``"cpu"``) with the memory that it has."""
+    if memory is not None:
+        memory = as_int("memory", memory, minimum=1)
     is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     found = None if is_cpu else find_gpu(gpu) if isinstance(gpu, str) else (detected_gpu() if gpu is None else gpu)
     if found is None:
@@ -178,7 +181,13 @@ def longest_of(problem: Problem, memory: int) -> int:
     def excess(num_positions: int) -> int:
         return _excess(problem.of_length(num_positions), memory)
 
-    return search(excess, problem.world_size, MOST_POSITIONS)
+    return search(excess, problem.world_size, most_positions(problem))
+
+
+def most_positions(problem: Problem) -> int:
+    """Up to where the longest sequence is searched for."""
+    of_position = problem.batch_size * problem.num_heads * problem.head_dim
+    return max(problem.world_size, min(MOST_POSITIONS, MOST_ELEMENTS // of_position))
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,18 @@ RINGS = ("ring", "ring_dilated", "ring_block_sparse")
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
 # the packages that the measured Hopper tables stand for
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
+
+
+# what is planned for at most; more than there is, and what figures are still exact and quick to make for
+MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128, "weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
+MOST_BRANCHES = 32
+# of q: bytes of all that is computed from it are counted in 64 bits
+MOST_ELEMENTS = 2**56
+
+
+def checked_sizes(**sizes: Any) -> dict[str, int]:
+    """Sizes by their names in ``MOST``."""
+    return {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +124,16 @@ def make_problem(
 ) -> Problem:
     """The record, with what is not given filled in and what cannot be refused; arguments as of ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
-    sizes = {
-        "num_positions": num_positions,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "batch_size": batch_size,
-        "world_size": world_size,
-    }
-    checked = {name: as_int(name, value, minimum=1) for name, value in sizes.items()}
+    checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
+    checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
     if checked["head_dim"] > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of fewer numbers")
     kv_heads = checked["num_heads"] if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+    if math.prod(checked.values()) // checked["world_size"] > MOST_ELEMENTS:
+        raise ValueError(
+            f"batch_size × num_positions × num_heads × head_dim is {checked['batch_size']:,} × {checked['num_positions']:,} × "
+            f"{checked['num_heads']:,} × {checked['head_dim']}; expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
+        )
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
     for name, flag in (("is_causal", is_causal), ("training", training)):
@@ -180,10 +192,12 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
         if pattern is None:
             if segment_lengths is None or dilation_rates is None:
                 raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
-            pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates))
+            pattern = DilatedPattern(segment_lengths, dilation_rates)
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern is a {type(pattern).__name__}; kind {kind!r} takes a DilatedPattern")
         pattern.offsets(num_heads)
+        if pattern.num_branches > MOST_BRANCHES:
+            raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
         return pattern
     if branches or not isinstance(pattern, BlockPattern):
         raise TypeError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning import rules
 from dilated_attention.planning.case import KINDS, Case
 from dilated_attention.planning.cases import decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.problem import MOST
 from dilated_attention.planning.recommendation import Recommendation
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
 USE_CASES: Mapping[str, str] = {
     "training": "train a model of up to 7 billion parameters, or one attention layer",
@@ -20,6 +22,8 @@ USE_CASES: Mapping[str, str] = {
     "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
     "huggingface": "train or fine-tune a transformers model",
 }
+# parameters of a model, and GiB of a device
+_MOST = {"parameters": 10**16, "memory": 2**30}
 _SHAPE = ("parameters", "heads", "head_dim")
 # what a use case takes beside length, gpu and memory
 _TAKES = {
@@ -71,6 +75,8 @@ def recommend(
         ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case cannot use.
     """
     one_of("use_case", use_case, tuple(USE_CASES))
+    if causal is not None:
+        check_bool("causal", causal)
     given = {"parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal, "attention": attention}  # fmt: skip
     wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
     if wrong:
@@ -79,15 +85,20 @@ def recommend(
             + "".join(f", {name}" for name in _TAKES[use_case])
             + f": drop {', '.join(wrong)}"
         )
-    sizes = {name: as_int(name, value, minimum=1) for name, value in given.items() if name in ("heads", "head_dim", "gpus", "batch", "users") and value is not None}  # fmt: skip
+    most = {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "gpus": MOST["gpus"], "batch": MOST["batch_size"], "users": MOST["users"]}
+    sizes = {name: as_int(name, given[name], minimum=1, maximum=limit) for name, limit in most.items() if given[name] is not None}
     if attention is not None:
         one_of("attention", attention, KINDS)
     for name, number in (("parameters", parameters), ("memory", memory)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{name} is {number}; expected a number above 0")
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name} is {shown(number)} ({type(number).__name__}); expected a number above 0")
+        if not 0 < number <= _MOST[name]:
+            raise ValueError(f"{name} is {shown(number)}; expected a number above 0, at most {_MOST[name]:,}")
     case = Case(
         name=use_case,
-        length=as_int("length", length, minimum=1),
+        length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]),
         machine=rules.machine_of(gpu, memory),
         parameters=parameters,
         heads=sizes.get("heads"),

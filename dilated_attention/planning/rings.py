@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -173,21 +173,23 @@ def _of_branches(problem: Problem) -> Exchange:
         problem.num_positions, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
     )
     whole = (0, problem.num_positions)
-    shape = Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal)
+    steps = cost.head_steps(question) if name == "all_gather" else 1
+    # steps of equal groups of heads are alike: two of them stand for all
+    alike = steps // 2 if steps % 2 == 0 else 1
+    shape = Shape(problem.num_heads // alike, problem.num_kv_heads // alike, whole, whole, (whole,), problem.is_causal)
     assert isinstance(problem.pattern, DilatedPattern)
     ranges = tuple(route.ranges(rank) for rank in range(problem.world_size))
-    steps = cost.head_steps(question) if name == "all_gather" else 1
-    job = Job(problem.pattern, shape, ranges, route.exchange, steps)
+    job = Job(problem.pattern, shape, ranges, route.exchange, steps // alike)
     ahead = cost.steps_ahead(job, problem.batch_size, problem.head_dim, problem.itemsize)
     scripts = [make_script(job, rank) for rank in _ranks(problem)]
-    moved = [_bytes_of(script, problem, a) for script in scripts]
-    held = [_held(script, problem, ahead, a) for script in scripts]
+    moved = [Bytes(*(alike * x for x in astuple(_bytes_of(script, problem, a)))) for script in scripts]
+    held = [_held(script, problem, ahead, a, alike) for script in scripts]
     most = _most(moved)
     if not route.stays:
         # striped rows are put in order and back; as many bytes for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
-    return Exchange(name=name, bytes=most, steps=len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
+    return Exchange(name=name, bytes=most, steps=alike * len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
 
 
 def _in_order(problem: Problem) -> tuple[int, int, int, int]:
@@ -223,8 +225,8 @@ def _bytes_of(script: Script, problem: Problem, a: int) -> Bytes:
     return Bytes(sent * size, received * size, sent * size + back_sent * share, received * size + back_received * share)
 
 
-def _held(script: Script, problem: Problem, ahead: int, a: int) -> tuple[int, int]:
-    """Bytes of buffers that are in memory together, forward and backward."""
+def _held(script: Script, problem: Problem, ahead: int, a: int, times: int) -> tuple[int, int]:
+    """Bytes of buffers that are in memory together, forward and backward; the script's steps are taken so many times."""
     row = 2 * problem.batch_size * problem.head_dim
     buffers, shares = [], []
     for step in script.steps:
@@ -232,6 +234,7 @@ def _held(script: Script, problem: Problem, ahead: int, a: int) -> tuple[int, in
         parts = sum(launch.problem.k_len * launch.keys.heads for launch in step.step.launches)
         came = sum(len(owed.peers) * owed.rows.length * owed.rows.heads for owed in step.owed)
         shares.append((parts + came) * row * _share_size(problem, a))
+    buffers, shares = buffers * times, shares * times
     at_once = len(buffers) if len(buffers) <= ahead else ahead
     forward = max(sum(buffers[i : i + at_once]) for i in range(len(buffers)))
     backward = max(sum(buffers[i : i + at_once]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(buffers)))

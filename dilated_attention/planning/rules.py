@@ -16,6 +16,7 @@ from dilated_attention.models.summary import Footprint, Summary, footprint, summ
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.model_plan import ModelPlan, plan_model
+from dilated_attention.planning.problem import MOST
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 SHORT, LONG = 4096, 8192
@@ -212,7 +213,8 @@ class Spread:
 
 def most_context(length: int, gpus: int) -> int:
     """Processes that one sequence can be shared among and leave each enough to do."""
-    return next(c for c in range(gpus, 0, -1) if gpus % c == 0 and (c == 1 or length / c >= TOKENS_PER_GPU))
+    most = min(gpus, max(1, length // TOKENS_PER_GPU), MOST["world_size"])
+    return next(c for c in range(most, 0, -1) if gpus % c == 0)
 
 
 def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -> Spread:

@@ -1,0 +1,135 @@
+"""Numbers that no sequence, head or machine has, and tensors that are no plain ones: refused by name at once, or answered right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention.cli import main
+from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow
+from dilated_attention.planning import plan_attention, recommend
+
+HUGE = (2**63, 10**24, 10**400, 10**5000)
+DILATED = ["--segment-lengths", "2048", "8192", "--dilation-rates", "1", "4"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["plan", "dense", "--gpu", "H200", "--length", str(10**24)], "--length"),
+        (["plan", "dilated", *DILATED, "--gpu", "H200", "--length", "9999999999G"], "--length"),
+        (["plan", "dense", "--gpu", "H200", "--length", "9" * 5000], "--length"),
+        (["plan", "dense", "--gpu", "H200", "--length", "65536", "--heads", "1000000"], "--heads"),
+        (["plan", "ring", "--gpu", "H200", "--length", "65536", "--heads", "1000000", "--world-size", "4"], "--heads"),
+        (["plan", "dense", "--gpu", "H200", "--length", "65536", "--batch", str(2**62)], "--batch"),
+        (["plan", "ring", "--gpu", "H200", "--length", "65536", "--world-size", "1000000000"], "--world-size"),
+        (["plan", "llama-1b", "--gpu", "H200", "--length", str(2**62)], "--length"),
+        (["recommend", "training", "--gpu", "H200", "--length", "65536", "--gpus", "1000000000"], "--gpus"),
+        (["recommend", "huggingface", "--gpu", "H200", "--length", "65536", "--heads", "1000000"], "--heads"),
+        (["show", "dilated", *DILATED, "--length", str(2**31)], "--length"),
+        (["show", "dilated", *DILATED, "--length", str(10**24)], "--length"),
+        (["show", "block_sparse", "--window", "128", "--length", str(2**40)], "--length"),
+        (["show", "block_sparse", "--window", "128", "--heads", str(2**31)], "--heads"),
+        (["show", "block_sparse", "--window", "128", "--heads", "1" + "0" * 400], "--heads"),
+        (["show", "block_sparse", "--density", "nan"], "--density"),
+    ],
+)
+def test_a_command_ends_with_2_and_the_arguments_name(arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert time.process_time() - began < 5
+    error = capsys.readouterr().err
+    assert flag in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("huge", HUGE[:3], ids=["2**63", "10**24", "10**400"])
+def test_a_window_beyond_the_sequence_is_unbounded(huge: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 24, 2, 8)
+    assert torch.equal(attention(q, q, q, window=huge), attention(q, q, q))
+    assert torch.equal(attention(q, q, q, window=(huge, 2)), attention(q, q, q, window=(None, 2)))
+    assert LocalWindow(huge) == LocalWindow((None, None))
+    assert torch.equal(block_sparse_attention(q, q, q, LocalWindow(huge)), block_sparse_attention(q, q, q, LocalWindow(24)))
+
+
+@pytest.mark.parametrize("huge", HUGE, ids=["2**63", "10**24", "10**400", "10**5000"])
+def test_huge_integers_are_refused_by_name(huge: int) -> None:
+    q = torch.randn(1, 16, 2, 8)
+    pattern, big_bird = DilatedPattern((8, 16), (1, 2)), BigBird(4, 1, 1)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("segment_lengths", lambda: dilated_attention(q, q, q, [huge], [1])),
+        ("dilation_rates", lambda: dilated_attention(q, q, q, [8], [huge])),
+        ("head_offsets", lambda: dilated_attention(q, q, q, [8], [2], head_offsets=[[huge, 0]])),
+        ("query_offset", lambda: attention(q, q, q, query_offset=huge)),
+        ("dropout_p", lambda: attention(q, q, q, dropout_p=huge)),
+        ("scale", lambda: attention(q, q, q, scale=huge if huge > 10**100 else float("inf"))),
+        ("num_positions", lambda: pattern.pairs(huge)),
+        ("num_positions", lambda: pattern.coverage(huge)),
+        ("num_positions", lambda: big_bird.pairs(huge)),
+        ("num_heads", lambda: pattern.pairs(16, huge)),
+        ("num_heads", lambda: big_bird.pairs(16, huge)),
+        ("num_heads", lambda: big_bird.dense_mask(16, 16, huge)),
+        ("num_queries", lambda: pattern.dense_mask(huge, 16, 2)),
+        ("head_dim", lambda: pattern.flops(16, 2, huge)),
+        ("num_positions", lambda: plan_attention("dense", num_positions=huge, num_heads=4, head_dim=64, gpu="H200")),
+        ("num_heads", lambda: plan_attention("dense", num_positions=16, num_heads=huge, head_dim=64, gpu="H200")),
+        ("memory", lambda: plan_attention("dense", num_positions=16, num_heads=4, head_dim=64, gpu="H200", memory=huge)),
+        ("gpus", lambda: recommend("training", 65536, gpus=huge, gpu="H200")),
+        ("parameters", lambda: recommend("training", 65536, parameters=huge, gpu="H200")),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=name) as caught:
+            call()
+        assert len(str(caught.value)) < 600, name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, Fraction(3, 2), True, "16", None, 1.5, torch.ones(2)])
+def test_what_is_no_integer_is_refused_by_name(value: object) -> None:
+    q = torch.randn(1, 16, 2, 8)
+    with pytest.raises((TypeError, ValueError), match="segment_lengths"):
+        dilated_attention(q, q, q, [value], [1])
+    with pytest.raises((TypeError, ValueError), match="query_offset"):
+        attention(q, q, q, query_offset=value)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError), match="num_positions"):
+        DilatedPattern((8,), (1,)).pairs(value)  # type: ignore[arg-type]
+
+
+def _odd(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:
+    return {
+        "COO": (x.to_sparse(), "to_dense"),
+        "CSR": (x.reshape(-1, x.shape[-1]).to_sparse_csr(), "to_dense"),
+        "jagged": (torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), "cu_seqlens"),
+        "nested": (torch.nested.nested_tensor([x[0], x[0]]), "cu_seqlens"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_no_plain_ones_are_refused_with_a_way_out() -> None:
+    q, mask = torch.randn(2, 64, 2, 8), torch.zeros(2, 64, dtype=torch.bool)
+    calls: tuple[Callable[..., Any], ...] = (
+        attention,
+        lambda q, k, v, **options: dilated_attention(q, k, v, [16], [2], **options),
+        lambda q, k, v, **options: block_sparse_attention(q, k, v, LocalWindow(16), **options),
+    )
+    for call in calls:
+        for place, name in enumerate("qkv"):
+            for kind, (odd, way_out) in _odd(q).items():
+                tensors = [q, q, q]
+                tensors[place] = odd
+                with pytest.raises(TypeError, match=rf"{name} is a .*{way_out}"):
+                    call(*tensors)
+                assert kind
+        quantised = torch.quantize_per_tensor(q, 0.1, 0, torch.qint8)
+        with pytest.raises(TypeError, match=r"q is a quantised tensor.*dequantize"):
+            call(quantised, quantised, quantised)
+        with pytest.raises(TypeError, match=r"key_padding_mask is a sparse tensor.*to_dense"):
+            call(q, q, q, key_padding_mask=mask.to_sparse())
