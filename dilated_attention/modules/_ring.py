@@ -119,3 +119,8 @@ def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str)
 @shard_positions.register_fake
 def _(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
     return x.new_empty(x.shape[1], dtype=torch.int64)
+
+
+@shard_positions.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, None]:
+    return shard_positions(x.movedim(in_dims[0], -1), *settings), None
