@@ -38,7 +38,9 @@ def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
             ctx.pattern = pattern_from_spec(inputs[spec])
 
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        (q, k, v, *masks), output = ctx.saved_tensors[:num_tensors], ctx.saved_tensors[num_tensors:]
+        # read once: a checkpoint unpacks what is saved one time
+        saved = ctx.saved_tensors
+        (q, k, v, *masks), output = saved[:num_tensors], saved[num_tensors:]
         if dout is None:
             dout = torch.zeros_like(output[0])
         dq, dk, dv = backward(dout.to(q.dtype), dlse, q, k, v, *output, *masks, *ctx.settings)
