@@ -253,3 +253,70 @@ def with_options() -> dict[str, tuple[Function, Function]]:
         "chosen_blocks": (lambda *x: da.block_sparse_attention(*x, TopBlocks(1)), plain(ones)),
         "embedded_scale": (lambda q, k, v: da.attention(q * 2, k, v, scale=D**-0.5 / 2), plain(ones)),
     }
+
+
+RINGS: dict[str, tuple[Function, torch.Tensor]] = {
+    "ring_attention": (lambda *x: da.ring_attention(*x, layout="contiguous"), torch.ones(H, N, N)),
+    "ring_dilated_attention": (lambda *x: da.ring_dilated_attention(*x, *BRANCHES), dilated_times()),
+    "ring_block_sparse_attention": (lambda *x: da.ring_block_sparse_attention(*x, BLOCKS), block_times()),
+}
+RING_TRANSFORMS = ("vjp", "grad", "vmap_of_grad", "grad_of_vmap", "vmap", "jacrev", "jvp", "make_dual", "hessian")
+
+
+def on_this_rank(rank: int, world: int, name: str, transform: str) -> Any:
+    """The ring's part of a result, by a transform of this rank's shards; a refusal as its text."""
+    ring, times = RINGS[name]
+    rows = slice(rank * N // world, (rank + 1) * N // world)
+    q, k, v = (x[:, rows] for x in qkv())
+    many_q, many_k, many_v = (x[:, :, rows] for x in many())
+    weights = weights_of(qkv()[0])[:, rows]
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return (ring(*x) * weights).sum()
+
+    every = (0, 1, 2)
+    try:
+        if transform == "vjp":
+            out, pull = torch.func.vjp(ring, q, k, v)
+            return (out, *pull(weights))
+        if transform == "grad":
+            return torch.func.grad(loss, argnums=every)(q, k, v)
+        if transform == "vmap_of_grad":
+            return torch.func.vmap(torch.func.grad(loss, argnums=every))(many_q, many_k, many_v)
+        if transform == "grad_of_vmap":
+            return torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum(), argnums=every)(many_q, many_k, many_v)
+        if transform == "vmap":
+            return (torch.func.vmap(ring)(many_q, many_k, many_v),)
+        if transform == "jacrev":
+            # the same directions on all ranks at a time: what each rank's rows get from those of all
+            return torch.func.jacrev(lambda *x: ring(*x).sum(1), argnums=every)(q, k, v)
+        if transform == "hessian":
+            return torch.func.hessian(loss)(q, k, v)
+        if transform == "jvp":
+            return torch.func.jvp(ring, (q, k, v), (q, k, v))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(ring(forward_ad.make_dual(q, q), k, v)).tangent
+    except NotImplementedError as error:
+        return str(error)
+
+
+def round_trip_on_this_rank(rank: int, world: int) -> Any:
+    """Gradients of each of three samples, and second ones, through shards that are put together again."""
+    x = torch.arange(3.0 * N).reshape(3, 1, N).double().cos()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        (part,) = da.shard_sequence(None, [x], [1])
+        (whole,) = da.unshard_sequence(None, [part.square()], [1])
+        # the gradient of a shard is summed over ranks
+        return (whole * torch.arange(N)).sum() / world
+
+    first = torch.func.vmap(torch.func.grad(loss))(x)
+    again = x[0].clone().requires_grad_()
+    (dx,) = torch.autograd.grad(loss(again), again, create_graph=True)
+    (second,) = torch.autograd.grad((dx * again).sum(), again)
+    refused = ""
+    try:
+        torch.func.jvp(loss, (x[0],), (x[0],))
+    except NotImplementedError as error:
+        refused = str(error)
+    return first, second, refused

@@ -89,7 +89,8 @@ class RingSettings:
         Zeros where n rows are no shard of seq_len: the attention that follows refuses them, and on all processes alike.
         """
         self._check_still_alone()
-        return shard_positions(x, seq_len, self.group_name, self.layout)
+        # positions have no derivative, so autograd need not look on
+        return shard_positions(x.detach(), seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
         parts = [f"layout={self.layout!r}", f"exchange={self.exchange!r}"]
