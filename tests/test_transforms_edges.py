@@ -16,8 +16,8 @@ import dilated_attention as da
 from dilated_attention.functional.dropped import add_dropped
 from dilated_attention.functional.lean import norm_linear
 from dilated_attention.pattern import LocalWindow, TopBlocks
-from tests.transform_cases import BLOCKS, BRANCHES, H, D, N, loss_of, many, qkv, weights_of
 from tests.test_transforms import assert_equal
+from tests.transform_cases import BLOCKS, BRANCHES, D, H, N, loss_of, many, qkv, weights_of
 
 Attend = Callable[..., torch.Tensor]
 DRAWN: dict[str, Attend] = {
@@ -304,9 +304,8 @@ def layers_of(options: dict[str, Any]) -> tuple[Callable[..., torch.Tensor], Cal
     norm = options.get("norm", "none")
 
     def ours(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        first, second = norm_linear(
-            x, [weight, weight.sin()], [bias, bias.cos()], gate=gate if gated else None, norm_weight=None if norm == "none" else scale, **options
-        )
+        extra = options | {"gate": gate if gated else None, "norm_weight": None if norm == "none" else scale}
+        first, second = norm_linear(x, [weight, weight.sin()], [bias, bias.cos()], **extra)
         return torch.cat([first, second], -1)
 
     def plain(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,7 @@ def decode_attention(
     Raises:
         ValueError, TypeError: tensors that do not fit, or a block pattern that is not ``is_prefix_stable``.
         BackendUnavailable: the named backend cannot do this; with every reason.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
     """

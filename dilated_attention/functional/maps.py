@@ -75,6 +75,7 @@ def attention_map(
 
     Raises:
         ValueError, TypeError: bad input; rows that q does not have.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> weights = attention_map(q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)[0, 0]  # (N,)
     """

@@ -57,6 +57,7 @@ def attention_received(
     Raises:
         ValueError, TypeError: bad input.
         BackendUnavailable: no backend, or not the named one, can do this.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1
     """
