@@ -13,8 +13,9 @@ import torch
 from dilated_attention.distributed.agreement import RingCall
 from dilated_attention.distributed.blocks_call import BlockArguments, BlockMasks, ring_blocks_backward, ring_blocks_forward
 from dilated_attention.distributed.needs import ring_blocks_need
-from dilated_attention.engine.block_op import new_like, new_lse
+from dilated_attention.engine.block_op import new_gradients, new_like, new_lse
 from dilated_attention.engine.block_run import BlockSettings
+from dilated_attention.engine.gradients import register_gradients
 from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import pattern_from_spec
 
@@ -99,36 +100,9 @@ def _(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, 
     return new_like(q), new_lse(q), torch.empty((2,), dtype=torch.int64, device="cpu")
 
 
-@ring_block_sparse_attention_backward_op.register_fake
-def _(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, ...]:
-    return tuple(new_like(x) for x in (q, k, v))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.settings = inputs[6:]
-    # a pattern that holds a function lives until the backward has read its name
-    ctx.pattern = pattern_from_spec(inputs[6])
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse, whole = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, whole, key_padding_mask, cu_seqlens, seed)
-    dq, dk, dv = ring_block_sparse_attention_backward_op(*tensors, *ctx.settings)
-    return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
-
-
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "ring_block_sparse_attention has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use "
-        "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process"
-    )
-
-
-ring_block_sparse_attention_op.register_autograd(_backward, setup_context=_setup_context)
-ring_block_sparse_attention_backward_op.register_autograd(_no_double_backward)
+ring_block_sparse_attention_backward_op.register_fake(new_gradients)
+register_gradients(
+    ring_block_sparse_attention_op,
+    ring_block_sparse_attention_backward_op,
+    "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
+)

@@ -129,12 +129,30 @@ def unshard_sequence(
     return [_Gather.apply(x, dim, total, layout, members) for x, dim, total in zip(buffers, dims, totals, strict=True)]
 
 
-class _Gather(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """What ``_Gather`` and ``_SumOwn`` share, each of which is the other's derivative."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.settings = inputs[1:]
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dim: int, *settings: Any) -> tuple[torch.Tensor, int]:
+        return cls.apply(x.movedim(in_dims[0], 0), dim + 1, *settings), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> torch.Tensor:
+        raise NotImplementedError(
+            "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
+            "(torch.func.vjp, grad), or unshard the tangents by a call of their own"
+        )
+
+
+class _Gather(_Linear):
     """All ranks' parts, in order of position."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
-        ctx.settings = (dim, layout, members)
+    def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
         most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
         moved = x.movedim(dim, 0)
         # collectives move bytes: no library carries bool everywhere
@@ -154,13 +172,23 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, layout, members = ctx.settings
-        grad = grad.contiguous()
+        return _SumOwn.apply(grad, *ctx.settings), None, None, None, None
+
+
+class _SumOwn(_Linear):
+    """This rank's part of the sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(whole: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
         # not in place on what autograd may hand to others
-        grad = grad.clone()
-        dist.all_reduce(grad, group=members.group)
-        pieces = [grad[(slice(None),) * dim + (slice(*span),)] for span in spans(grad.shape[dim], members.rank, members.size, layout)]
-        return torch.cat(pieces, dim), None, None, None, None
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=members.group)
+        pieces = [total[(slice(None),) * dim + (slice(*span),)] for span in spans(seq_len, members.rank, members.size, layout)]
+        return torch.cat(pieces, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Gather.apply(grad, *ctx.settings), None, None, None, None
 
 
 def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:

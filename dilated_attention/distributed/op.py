@@ -14,6 +14,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.agreement import RingCall
 from dilated_attention.distributed.call import ring_backward, ring_forward
 from dilated_attention.distributed.needs import over_gpus, ring_need
+from dilated_attention.engine.gradients import register_gradients
 from dilated_attention.engine.needs import more_ways
 from dilated_attention.engine.prepare import Settings, pattern_of
 from dilated_attention.engine.watched import watched
@@ -120,27 +121,8 @@ def _(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.settings = inputs[6:]
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse, whole = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, whole, key_padding_mask, cu_seqlens, seed)
-    dq, dk, dv = ring_attention_backward_op(*tensors, *ctx.settings)
-    return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
-
-
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "ring_attention has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use "
-        "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd"
-    )
-
-
-ring_attention_op.register_autograd(_backward, setup_context=_setup_context)
-ring_attention_backward_op.register_autograd(_no_double_backward)
+register_gradients(
+    ring_attention_op,
+    ring_attention_backward_op,
+    "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
+)

@@ -11,8 +11,9 @@ import torch
 from dilated_attention.backends import NESTED
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
-from dilated_attention.engine.block_op import as_new, new_like, new_lse, register_gradients
+from dilated_attention.engine.block_op import as_new, new_gradients, new_like, new_lse, new_results
 from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
+from dilated_attention.engine.gradients import register_gradients
 from dilated_attention.engine.merge import merge_onto
 from dilated_attention.engine.needs import blocks_need
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
@@ -115,10 +116,10 @@ def _block_settings(settings: Settings) -> BlockSettings:
     return BlockSettings(settings.is_causal, settings.scale, settings.dropout_p, settings.deterministic, settings.needs_grad, backend)
 
 
+block_sparse_dilated_attention_op.register_fake(new_results)
+block_sparse_dilated_attention_backward_op.register_fake(new_gradients)
 register_gradients(
     block_sparse_dilated_attention_op,
     block_sparse_dilated_attention_backward_op,
-    "block_sparse_dilated_attention",
-    13,
     "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
 )

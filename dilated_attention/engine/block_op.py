@@ -13,6 +13,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.block_run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
+from dilated_attention.engine.gradients import register_gradients
 from dilated_attention.engine.needs import blocks_need
 from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
 from dilated_attention.engine.watched import watched
@@ -105,52 +106,20 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
-def register_gradients(forward: Any, backward: Any, name: str, spec_index: int, way_out: str) -> None:
-    """Autograd of an op whose first seven arguments are tensors, given again to its backward after dout, dlse, q, k, v, out, lse.
-
-    Args:
-        spec_index: where the op's arguments have the pattern's spec.
-        way_out: how else to get second derivatives at small N.
-    """
-    num_tensors = 7
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:num_tensors], *output)
-        ctx.settings = inputs[num_tensors:]
-        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
-        ctx.pattern = pattern_from_spec(inputs[spec_index])
-
-    def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, *optional, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        dq, dk, dv = backward(dout.to(q.dtype), dlse, q, k, v, out, lse, *optional, *ctx.settings)
-        return dq, dk, dv, *(None,) * (len(optional) + len(ctx.settings))
-
-    def no_double_backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(
-            f"{name} has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use {way_out}"
-        )
-
-    def new_results(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return new_like(q), new_lse(q)
-
-    def new_gradients(
-        dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-    ) -> tuple[torch.Tensor, ...]:
-        return new_like(q), new_like(k), new_like(v)
-
-    forward.register_fake(new_results)
-    backward.register_fake(new_gradients)
-    forward.register_autograd(gradients, setup_context=setup_context)
-    backward.register_autograd(no_double_backward)
+def new_results(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_like(q), new_lse(q)
 
 
+def new_gradients(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return new_like(q), new_like(k), new_like(v)
+
+
+block_sparse_attention_op.register_fake(new_results)
+block_sparse_attention_backward_op.register_fake(new_gradients)
 register_gradients(
     block_sparse_attention_op,
     block_sparse_attention_backward_op,
-    "block_sparse_attention",
-    7,
     "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)",
 )

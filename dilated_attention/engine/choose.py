@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from dilated_attention.engine.kept import MOST_COLUMNS, bits_of_lists, pack, unp
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.needs import choice_need
 from dilated_attention.engine.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.transforms import each, folded
 from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.content import share_of
@@ -98,6 +99,16 @@ def _(
     pattern = _top_blocks(spec)
     rows = num_rows_of(q.shape[1], pattern.q_block, query_offset, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     return q.new_empty((q.shape[0], q.shape[2], rows, num_words_of(k.shape[1], pattern.k_block)), dtype=torch.int32)
+
+
+@choose_blocks_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
+    def call(*args: Any) -> tuple[torch.Tensor]:
+        return (choose_blocks_op(*args),)
+
+    # documents are bounded for one row
+    (kept,), _ = (folded if args[3] is None else each)(call, info.batch_size, in_dims, args)
+    return kept, 0
 
 
 def _top_blocks(spec: str) -> TopBlocks:

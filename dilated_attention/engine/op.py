@@ -11,6 +11,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
+from dilated_attention.engine.gradients import register_gradients
 from dilated_attention.engine.needs import dilated_need
 from dilated_attention.engine.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare, without_autocast
 from dilated_attention.engine.watched import watched
@@ -139,27 +140,8 @@ def _(
     return _new_like(q), _new_like(k), _new_like(v)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.settings = inputs[6:]
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, key_padding_mask, cu_seqlens, seed, out, lse, kept = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    tensors = (dout.to(q.dtype), dlse, q, k, v, out, lse, kept, key_padding_mask, cu_seqlens, seed)
-    dq, dk, dv = dilated_attention_backward_op(*tensors, *ctx.settings)
-    return dq, dk, dv, *(None,) * (3 + len(ctx.settings))
-
-
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "dilated_attention has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use "
-        "dilated_attention.engine.reference.reference_attention, which is plain autograd"
-    )
-
-
-dilated_attention_op.register_autograd(_backward, setup_context=_setup_context)
-dilated_attention_backward_op.register_autograd(_no_double_backward)
+register_gradients(
+    dilated_attention_op,
+    dilated_attention_backward_op,
+    "dilated_attention.engine.reference.reference_attention, which is plain autograd",
+)

@@ -12,6 +12,7 @@ from dilated_attention.engine import decode_select as select
 from dilated_attention.engine.decode import Cached
 from dilated_attention.engine.decode_runs import row_keys
 from dilated_attention.engine.decode_select import Explained
+from dilated_attention.engine.transforms import refuse_transforms
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 
@@ -57,9 +58,12 @@ def decode_attention(
     Raises:
         ValueError, TypeError: tensors that do not fit, or a block pattern that is not ``is_prefix_stable``.
         BackendUnavailable: the named backend cannot do this; with every reason.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
     """
+    way_out = "give it detached tensors outside of vmap, one call for all requests; for derivatives call the forward with query_offset"
+    refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table)
     _check_tensors(q, k, v, positions, page_table)
     slots, B = k.shape[1], q.shape[0]
     holds = slots if page_table is None else slots * page_table.shape[1]

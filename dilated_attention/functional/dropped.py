@@ -12,6 +12,7 @@ import torch
 
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.needs import rows_need
+from dilated_attention.engine.transforms import is_transformed, on_tangents, on_transforms
 from dilated_attention.engine.watched import watched
 from dilated_attention.functional.lean import needs_op
 
@@ -74,9 +75,7 @@ def _dropped(
 
         path = None if path is None else path.float().contiguous()
         return lean_triton.dropped(None if x is None else x.contiguous(), y, seed, path, threshold, scale, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    factor = torch.full((1,), scale, dtype=wide, device=y.device) if path is None else path.to(wide) * scale
-    out = (y.to(wide) * factor.view(*factor.shape, *(1,) * (y.ndim - factor.ndim))).contiguous()
+    out = _scaled(y, path, scale, dtype).contiguous()
     if seed is not None:
         flat = out.view(-1)
         for start in range(0, flat.numel(), _CHUNK):
@@ -86,6 +85,25 @@ def _dropped(
     return (out if x is None else out.add_(x)).to(dtype)
 
 
+def _scaled(y: torch.Tensor, path: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """scale · path · y, in ``dtype`` or float32 if that is wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = torch.full((1,), scale, dtype=wide, device=y.device) if path is None else path.to(wide) * scale
+    return y.to(wide) * factor.view(*factor.shape, *(1,) * (y.ndim - factor.ndim))
+
+
+def _plain_sum(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """The same by torch's operations, which every transform of torch.func and forward mode go through, with the whole mask at once."""
+    return (_plain(y, seed, path, dropout, torch.result_type(x, y)) + x).to(torch.result_type(x, y))
+
+
+def _plain(y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype) -> torch.Tensor:
+    out = _scaled(y, path, 1 / (1 - dropout), dtype)
+    if seed is None:
+        return out
+    return out.masked_fill(~keep_mask(seed, 0, y.numel(), threshold_of(dropout)).view(y.shape), 0)
+
+
 def threshold_of(dropout: float) -> int:
     """Of 31-bit numbers as many are below it as elements are to be dropped."""
     return int(dropout * 2**31)
@@ -93,7 +111,8 @@ def threshold_of(dropout: float) -> int:
 
 def keep_mask(seed: torch.Tensor, start: int, count: int, threshold: int) -> torch.Tensor:
     """bool (count,): whether the elements from place ``start`` on are kept: number ``place + 1`` of SplitMix64's sequence from ``seed``."""
-    state = torch.arange(start + 1, start + count + 1, device=seed.device).mul_(_GOLDEN).add_(seed)
+    # not in place: vmap may map the seed
+    state = torch.arange(start + 1, start + count + 1, device=seed.device).mul_(_GOLDEN) + seed
     state = state.bitwise_xor_(_shift(state, 30)).mul_(_MIX_1)
     state = state.bitwise_xor_(_shift(state, 27)).mul_(_MIX_2)
     state = state.bitwise_xor_(_shift(state, 31))
@@ -144,8 +163,8 @@ class _AddDropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        # the op, which has a derivative, where a graph of the backward is asked for
-        return _autograd(ctx, grad, dropped_op if torch.is_grad_enabled() else _only_dropped)
+        # the op, which has a derivative and rules for transforms, where one may be asked for
+        return _autograd(ctx, grad, dropped_op if torch.is_grad_enabled() or is_transformed() else _only_dropped)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -162,3 +181,7 @@ def _linear_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 add_dropped_op.register_autograd(_autograd, setup_context=_setup_context)
 dropped_op.register_autograd(_linear_autograd, setup_context=_linear_setup)
+on_transforms(add_dropped_op, _plain_sum)
+on_tangents(add_dropped_op, _plain_sum)
+on_transforms(dropped_op, lambda *args: _plain(*args).to(args[-1]))
+on_tangents(dropped_op, lambda *args: _plain(*args).to(args[-1]))

@@ -22,6 +22,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.needs import rows_need
 from dilated_attention.engine.prepare import without_autocast
+from dilated_attention.engine.transforms import each, is_transformed, on_tangents, on_transforms
 from dilated_attention.engine.watched import watched
 from dilated_attention.functional import lean_torch
 from dilated_attention.functional.lean_torch import Recipe
@@ -79,7 +80,7 @@ def norm_linear(
 
 
 def needs_op(x: torch.Tensor) -> bool:
-    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a tensor of another kind.
+    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a transform, a tensor of another kind.
 
     Otherwise an autograd function does the same with a third of an op's time in Python.
     """
@@ -88,6 +89,7 @@ def needs_op(x: torch.Tensor) -> bool:
         or type(x) not in (torch.Tensor, torch.nn.Parameter)
         or x.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
+        or is_transformed()
     )
 
 
@@ -279,21 +281,49 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         asked = ctx.needs_input_grad[2:]
         asked = (*asked[:4], asked[4 : 4 + ctx.num_weights], asked[4 + ctx.num_weights :])
-        # with a graph of the backward asked for the op is called, which refuses the second derivative
-        backward = norm_linear_backward_op if torch.is_grad_enabled() else _backward
+        # with a graph of the backward asked for, or a transform, the op is called, which refuses the second derivative
+        backward = norm_linear_backward_op if torch.is_grad_enabled() or is_transformed() else _backward
         inputs, norm, weights, biases = _gradients(ctx, grads, asked, backward)
         return None, None, *inputs, *norm, *weights, *biases
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
+def _no_double_backward(*_: Any) -> Any:
     raise NotImplementedError(
         "norm_linear has no second derivative: its backward keeps no graph. For gradients of gradients call the norm and the linear "
-        "layers one by one"
+        "layers one by one, or all of it inside torch.func"
     )
+
+
+def _layers(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    activation: str,
+    norm: str,
+    eps: float,
+    dtype: torch.dtype,
+    narrows: bool,
+) -> list[torch.Tensor]:
+    """The op's outputs by plain layers, which have every derivative; what it keeps for its own backward is empty."""
+    with without_autocast(x):
+        ys = lean_torch.layers(x, gate, norm_weight, norm_bias, weights, biases, Recipe(activation, norm, eps, dtype))
+    return [*ys, x.new_empty(0), x.new_empty(0)]
 
 
 norm_linear_op.register_autograd(_autograd, setup_context=_setup_context)
 norm_linear_backward_op.register_autograd(_no_double_backward)
+on_transforms(norm_linear_op, _layers)
+on_tangents(norm_linear_op, _layers)
+on_tangents(norm_linear_backward_op, _no_double_backward)
+
+
+@norm_linear_backward_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    # the gradients of the weights are sums over the whole batch
+    return each(norm_linear_backward_op, info.batch_size, in_dims, args)
 
 
 @register_flop_formula(torch.ops.dilated_attention.norm_linear)

@@ -92,6 +92,28 @@ def backward(
     return dx, dgate, dnorm, dweight
 
 
+def layers(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    recipe: Recipe,
+) -> list[torch.Tensor]:
+    """[y_i] of x (…, K) by torch's own layers, one by one: every transform of torch.func and forward mode go through them."""
+    acc = accumulation_dtype(x.dtype)
+    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
+    # not in place: vmap may map one of the two alone
+    z = _activated(x, None, recipe.activation, acc) if gate is None else F.silu(gate.to(acc)) * x.to(acc)
+    if recipe.norm == "layer":
+        z = F.layer_norm(z, z.shape[-1:], weight, bias, recipe.eps)
+    elif recipe.norm == "rms":
+        z = _affine(z * (z.square().mean(-1, keepdim=True) + recipe.eps).rsqrt(), weight, None)
+    z = z.to(recipe.dtype)
+    return [F.linear(z, w.to(recipe.dtype), biases[i].to(recipe.dtype) if biases else None) for i, w in enumerate(weights)]
+
+
 def _chunks(rows: torch.Tensor) -> list[slice]:
     return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
 

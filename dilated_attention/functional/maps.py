@@ -8,6 +8,7 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.engine.prepare import document_ranges, without_autocast
+from dilated_attention.engine.transforms import refuse_transforms
 from dilated_attention.engine.weights import KeySide
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.single import autocast
@@ -17,6 +18,11 @@ from dilated_attention.pattern.checks import as_int
 # keys scored at a time, and the scores of which a chunk of rows may hold: 64 MiB in float32
 CHUNK = 32768
 SCORES_AT_ONCE = 2**24
+# of what torch.func asks a tool to look with
+WAY_OUT = (
+    "give it q.detach() and k.detach() outside of vmap, one call for all of the batch; for derivatives of weights at small N take the softmax "
+    "of plain scores under the pattern's dense_mask(N, N, H)"
+)
 
 
 @torch.no_grad()
@@ -69,9 +75,11 @@ def attention_map(
 
     Raises:
         ValueError, TypeError: bad input; rows that q does not have.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> weights = attention_map(q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)[0, 0]  # (N,)
     """
+    refuse_transforms("attention_map", WAY_OUT, q, k, lse)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     B, Nq, H, D = q.shape

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
+from dilated_attention.engine.transforms import refuse_transforms
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
-from dilated_attention.functional.maps import checked_patterns
+from dilated_attention.functional.maps import WAY_OUT, checked_patterns
 from dilated_attention.functional.single import attention, autocast, dilated_attention
 from dilated_attention.pattern import HeadOffsets
 
@@ -56,9 +57,11 @@ def attention_received(
     Raises:
         ValueError, TypeError: bad input.
         BackendUnavailable: no backend, or not the named one, can do this.
+        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
 
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1
     """
+    refuse_transforms("attention_received", WAY_OUT, q, k, query_weights)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
@@ -84,18 +87,21 @@ def attention_received(
                 call[name] = _ordinary(call[name], call[name].dtype)
         # a gradient for each query head; what the values hold does not matter to it
         k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
-        v = k.detach().requires_grad_()
         if branches is not None:
-            dilated = (branches.segment_lengths, branches.dilation_rates)
             call |= {"head_offsets": branches.head_offsets, "branch_heads": branches.branch_heads, "tail": branches.tail}
-            if blocks is not None:
-                out = block_sparse_dilated_attention(q, k, v, *dilated, blocks, **call)
-            else:
-                out = dilated_attention(q, k, v, *dilated, **call)
-        else:
-            out = attention(q, k, v, **call) if blocks is None else block_sparse_attention(q, k, v, blocks, **call)
+
+        def attend(v: torch.Tensor) -> Any:
+            if branches is None:
+                return attention(q, k, v, **call) if blocks is None else block_sparse_attention(q, k, v, blocks, **call)
+            dilated = (branches.segment_lengths, branches.dilation_rates)
+            if blocks is None:
+                return dilated_attention(q, k, v, *dilated, **call)
+            return block_sparse_dilated_attention(q, k, v, *dilated, blocks, **call)
+
+        # not by requires_grad_, which a transform around this call does not allow
+        out, pull = torch.func.vjp(attend, k)  # type: ignore[misc]
         dout = torch.ones_like(out) if weights is None else _ordinary(weights, out.dtype)[:, :, None, None].expand_as(out).contiguous()
-        (received,) = torch.autograd.grad(out, v, dout)
+        (received,) = pull(dout)
     # every dimension of a head has the same sum
     result = received[..., 0].transpose(1, 2).to(wide)
     return result.mean(1) if average_heads else result.contiguous()

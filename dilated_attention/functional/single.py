@@ -76,6 +76,7 @@ def dilated_attention(
     Raises:
         ValueError, TypeError: bad input, before anything is allocated.
         BackendUnavailable: no backend, or not the named one, can do this; with every reason.
+        NotImplementedError: a second derivative, or a tangent of forward mode (torch.func.jvp); grad, vjp, jacrev and vmap work.
 
     Differs from the paper in nothing where r divides w and w divides N. From TorchScale: exact gradients, no zero keys, offsets
     by h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.

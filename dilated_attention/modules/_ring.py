@@ -89,7 +89,8 @@ class RingSettings:
         Zeros where n rows are no shard of seq_len: the attention that follows refuses them, and on all processes alike.
         """
         self._check_still_alone()
-        return shard_positions(x, seq_len, self.group_name, self.layout)
+        # positions have no derivative, so autograd need not look on
+        return shard_positions(x.detach(), seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
         parts = [f"layout={self.layout!r}", f"exchange={self.exchange!r}"]
@@ -119,3 +120,8 @@ def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str)
 @shard_positions.register_fake
 def _(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
     return x.new_empty(x.shape[1], dtype=torch.int64)
+
+
+@shard_positions.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, None]:
+    return shard_positions(x.movedim(in_dims[0], -1), *settings), None

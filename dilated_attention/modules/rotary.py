@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+
+from dilated_attention.engine.transforms import each
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
@@ -121,6 +124,11 @@ def bounded_documents(cu_seqlens: torch.Tensor, longest: int, complaint: str) ->
 @bounded_documents.register_fake
 def _(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
     return torch.empty_like(cu_seqlens)
+
+
+@bounded_documents.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], cu_seqlens: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, int]:
+    return each(bounded_documents, info.batch_size, in_dims, (cu_seqlens, *settings))
 
 
 def _too_long(what: str, length: int | str, longest: int, scale_base: float, dtype: torch.dtype) -> str:

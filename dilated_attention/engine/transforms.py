@@ -1,0 +1,123 @@
+"""What an op does under the transforms of ``torch.func``, and with the tangents of forward mode, which torch.library does not ask.
+
+Both are looked after in the dispatcher, so they hold however an op is reached: by a public function, inside a compiled graph, by itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+_library = torch.library.Library("dilated_attention", "FRAGMENT")
+_FRONT = "FuncTorchDynamicLayerFrontMode"
+
+
+def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
+    """Call ``transformed`` in place of a custom op, with its arguments, under any transform of torch.func.
+
+    ``functionalize`` needs nothing: there the op is called as it is.
+    """
+    schema = op._opoverload._schema
+    needs_grad = next((i for i, argument in enumerate(schema.arguments) if argument.name == "needs_grad"), None)
+    unchanged = torch._C._dispatch_get_computed_kernel_for_dispatch_key(schema.name, _FRONT)
+
+    def front(keyset: Any, *args: Any) -> Any:
+        if peek_interpreter_stack().key() == TransformType.Functionalize:
+            return unchanged.call_boxed(keyset, *args)
+        if needs_grad is not None and not args[needs_grad] and torch.is_grad_enabled():
+            # the caller does not see the gradients that transforms around a vmap ask for
+            wanted = any(x.requires_grad for x in _seen_by_each_transform(args))
+            args = (*args[:needs_grad], wanted, *args[needs_grad + 1 :])
+        return transformed(*args)
+
+    _library.impl(op._name, front, _FRONT, with_keyset=True)
+
+
+def on_tangents(op: Any, with_tangents: Callable[..., Any]) -> None:
+    """Call ``with_tangents`` in place of a custom op where an argument has a tangent of ``torch.autograd.forward_ad``."""
+    reverse_mode = make_autograd_impl(op._opoverload, op)
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
+            return with_tangents(*args)
+        return reverse_mode(keyset, *args)
+
+    with warnings.catch_warnings():
+        # the kernel that torch.library made is the one called above
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        _library.impl(op._name, autograd, "Autograd", with_keyset=True)
+
+
+def folded(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """A rule for vmap: the mapped dimension becomes part of the batch, with which every tensor of two or more dimensions begins."""
+    first = [length for i, length in enumerate(args[0].shape) if i != in_dims[0]]
+    outputs = call(*(_fold(x, dim, size) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims, strict=True)))
+    # of fewer dimensions are those that are the same for the whole batch
+    split = tuple(x.unflatten(0, (size, first[0])) if x.ndim > 1 else x for x in outputs)
+    return split, tuple(0 if x.ndim > 1 else None for x in outputs)
+
+
+def _fold(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    if dim is None and x.ndim < 2:
+        return x
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """A rule for vmap: one call for each index of the mapped dimension."""
+    if not size:
+        raise NotImplementedError("torch.func.vmap maps over a dimension of size 0, in a call that is made for each of its entries")
+    (flat, spec), dims = pytree.tree_flatten(list(args)), pytree.tree_leaves(list(in_dims))
+    calls = [
+        call(*pytree.tree_unflatten([x if dim is None else x.select(dim, i) for x, dim in zip(flat, dims, strict=True)], spec))
+        for i in range(size)
+    ]
+    stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *calls)
+    return stacked, pytree.tree_map(lambda _: 0, stacked)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward mode, is under way. A constant to torch.compile."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms(name: str, way_out: str, *tensors: Any) -> None:
+    """Raise where a derivative of ``name``, which has none, would be taken for 0, or where vmap hides its batch.
+
+    Raises:
+        NotImplementedError: a tensor is mapped, carries a tangent, or is differentiated by a transform of torch.func.
+    """
+    if not is_transformed():
+        return
+    for x in _tensors(tensors):
+        if _has_tangent(x):
+            raise NotImplementedError(f"{name} has no derivative, and got a tangent of forward mode; {way_out}")
+        if not is_functorch_wrapped_tensor(x):
+            continue
+        if any(map(is_batchedtensor, _seen_by_each_transform([x]))):
+            raise NotImplementedError(f"{name} has no rule for torch.func.vmap; {way_out}")
+        if any(inner.requires_grad or _has_tangent(inner) for inner in _seen_by_each_transform([x])):
+            raise NotImplementedError(f"{name} has no derivative, and torch.func asks for one; {way_out}")
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+
+
+def _seen_by_each_transform(args: Any) -> Iterable[torch.Tensor]:
+    for x in _tensors(args):
+        yield x
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+            yield x
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None

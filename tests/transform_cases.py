@@ -1,0 +1,322 @@
+"""Public functions and transforms of torch.func for ``test_transforms.py``, also inside the pool's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+import dilated_attention as da
+from dilated_attention import DilatedPattern
+from dilated_attention.pattern import LocalWindow, TopBlocks
+
+Function = Callable[..., torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+B, N, H, D = 2, 8, 2, 3
+BRANCHES = ((4, 8), (1, 2))
+BLOCKS = LocalWindow(3)
+
+
+def qkv(seed: int = 0, *batch: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*batch, B, N, H, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q, k, v
+
+
+def plain(times: torch.Tensor) -> Function:
+    """softmax over keys that occur so many times (H, N, N), in plain autograd."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5
+        weights = torch.softmax(scores + times.to(scores.dtype).log(), -1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+    return function
+
+
+def dilated_times() -> torch.Tensor:
+    return DilatedPattern(*BRANCHES).dense_mask(N, N, H)
+
+
+def block_times() -> torch.Tensor:
+    return BLOCKS.dense_mask(N, N, H).expand(H, N, N).long()
+
+
+def weights_of(out: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1.0, 2.0, out.numel(), dtype=torch.float64).reshape(out.shape).cos()
+
+
+def loss_of(function: Function) -> Function:
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        out = function(*x)
+        return (out * weights_of(out)).sum()
+
+    return loss
+
+
+def many(count: int = 3) -> Tensors:
+    return qkv(1, count)
+
+
+def jvp(f: Function) -> Any:
+    return torch.func.jvp(f, qkv(), qkv(2))[1]
+
+
+def jvp_of_one(f: Function) -> Any:
+    """Only the last tensor has a tangent."""
+    *others, v = qkv()
+    return torch.func.jvp(lambda v: f(*others, v), (v,), (v.cos(),))[1]
+
+
+def make_dual(f: Function) -> Any:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(qkv(), qkv(2), strict=True)]
+        return forward_ad.unpack_dual(f(*duals)).tangent
+
+
+def linearize(f: Function) -> Any:
+    return torch.func.linearize(f, *qkv())[1](*qkv(2))
+
+
+def jacfwd(f: Function) -> Any:
+    return torch.func.jacfwd(f, argnums=(0, 2))(*qkv())
+
+
+def hessian(f: Function) -> Any:
+    return torch.func.hessian(loss_of(f), argnums=1)(*qkv())
+
+
+def jacrev_of_jacrev(f: Function) -> Any:
+    return torch.func.jacrev(torch.func.jacrev(loss_of(f), argnums=1), argnums=2)(*qkv())
+
+
+def grad(f: Function) -> Any:
+    return torch.func.grad(loss_of(f), argnums=(0, 1, 2))(*qkv())
+
+
+def vjp(f: Function) -> Any:
+    out, pull = torch.func.vjp(f, *qkv())
+    return out, pull(weights_of(out))
+
+
+def jacrev(f: Function) -> Any:
+    return torch.func.jacrev(lambda *x: f(*x)[:, :2], argnums=(0, 1, 2))(*qkv())
+
+
+def vmap_of_grad(f: Function) -> Any:
+    return torch.func.vmap(torch.func.grad(loss_of(f), argnums=(0, 1, 2)))(*many())
+
+
+def vmap_of_grad_over_one(f: Function) -> Any:
+    (q, _, v), k = qkv(), many()[1]
+    return torch.func.vmap(torch.func.grad(loss_of(f), argnums=(0, 1)), in_dims=(None, 2, None))(q, k.movedim(0, 2), v)
+
+
+def grad_of_vmap(f: Function) -> Any:
+    return torch.func.grad(lambda *x: torch.func.vmap(loss_of(f), in_dims=(0, None, None))(*x).sum(), argnums=(0, 1))(many()[0], *qkv()[1:])
+
+
+def autograd_of_vmap(f: Function) -> Any:
+    x = [tensor.requires_grad_() for tensor in many()]
+    return torch.autograd.grad(torch.func.vmap(loss_of(f))(*x).sum(), x)
+
+
+def vmap(f: Function) -> Any:
+    return torch.func.vmap(f)(*many())
+
+
+def vmap_of_vmap(f: Function) -> Any:
+    q, k, v = many(2)
+    inner = torch.func.vmap(f, in_dims=(0, None, 0))
+    return torch.func.vmap(inner, in_dims=(None, 0, 4))(q, k, torch.stack([v, v.sin()], 4))
+
+
+TRANSFORMS: dict[str, Callable[[Function], Any]] = {
+    function.__name__: function
+    for function in (
+        jvp,
+        jvp_of_one,
+        make_dual,
+        linearize,
+        jacfwd,
+        hessian,
+        jacrev_of_jacrev,
+        grad,
+        vjp,
+        jacrev,
+        vmap_of_grad,
+        vmap_of_grad_over_one,
+        grad_of_vmap,
+        autograd_of_vmap,
+        vmap,
+        vmap_of_vmap,
+    )
+}
+
+
+def multihead(kind: type[torch.nn.Module], times: torch.Tensor, *pattern: Any) -> tuple[Function, Function]:
+    """A module on (B, N, E), and its layers in plain autograd."""
+    torch.manual_seed(3)
+    module: Any = kind(H * D, H, *pattern).double()
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module(q.flatten(2), k.flatten(2), v.flatten(2))[0]
+        return out
+
+    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        heads = [layer(x.flatten(2)).unflatten(2, (H, D)) for layer, x in zip(projections, (q, k, v), strict=True)]
+        out: torch.Tensor = module.out_proj(module.inner_attn_ln(plain(times)(*heads).flatten(2)))
+        return out
+
+    return function, layers
+
+
+def round_trip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    (part,) = da.shard_sequence(None, [q + k * v], [1])
+    return da.unshard_sequence(None, [part], [1])[0]
+
+
+def functions() -> dict[str, tuple[Function, Function]]:
+    """(function, the same in plain autograd) of what attends and has derivatives, by name in ``__all__``."""
+    dilated, blocks, dense = plain(dilated_times()), plain(block_times()), plain(torch.ones(H, N, N))
+    both = plain(dilated_times() + block_times())
+    return {
+        "attention": (da.attention, dense),
+        "dilated_attention": (lambda *x: da.dilated_attention(*x, *BRANCHES), dilated),
+        "block_sparse_attention": (lambda *x: da.block_sparse_attention(*x, BLOCKS), blocks),
+        "block_sparse_dilated_attention": (lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS), both),
+        "ring_attention": (da.ring_attention, dense),
+        "ring_dilated_attention": (lambda *x: da.ring_dilated_attention(*x, *BRANCHES), dilated),
+        "ring_block_sparse_attention": (lambda *x: da.ring_block_sparse_attention(*x, BLOCKS), blocks),
+        "DilatedAttention": (da.DilatedAttention(*BRANCHES), dilated),
+        "RingAttention": (da.RingAttention(), dense),
+        "RingDilatedAttention": (da.RingDilatedAttention(*BRANCHES), dilated),
+        "BlockSparseAttention": (da.BlockSparseAttention(BLOCKS), blocks),
+        "RingBlockSparseAttention": (da.RingBlockSparseAttention(BLOCKS), blocks),
+        "BlockSparseDilatedAttention": (da.BlockSparseDilatedAttention(*BRANCHES, BLOCKS), both),
+        "MultiheadDilatedAttention": multihead(da.MultiheadDilatedAttention, dilated_times(), *BRANCHES),
+        "MultiheadBlockSparseAttention": multihead(da.MultiheadBlockSparseAttention, block_times(), BLOCKS),
+        "RingMultiheadDilatedAttention": multihead(da.RingMultiheadDilatedAttention, dilated_times(), *BRANCHES),
+        "RingMultiheadBlockSparseAttention": multihead(da.RingMultiheadBlockSparseAttention, block_times(), BLOCKS),
+    }
+
+
+def tools() -> dict[str, Function]:
+    """What has no derivative, and no rule for vmap."""
+    positions = torch.full((B,), N - 1)
+    return {
+        "attention_map": lambda q, k, v: da.attention_map(q, k, *BRANCHES, query_rows=[0, 3]),
+        "attention_received": lambda q, k, v: da.attention_received(q, k, *BRANCHES),
+        "decode_attention": lambda q, k, v: da.decode_attention(q[:, -1:], k, v, positions),
+    }
+
+
+def with_options() -> dict[str, tuple[Function, Function]]:
+    """Calls whose rule for vmap differs: what is no part of the batch, what is drawn, what is kept."""
+    documents = torch.tensor([0, 3, N], dtype=torch.int32)
+    padding = torch.arange(N)[None].expand(B, N) > 5
+    place = torch.arange(N)
+    same = (torch.bucketize(place, documents[1:], right=True)[:, None] == torch.bucketize(place, documents[1:], right=True)).long()
+    ones = torch.ones(H, N, N, dtype=torch.int64)
+    causal = ones.tril()
+
+    def rows(f: Function) -> Function:
+        """f of each batch entry as a packed row."""
+        return lambda *x: torch.cat([f(*(y[i : i + 1] for y in x)) for i in range(B)])
+
+    def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = da.dilated_attention(q, k, v, *BRANCHES, is_causal=True, return_lse=True)
+        return out + lse.transpose(1, 2)[..., None]
+
+    def plain_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        times = DilatedPattern(*BRANCHES).dense_mask(N, N, H, is_causal=True)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5 + times.double().log()
+        return plain(times)(q, k, v) + scores.logsumexp(-1).transpose(1, 2)[..., None]
+
+    return {
+        "causal": (lambda *x: da.attention(*x, is_causal=True), plain(causal)),
+        "lse": (with_lse, plain_with_lse),
+        "padding": (lambda *x: da.attention(*x, key_padding_mask=padding), plain(ones * ~padding[0])),
+        "grouped": (
+            lambda q, k, v: da.attention(q, k[:, :, :1], v[:, :, :1]),
+            lambda q, k, v: plain(ones)(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)),
+        ),
+        "last_queries": (
+            lambda q, k, v: da.attention(q[:, 5:], k, v, query_offset=5, is_causal=True),
+            lambda q, k, v: plain(causal)(q, k, v)[:, 5:],
+        ),
+        "documents": (rows(lambda *x: da.attention(*x, cu_seqlens=documents)), plain(ones * same)),
+        "documents_of_blocks": (rows(lambda *x: da.block_sparse_attention(*x, BLOCKS, cu_seqlens=documents)), plain(block_times() * same)),
+        "chosen_blocks": (lambda *x: da.block_sparse_attention(*x, TopBlocks(1)), plain(ones)),
+        "embedded_scale": (lambda q, k, v: da.attention(q * 2, k, v, scale=D**-0.5 / 2), plain(ones)),
+    }
+
+
+RINGS: dict[str, tuple[Function, torch.Tensor]] = {
+    "ring_attention": (lambda *x: da.ring_attention(*x, layout="contiguous"), torch.ones(H, N, N)),
+    "ring_dilated_attention": (lambda *x: da.ring_dilated_attention(*x, *BRANCHES), dilated_times()),
+    "ring_block_sparse_attention": (lambda *x: da.ring_block_sparse_attention(*x, BLOCKS), block_times()),
+}
+RING_TRANSFORMS = ("vjp", "grad", "vmap_of_grad", "grad_of_vmap", "vmap", "jacrev", "jvp", "make_dual", "hessian")
+
+
+def on_this_rank(rank: int, world: int, name: str, transform: str) -> Any:
+    """The ring's part of a result, by a transform of this rank's shards; a refusal as its text."""
+    ring = RINGS[name][0]
+    rows = slice(rank * N // world, (rank + 1) * N // world)
+    q, k, v = (x[:, rows] for x in qkv())
+    many_q, many_k, many_v = (x[:, :, rows] for x in many())
+    weights = weights_of(qkv()[0])[:, rows]
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return (ring(*x) * weights).sum()
+
+    every = (0, 1, 2)
+    try:
+        if transform == "vjp":
+            out, pull = torch.func.vjp(ring, q, k, v)
+            return (out, *pull(weights))
+        if transform == "grad":
+            return torch.func.grad(loss, argnums=every)(q, k, v)
+        if transform == "vmap_of_grad":
+            return torch.func.vmap(torch.func.grad(loss, argnums=every))(many_q, many_k, many_v)
+        if transform == "grad_of_vmap":
+            return torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum(), argnums=every)(many_q, many_k, many_v)
+        if transform == "vmap":
+            return (torch.func.vmap(ring)(many_q, many_k, many_v),)
+        if transform == "jacrev":
+            # the same directions on all ranks at a time: what each rank's rows get from those of all
+            return torch.func.jacrev(lambda *x: ring(*x).sum(1), argnums=every)(q, k, v)
+        if transform == "hessian":
+            return torch.func.hessian(loss)(q, k, v)
+        if transform == "jvp":
+            return torch.func.jvp(ring, (q, k, v), (q, k, v))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(ring(forward_ad.make_dual(q, q), k, v)).tangent
+    except NotImplementedError as error:
+        return str(error)
+
+
+def round_trip_on_this_rank(rank: int, world: int) -> Any:
+    """Gradients of each of three samples, and second ones, through shards that are put together again."""
+    x = torch.arange(3.0 * N).reshape(3, 1, N).double().cos()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        (part,) = da.shard_sequence(None, [x], [1])
+        (whole,) = da.unshard_sequence(None, [part.square()], [1])
+        # the gradient of a shard is summed over ranks
+        return (whole * torch.arange(N)).sum() / world
+
+    first = torch.func.vmap(torch.func.grad(loss))(x)
+    again = x[0].clone().requires_grad_()
+    (dx,) = torch.autograd.grad(loss(again), again, create_graph=True)
+    (second,) = torch.autograd.grad((dx * again).sum(), again)
+    refused = ""
+    try:
+        torch.func.jvp(loss, (x[0],), (x[0],))
+    except NotImplementedError as error:
+        refused = str(error)
+    return first, second, refused
