@@ -26,17 +26,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
+    config.addinivalue_line("markers", "gpus: needs two CUDA GPUs or more; skipped without, but with DILATED_GPUS_ON_CPU=1 tried over gloo")
+    # of pytest-xdist, which a run may leave out
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker of --dist loadgroup runs")
     config.addinivalue_line("markers", "no_poison: leaves torch.empty alone instead of filling it with NaN")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    count = torch.cuda.device_count()
     for item in items:
-        if "gpu" in item.keywords:
+        # not by keywords, of which a folder's name is one
+        if count < 1 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if count < 2 and item.get_closest_marker("gpus") and os.environ.get("DILATED_GPUS_ON_CPU") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs 2 GPUs"))
 
 
 @pytest.fixture(autouse=True, scope="session")
