@@ -56,6 +56,8 @@ def fresh_processes() -> Any:
 
 # after the first failing rank, the others have this long to fail themselves
 AFTERMATH = 5.0
+# until a process has loaded torch, on a machine that is busy with other tests
+STARTING = 180.0
 
 
 class PoolError(AssertionError):
@@ -153,6 +155,9 @@ class Pool:
             self._pipes.append(ours)
         try:
             # rank 0 serves the store on a port that the system picked
+            if not self._pipes[0].poll(STARTING):
+                self.close()
+                raise PoolError(f"rank 0 has not served a store within {STARTING:g} s")
             port = self._pipes[0].recv()
             for pipe in self._pipes[1:]:
                 pipe.send(port)

@@ -61,7 +61,8 @@ def genome(folder: Path, processes: int, *options: str) -> list[float]:
     """Bits of every step of train_genome.py, and of the held-out part."""
     out = folder / f"genome{processes}"
     launch = torchrun(processes) if processes > 1 else []
-    result = run(*launch, str(EXAMPLES / "train_genome.py"), *SMALL_GENOME, "--short-share", "0", "--lr", "1e-3", "--out", str(out), *options)
+    common = [*SMALL_GENOME, "--short-share", "0", "--lr", "1e-3", "--out", str(out)]
+    result = run(*launch, str(EXAMPLES / "train_genome.py"), *common, *options, timeout=300)
     assert "not below the Markov models" in result.stderr, result.stdout + result.stderr
     log = json.loads((out / "genome.json").read_text())
     assert log["processes"] == processes and (out / "checkpoint").is_dir()
@@ -86,7 +87,8 @@ def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -
 @needs_2
 def test_the_chromosome_of_the_wheel(tmp_path: Path) -> None:
     pytest.importorskip("pyrodigal", reason="pyrodigal is not installed")
-    bits = genome(tmp_path, 2, "--steps", "2", "--context-parallel", "2", "--backend", "sdpa", "--markov-order", "2", "--evaluate-share", "64")
+    small = ["--steps", "2", "--length", "8192", "--first-segment", "1024", "--held-out", "0.02", "--markov-order", "2"]
+    bits = genome(tmp_path, 2, *small, "--context-parallel", "2", "--backend", "sdpa")
     assert len(bits) == 3
 
 
