@@ -240,10 +240,8 @@ def launch(mode: str, ranks: int) -> tuple[bool, str]:
     command = [sys.executable, os.path.abspath(__file__), mode]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     began = time.monotonic()
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True, **pipes)  # type: ignore[call-overload]
-        for r in range(ranks)
-    ]
+    environments = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [subprocess.Popen(command, env=own, start_new_session=True, **pipes) for own in environments]  # type: ignore[call-overload]
     try:
         return judge(mode, processes, began)
     finally:

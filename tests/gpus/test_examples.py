@@ -29,8 +29,9 @@ def train(folder: Path, processes: int, *options: str, steps: int = 3, lr: str =
     """Bits of every step of train_longnet.py."""
     history = folder / f"{processes}.json"
     launch = torchrun(processes) if processes > 1 else []
-    command = [str(EXAMPLES / "train_longnet.py"), "--data", str(write_text(folder)), "--steps", str(steps), "--lr", lr, "--backend", "sdpa"]
-    result = run(*launch, *command, "--history", str(history), "--out", str(folder / "out"), *SMALL_TEXT, *options)
+    command = [*launch, str(EXAMPLES / "train_longnet.py"), "--data", str(write_text(folder)), "--out", str(folder / "out")]
+    command += ["--steps", str(steps), "--lr", lr, "--backend", "sdpa", "--history", str(history)]
+    result = run(*command, *SMALL_TEXT, *options)
     # too few steps to learn much, and the first rank alone says so
     assert result.stderr.count("not below both: validation") == 1, result.stdout + result.stderr
     return [bits for _, bits in json.loads(history.read_text())]

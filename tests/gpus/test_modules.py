@@ -41,7 +41,11 @@ WINDOW = LocalWindow(100)
 KINDS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], tuple[str, ...]]] = {
     "ring": (lambda: DilatedAttention([2**62], [1], head_offsets="zero"), RingAttention, ("zigzag", "striped")),
     "ring_dilated": (lambda: DilatedAttention(**BRANCHES), lambda **o: RingDilatedAttention(**BRANCHES, **o), ("contiguous", "zigzag")),
-    "ring_block_sparse": (lambda: BlockSparseAttention(WINDOW), lambda **o: RingBlockSparseAttention(WINDOW, **o), ("contiguous", "zigzag")),
+    "ring_block_sparse": (
+        lambda: BlockSparseAttention(WINDOW),
+        lambda **o: RingBlockSparseAttention(WINDOW, **o),
+        ("contiguous", "zigzag"),
+    ),
     "ring_multihead_dilated": (
         lambda: MultiheadDilatedAttention(256, 4, **BRANCHES, rotary=True, qk_norm=True),
         lambda **o: RingMultiheadDilatedAttention(256, 4, **BRANCHES, rotary=True, qk_norm=True, **o),

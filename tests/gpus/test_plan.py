@@ -34,9 +34,8 @@ def peaks(rank: int, world: int, kind: str, training: bool, n: int) -> tuple[int
         found = peak_of(call)
     else:
         call()
-    plan = plan_attention(
-        kind, num_positions=n, num_heads=16, num_kv_heads=4, head_dim=128, world_size=world, training=training, find_longest=False, **options
-    )
+    shape = {"num_positions": n, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "world_size": world}
+    plan = plan_attention(kind, training=training, find_longest=False, **shape, **options)
     # lists of blocks are kept from call to call, and were there before
     return plan.peak - dict(plan.memory.forward).get("lists of blocks", 0), found, str(plan.memory)
 
