@@ -29,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
     config.addinivalue_line("markers", "alone: measures times or free memory, so nothing runs beside it in tests.gpu_suite")
     config.addinivalue_line("markers", "kernel(*parameters): cases with equal values of these share compiled kernels, so one process runs them")
+    config.addinivalue_line("markers", "gpus: needs two CUDA GPUs or more; skipped without, but with DILATED_GPUS_ON_CPU=1 tried over gloo")
+    # of pytest-xdist, which a run may leave out
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker of --dist loadgroup runs")
     config.addinivalue_line("markers", "no_poison: leaves torch.empty alone instead of filling it with NaN")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -41,11 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             values = item.callspec.params  # type: ignore[attr-defined]
             name = "-".join([item.originalname, *(str(values[parameter]) for parameter in mark.args)])  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.xdist_group(name))
-    if torch.cuda.is_available():
-        return
+    count = torch.cuda.device_count()
     for item in items:
-        if "gpu" in item.keywords:
+        # not by keywords, of which a folder's name is one
+        if count < 1 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if count < 2 and item.get_closest_marker("gpus") and os.environ.get("DILATED_GPUS_ON_CPU") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs 2 GPUs"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,7 +88,7 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
     """What torch reserves for later goes back after a GPU test that was large: a dozen processes share one GPU."""
     yield
-    if "gpu" in request.keywords and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 * 2**30:
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 * 2**30:
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -4,12 +4,14 @@
     python tests/gpu_failures.py kill --ranks 4         one mode
     torchrun --nproc-per-node 2 tests/gpu_failures.py stall     the same under torchrun, which ends all ranks once one has died
 
-Last line: ``PASS all`` or ``FAIL ...``. Without a GPU it runs over gloo, where the modes of the watch are left out.
+Last line: ``PASS all`` or ``FAIL ...``. Without a GPU, and with DILATED_GPUS_ON_CPU=1, it runs over gloo, where the modes of the watch
+are left out. ``gpus/test_failures.py`` runs every mode under pytest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import os
@@ -25,13 +27,14 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from dilated_attention import ring_attention
 from dilated_attention.distributed import Members, members_of
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.distributed.handshake import agree
 from dilated_attention.distributed.watch import COLLECT, GRACE, POLL
 from dilated_attention.distributed.wire import wire_of
 
-GPU = torch.cuda.is_available()
+GPU = torch.cuda.is_available() and os.environ.get("DILATED_GPUS_ON_CPU") != "1"
 TIMEOUT = 5.0
 LIMIT = TIMEOUT + COLLECT + GRACE + 4 * POLL + 3.0
 SILENT = "has not reported: dead, stalled or in another call"
@@ -119,6 +122,21 @@ def kill(members: Members, device: torch.device, victim: int = -1) -> None:
     ring(members, device, 200, at_hop)
 
 
+def step(members: Members, device: torch.device) -> None:
+    """Training steps of attention itself, in which a rank is killed."""
+    shape, dtype = (1, 256, 4, 64), torch.bfloat16 if GPU else torch.float32
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(4))
+    for index in range(100):
+        if index == 5 and members.rank == members.size - 1:
+            finish(device)
+            os.kill(os.getpid(), signal.SIGKILL)
+        # the first steps load libraries
+        limit = 60.0 if index < 2 else TIMEOUT
+        out = ring_attention(q, k, v, is_causal=True, backend="sdpa", seq_len=256 * members.size, timeout=limit)
+        torch.autograd.grad(out, (q, k, v), dout)
+    finish(device)
+
+
 def stall(members: Members, device: torch.device) -> None:
     def at_hop(hop: int) -> None:
         if hop == 5 and members.rank == 1:
@@ -173,11 +191,13 @@ ENDS: dict[str, tuple[Callable[[Members, torch.device], str | None], type[BaseEx
         RingError,
         "its server, mostly global rank 0, has ended|store of torch.distributed",
     ),
+    "step": (step, RingError, "VICTIM " + SILENT),
     "stall": (stall, RingError, "rank 1 " + SILENT + "|all ranks report|gave up waiting|store of torch.distributed"),
     "raise": (raises, RingError, "rank 1 " + SILENT),
     "stuck": (stuck, None, ""),
 }
 ON_GPU_ONLY = ("compute", "capture", "stuck")
+MODES = [mode for mode in ENDS if GPU or mode not in ON_GPU_ONLY]
 
 
 def rank_main(mode: str) -> int:
@@ -211,7 +231,8 @@ def rank_main(mode: str) -> int:
     return int(failed)
 
 
-def launch(mode: str, ranks: int) -> bool:
+def launch(mode: str, ranks: int) -> tuple[bool, str]:
+    """Plays a mode in processes of its own, none of which outlives it: whether all ended as they should, and what each said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -219,9 +240,20 @@ def launch(mode: str, ranks: int) -> bool:
     command = [sys.executable, os.path.abspath(__file__), mode]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     began = time.monotonic()
-    processes = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes) for r in range(ranks)]  # type: ignore[call-overload]
+    environments = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [subprocess.Popen(command, env=own, start_new_session=True, **pipes) for own in environments]  # type: ignore[call-overload]
+    try:
+        return judge(mode, processes, began)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def judge(mode: str, processes: list[subprocess.Popen[str]], began: float) -> tuple[bool, str]:
+    ranks, lines = len(processes), []
     good = True
-    dies = {"kill": ranks - 1, "kill0": 0}.get(mode)
+    dies = {"kill": ranks - 1, "kill0": 0, "step": ranks - 1}.get(mode)
     for rank, process in enumerate(processes):
         try:
             output, _ = process.communicate(timeout=max(1.0, began + 90 + 2 * LIMIT - time.monotonic()))
@@ -239,11 +271,11 @@ def launch(mode: str, ranks: int) -> bool:
             right = process.returncode == 0 and f"PASS rank {rank} {mode}" in output
         good &= right
         verdict = [line for line in output.splitlines() if line.startswith(("PASS", "FAIL"))]
-        print(f"  rank {rank}: exit code {process.returncode}: {' '.join(verdict) or '(no verdict)'}")
+        lines.append(f"  rank {rank}: exit code {process.returncode}: {' '.join(verdict) or '(no verdict)'}")
         if not right:
-            print("    " + "\n    ".join(output.splitlines()[-40:]))
-    print(f"{'PASS' if good else 'FAIL'} {mode}, {ranks} ranks, {time.monotonic() - began:.1f} s", flush=True)
-    return good
+            lines.append("    " + "\n    ".join(output.splitlines()[-40:]))
+    lines.append(f"{'PASS' if good else 'FAIL'} {mode}, {ranks} ranks, {time.monotonic() - began:.1f} s")
+    return good, "\n".join(lines)
 
 
 def main() -> int:
@@ -253,8 +285,11 @@ def main() -> int:
     args = parser.parse_args()
     if "RANK" in os.environ:
         return rank_main(args.mode)
-    modes = [mode for mode in ENDS if GPU or mode not in ON_GPU_ONLY] if args.mode == "all" else [args.mode]
-    bad = [mode for mode in modes if not launch(mode, args.ranks)]
+    bad = []
+    for mode in MODES if args.mode == "all" else [args.mode]:
+        good, text = launch(mode, args.ranks)
+        print(text, flush=True)
+        bad += [] if good else [mode]
     print("FAIL " + ", ".join(bad) if bad else "PASS all")
     return int(bool(bad))
 

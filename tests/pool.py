@@ -1,12 +1,16 @@
-"""Live gloo processes that tests send functions to: starting eight of them takes a second, a case in them a millisecond.
+"""Live processes that tests send functions to: starting eight of gloo takes a second, a case in them a millisecond.
 
-results = pool_of(4).run(function, *args)     # function(rank, world, *args), importable, in every process
+results = pool_of(4).run(function, *args)               # function(rank, world, *args), importable, in every process, over gloo
+results = pool_of(4, "nccl").run(function, *args)       # the same with a GPU for each process
+
+A function that makes tensors puts them where ``here()`` says, and then runs on either.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import functools
@@ -20,7 +24,27 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# the kind of device that this process computes on; set in a pool's processes
+_device_type = "cpu"
+# Linux: the signal a process gets when its parent ends
+_PR_SET_PDEATHSIG = 1
+
+
+def here() -> torch.device:
+    """Where tensors of this process lie: on its own GPU in a pool over NCCL, else on the CPU."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if _device_type == "cuda" else torch.device("cpu")
+
+
+def patience() -> float:
+    """Seconds that a rank waits for another: on a GPU, where one may compile a kernel that others do not need, minutes."""
+    return 240.0 if _device_type == "cuda" else 30.0
 
 
 def fresh_processes() -> Any:
@@ -32,6 +56,8 @@ def fresh_processes() -> Any:
 
 # after the first failing rank, the others have this long to fail themselves
 AFTERMATH = 5.0
+# until a process has loaded torch, on a machine that is busy with other tests
+STARTING = 180.0
 
 
 class PoolError(AssertionError):
@@ -39,16 +65,28 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """Processes 0 to world − 1 of one gloo world. After a failure they are replaced, for messages may lie about unread."""
+    """Processes 0 to world − 1 of one world. After a failure they are replaced, for messages may lie about unread.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    Args:
+        backend: of ``init_process_group``. With ``"nccl"`` in it, rank r has GPU r.
+        bound: the group is told its GPU at once, which makes the communicator at once and others by splitting it.
+    """
+
+    def __init__(self, world: int, backend: str = "gloo", *, bound: bool = False) -> None:
+        self.world, self.backend, self.bound = world, backend, bound
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    @property
+    def on_gpus(self) -> bool:
+        return "nccl" in self.backend
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """What ``function(rank, world, *args)`` returns on each rank.
+
+        Args:
+            timeout: seconds; None for 60, or 300 on GPUs, where a case may compile kernels.
 
         Raises:
             PoolError: naming all ranks that raised, with their tracebacks, and those that hang, with where they are.
@@ -64,7 +102,7 @@ class Pool:
                 raise PoolError(f"rank {rank} of {self.world} died since the last case") from None
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (timeout if timeout is not None else 300.0 if self.on_gpus else 60.0)
         while len(results) + len(errors) < self.world:
             open_ = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in errors}
             ready = wait(list(open_), max(0.0, deadline - time.monotonic()))
@@ -91,6 +129,9 @@ class Pool:
 
     def close(self) -> None:
         for process in self.processes:
+            # with what it started, such as compilers; a process that is still starting has no group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self.processes:
             process.join()
@@ -101,17 +142,22 @@ class Pool:
             self._folder.cleanup()
 
     def _open(self) -> None:
-        context = fresh_processes()
+        # on GPUs nothing is forked: whatever had asked for CUDA before would spoil it for all children
+        context = mp.get_context("spawn") if self.on_gpus else fresh_processes()
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         for rank in range(self.world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, there, self._folder.name), daemon=True)
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world, self.backend, self.bound, theirs, self._folder.name)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            there.close()
+            theirs.close()
             self.processes.append(process)
-            self._pipes.append(here)
+            self._pipes.append(ours)
         try:
             # rank 0 serves the store on a port that the system picked
+            if not self._pipes[0].poll(STARTING):
+                self.close()
+                raise PoolError(f"rank 0 has not served a store within {STARTING:g} s")
             port = self._pipes[0].recv()
             for pipe in self._pipes[1:]:
                 pipe.send(port)
@@ -129,13 +175,23 @@ class Pool:
         return {rank: file.read_text() if file.exists() else "(still starting)" for rank, file in files.items()}
 
 
-def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+def _serve(rank: int, world: int, backend: str, bound: bool, pipe: Connection, folder: str) -> None:
+    os.setpgid(0, 0)
+    if os.path.exists("/proc/self"):
+        # a process that waits for a GPU would outlive a parent that was killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     import torch
     import torch.distributed as dist
 
     from tests.conftest import POISONED, _poisoned
 
     torch.set_num_threads(1)
+    device = None
+    if "nccl" in backend:
+        global _device_type
+        _device_type = "cuda"
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     for owner, name in POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
     with open(os.path.join(folder, f"stack{rank}"), "w") as stacks:
@@ -145,7 +201,8 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
             pipe.send(store.port)
         else:
             store = dist.TCPStore("127.0.0.1", pipe.recv(), world, False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+        limit = datetime.timedelta(seconds=60 if device is None else 300)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=device if bound else None)
         while True:
             try:
                 task = pipe.recv_bytes()
@@ -161,8 +218,8 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
 
 
 @functools.cache
-def pool_of(world: int) -> Pool:
+def pool_of(world: int, backend: str = "gloo", bound: bool = False) -> Pool:
     """The pool of this many processes, one per test process, made when first run."""
-    pool = Pool(world)
+    pool = Pool(world, backend, bound=bound)
     atexit.register(pool.close)
     return pool

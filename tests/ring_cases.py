@@ -1,4 +1,4 @@
-"""Calls on spread sequences for ``test_ring.py``: how they are drawn, and what runs inside the pool's processes.
+"""Calls on spread sequences, on CPUs and GPUs: how they are drawn, and what runs inside the pool's processes.
 
 Every rank makes the whole inputs from the case's seed and cuts out its rows; the parent puts the ranks' results together and judges.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,30 @@ from dilated_attention import DilatedPattern, attention, ring_attention, ring_di
 from dilated_attention.distributed import LAYOUTS, call, cost, spans
 from dilated_attention.distributed.route import why_no_heads
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
+from tests.pool import here, patience
 
 HEADS = ((4, 4), (4, 2), (6, 2), (8, 1))
 WHOLE = DilatedPattern((2**62,), (1,), "zero")
 SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the kernels of a sweep's calls are compiled for, so that a call more compiles nothing.
+
+    Args:
+        heads: (H, Hk) pairs to draw from; None for many. A pair divides into the ranks of every world that draws it.
+        backend: by name.
+        instead: (option, another backend) of calls with ``"padding"``, ``"window"`` or ``"dropout"``; the first that a call has counts.
+        stretch: of the sequence's length.
+    """
+
+    dtype: torch.dtype = torch.float64
+    head_dim: int = 8
+    heads: tuple[tuple[int, int], ...] | None = None
+    backend: str = "auto"
+    instead: tuple[tuple[str, str], ...] = ()
+    stretch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +63,19 @@ class Spread:
     seq_len_given: bool = True
     steps: bool = False
     memory: str = "rows"
+    backend: str = "auto"
 
 
-def draw(world: int, seed: int) -> Spread:
+def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
     """A random call of ``world`` ranks."""
     rng = random.Random(world * 100_003 + seed)
     exchange = rng.choice(["auto", "all_gather", "all_gather", "ring", "ring", "all_to_all", "2d"])
     per_node = rng.choice([p for p in range(1, world + 1) if world % p == 0]) if exchange == "2d" else None
     parts = world if exchange == "all_to_all" else per_node or 1
-    choices = [*HEADS, (world, world), (2 * world, world), (world, 1)]
+    choices = list(kernel.heads or (*HEADS, (world, world), (2 * world, world), (world, 1)))
     heads, kv_heads = rng.choice([pair for pair in choices if why_no_heads(*pair, parts, "all") is None])
     n = rng.choice([rng.randint(0, 2), rng.randint(0, 2 * world), rng.randint(1, 48), rng.randint(1, 96), 2 * world * rng.randint(1, 6)])
+    n = n * kernel.stretch + (rng.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
     dense = rng.random() < 0.35
     window = None
     if dense and exchange != "ring" and rng.random() < 0.5:
@@ -70,7 +92,7 @@ def draw(world: int, seed: int) -> Spread:
         num_keys=n,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=8,
+        head_dim=kernel.head_dim,
         is_causal=rng.random() < 0.5,
         scale=rng.choice([None, None, 0.2]),
         window=window,
@@ -81,6 +103,7 @@ def draw(world: int, seed: int) -> Spread:
         lse_grad=mixture_grad == "exact" and rng.random() < 0.6,
         seed=rng.randint(0, 2**16),
     )
+    options = {"padding": case.padding != "none", "window": case.window is not None, "dropout": case.dropout_p > 0}
     return Spread(
         case=case,
         layout=rng.choice(LAYOUTS),
@@ -89,6 +112,7 @@ def draw(world: int, seed: int) -> Spread:
         seq_len_given=rng.random() < 0.7,
         steps=rng.random() < 0.4,
         memory=rng.choice(["rows", "rows", "heads", "slice"]),
+        backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
     )
 
 
@@ -143,7 +167,8 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
             "key_padding_mask": x.key_padding_mask,
             "dropout_p": case.dropout_p,
             "return_lse": True,
-            "timeout": 30.0,
+            "backend": spread.backend,
+            "timeout": patience(),
         } | options
         # all ranks are seeded alike, and as the one process is that the results are compared with
         torch.manual_seed(case.seed)
@@ -170,20 +195,22 @@ def byte_limits_of_one() -> Iterator[None]:
         call._setups.clear()
 
 
-def run(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64, times: int = 1) -> list[list[Result]]:
+def run(
+    rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64, times: int = 1, deterministic: bool = False
+) -> list[list[Result]]:
     """This rank's results of each call, ``times`` in a row."""
-    return [run_one(spread, rank, world, None, dtype, times) for spread in spreads]
+    return [run_one(spread, rank, world, None, dtype, times, deterministic=deterministic) for spread in spreads]
 
 
-def run_one(spread: Spread, rank: int, world: int, group: Any, dtype: torch.dtype = torch.float64, times: int = 1) -> list[Result]:
+def run_one(
+    spread: Spread, rank: int, world: int, group: Any, dtype: torch.dtype = torch.float64, times: int = 1, **options: Any
+) -> list[Result]:
     case = spread.case
-    x = local_inputs(inputs(case, dtype), positions(case.num_keys, rank, world, spread.layout), spread.memory)
-    function = ring_call(spread, group)
+    x = local_inputs(inputs(case, dtype, here()), positions(case.num_keys, rank, world, spread.layout).to(here()), spread.memory)
+    function = ring_call(spread, group, **options)
     try:
-        if not spread.steps:
-            return [results(function, case, x) for _ in range(times)]
-        with byte_limits_of_one():
-            return [results(function, case, x) for _ in range(times)]
+        with byte_limits_of_one() if spread.steps else nullcontext():
+            return [{name: y.cpu() for name, y in results(function, case, x).items()} for _ in range(times)]
     except Exception as error:
         raise RuntimeError(f"rank {rank} of {world}: {spread}") from error
 
@@ -193,14 +220,15 @@ def together(spread: Spread, parts: Sequence[Result]) -> Result:
     n, world = spread.case.num_keys, len(parts)
     rows = torch.cat([positions(n, rank, world, spread.layout) for rank in range(world)])
     order = rows.argsort()
-    return {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in SEQUENCE_DIM.items()}
+    dims = {name: SEQUENCE_DIM[name] for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in dims.items()}
 
 
 def in_subgroup(rank: int, world: int, ranks: Sequence[int], spreads: Sequence[Spread], as_mesh: bool) -> list[Result] | None:
     """Calls of a part of the processes; None on the others."""
     if as_mesh:
         # columns of the mesh are the sequences: ranks [i, i + world / 2, …]
-        mesh = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("cp", "dp"))["cp"]
+        mesh = dist.init_device_mesh(here().type, (world // 2, 2), mesh_dim_names=("cp", "dp"))["cp"]
         return [run_one(spread, mesh.get_local_rank(), mesh.size(), mesh)[0] for spread in spreads]
     group = dist.new_group(list(ranks))
     if rank not in ranks:
@@ -220,11 +248,11 @@ AUTOCAST = Case(pattern=DilatedPattern((8, 24), (1, 2)), batch=2, num_queries=24
 
 def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     """out and the three gradients of its sum, of float32 inputs under an autocast to bfloat16."""
-    x = local_inputs(inputs(AUTOCAST, torch.float32), positions(24, rank, world, "contiguous"))
+    x = local_inputs(inputs(AUTOCAST, torch.float32, here()), positions(24, rank, world, "contiguous"))
     leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True)
-    return (out.detach(), *torch.autograd.grad(out.float().sum(), leaves))
+    with torch.autocast(here().type, torch.bfloat16):
+        out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True, backend="sdpa", timeout=patience())
+    return tuple(y.cpu() for y in (out.detach(), *torch.autograd.grad(out.float().sum(), leaves)))
 
 
 def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> Result:
@@ -237,7 +265,7 @@ def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> R
 def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | None) -> list[int]:
     """Positions whose result is NaN where the value at ``at`` is."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 8 * world, 2, 8, dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 8 * world, 2, 8, dtype=torch.float64).to(here())
     v[:, at] = torch.nan
     mine = slice(8 * rank, 8 * rank + 8)
     options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
@@ -248,7 +276,7 @@ def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | N
 def lse_gradient_of_the_last(rank: int, world: int, exchange: str, layout: str) -> float:
     """Largest error of dq, dk and dv where only the last rank's loss depends on lse."""
     torch.manual_seed(0)
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8 * world, 4, 8, dtype=torch.float64).unbind(0))
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8 * world, 4, 8, dtype=torch.float64).to(here()).unbind(0))
     parts = [x.detach().requires_grad_() for x in shard_sequence(None, [q, k, v], [1, 1, 1], layout=layout)]
     out, lse = ring_attention(*parts, layout=layout, exchange=exchange, seq_len=8 * world, return_lse=True)
     mine = out.sum() + (lse.sum() if rank == world - 1 else 0)

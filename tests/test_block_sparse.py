@@ -75,11 +75,12 @@ class Inputs:
     cu_seqlens: torch.Tensor | None
 
 
-def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
+def inputs(case: Case, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Inputs:
+    """Equal for equal seeds on every device, up to the rounding to ``dtype``."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     q, dout = (made(case.batch, case.num_queries, case.heads, case.head_dim) for _ in range(2))
     k, v = (made(case.batch, case.num_keys, case.kv_heads, case.head_dim) for _ in range(2))
@@ -87,7 +88,8 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
     padding = torch.rand(case.batch, case.num_keys, generator=generator) < 0.4 if case.padding else None
     if padding is not None:
         padding[0, : case.num_keys // 2] = True
-    bounds = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32)
+        padding = padding.to(device)
+    bounds = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
     return Inputs(q, k, v, dout, dlse, padding, bounds)
 
 
@@ -105,7 +107,7 @@ def multiplicities(case: Case, x: Inputs) -> torch.Tensor:
             if case.branches is not None:
                 m[b, :, rows, start:end] += case.branches.dense_mask(*sizes, **options)
     if x.key_padding_mask is not None:
-        m = m * ~x.key_padding_mask[:, None, None, :]
+        m = m * ~x.key_padding_mask[:, None, None, :].cpu()
     return m
 
 
@@ -120,7 +122,7 @@ def block_pattern(case: Case, x: Inputs, b: int, rows: slice, keys: slice) -> Bl
 
 def plain(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): every score written out; differentiable."""
-    m = multiplicities(case, x)
+    m = multiplicities(case, x).to(q.device)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, 2) for y in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k) * (case.head_dim**-0.5 if case.scale is None else case.scale)
     empty = (m == 0).all(-1)
@@ -128,7 +130,7 @@ def plain(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     s = torch.where(empty[..., None], 0.0, s)
     p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
     if case.dropout_p:
-        p = p * kept_weights(case) / (1 - case.dropout_p)
+        p = p * kept_weights(case).to(q.device) / (1 - case.dropout_p)
     return torch.einsum("bhij,bjhd->bihd", p, v), torch.where(empty, -torch.inf, s.logsumexp(-1))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,16 +22,35 @@ SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
 
 
 def run(*command: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    """The program's end; what is not through by then is killed, with all that it has started."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    arguments = [sys.executable, *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, text=True, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except BaseException:
+            # the processes of torchrun have sessions of their own, and it ends them
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=40)
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+
+
+def write_text(folder: Path) -> Path:
+    """Text that is easy for attention and hard for a bigram: a long sentence over and over."""
+    path = folder / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 400)
+    return path
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text that is easy for attention and hard for a bigram: a long sentence over and over."""
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 400)
-    return path
+    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def test_training_ends_below_the_baselines_and_writes_what_it_says(text: Path, tmp_path: Path) -> None:

@@ -6,11 +6,8 @@ import gzip
 import importlib
 import json
 import math
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.models import LongNetConfig
 from tests.pool import pool_of
+from tests.test_examples import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = ["--length", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
@@ -263,14 +261,18 @@ def test_branches_reach_the_length(genome: ModuleType) -> None:
     assert genome.geometric_branches(8192, 512) == ((512, 2048, 8192), (1, 4, 16))
 
 
-@pytest.fixture(scope="module")
-def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_fasta(folder: Path) -> Path:
     """A motif of 100 bases over and over: easy for five bases of context, hard for two."""
     generator = random.Random(3)
     motif = "".join(generator.choice("ACGT") for _ in range(100))
-    path = tmp_path_factory.mktemp("data") / "repeat.fa"
+    path = folder / "repeat.fa"
     path.write_text(">repeats\n" + motif * 75)
     return path
+
+
+@pytest.fixture(scope="module")
+def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fasta(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -283,13 +285,6 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return (script.main(), *capsys.readouterr())
 
     return call
-
-
-def torchrun() -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
@@ -343,9 +338,7 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
     code, _, error = here(*common, "--out", str(tmp_path / "alone"))
     # too few steps to learn much, and the report says so
     assert code == 1 and "not below the Markov models" in error, error
-    command = [sys.executable, *torchrun(), str(EXAMPLES / "train_genome.py"), *common, *shared]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    result = run(*torchrun(), str(EXAMPLES / "train_genome.py"), *common, *shared)
     assert "not below the Markov models" in result.stderr, result.stderr
     losses = []
     for kind in ("alone", "shared"):

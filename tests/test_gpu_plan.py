@@ -1,4 +1,4 @@
-"""Planned peak memory and times against what this GPU takes; of spread sequences against two of them."""
+"""Planned peak memory and times against what this GPU takes. Of spread sequences: ``gpus/test_plan.py``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def peak_of(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def called(function: Callable[..., torch.Tensor], shape: tuple[int, ...], kv_heads: int, training: bool, **options: Any) -> Any:
+def called(
+    function: Callable[..., torch.Tensor], shape: tuple[int, ...], kv_heads: int, training: bool, device: Any = "cuda", **options: Any
+) -> Any:
     B, N, H, D = shape
-    tensors = [torch.randn(B, N, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads)]
+    tensors = [torch.randn(B, N, heads, D, device=device, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads)]
     if not training:
         with torch.no_grad():
             return function(*tensors, **options)
@@ -167,40 +169,3 @@ def test_estimated_times_are_near_what_the_gpu_takes(kind: str) -> None:
     if abs(plan.seconds / best - 1) > 0.4 and is_shared():
         pytest.skip(f"others hold {others_hold() / 2**30:.0f} GiB of this GPU: {best * 1e3:.1f} ms are no measure of {plan.seconds * 1e3:.1f} planned; run alone")
     assert plan.seconds == pytest.approx(best, rel=0.4)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("kind", ["ring", "ring_dilated", "ring_block_sparse"])
-@pytest.mark.parametrize("training", [False, True])
-def test_planned_peaks_of_a_spread_sequence_are_what_two_gpus_take(kind: str, training: bool, tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), kind, training), nprocs=2)
-
-
-RINGS: dict[str, dict[str, Any]] = {
-    "ring": {},
-    "ring_dilated": {"segment_lengths": (2048, 2**18), "dilation_rates": (1, 16)},
-    "ring_block_sparse": {"pattern": WINDOW},
-}
-
-
-def _rank(rank: int, store: str, kind: str, training: bool) -> None:
-    import torch.distributed as dist
-
-    from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention
-
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    options = RINGS[kind]
-    n = 2**16 if kind == "ring" else 2**18
-    function = {"ring": ring_attention, "ring_dilated": ring_dilated_attention, "ring_block_sparse": ring_block_sparse_attention}[kind]
-    layout = "zigzag" if kind == "ring" else "contiguous"
-    try:
-        found = peak_of(lambda: called(function, (1, n // 2, 16, 128), 4, training, layout=layout, seq_len=n, **options))
-        plan = plan_attention(
-            kind, num_positions=n, num_heads=16, num_kv_heads=4, head_dim=128, world_size=2, layout=layout, training=training,
-            find_longest=False, **options,
-        )  # fmt: skip
-        there = dict(plan.memory.forward).get("lists of blocks", 0)
-        assert plan.peak - there == pytest.approx(found, rel=0.1), f"took {found / 2**20:.0f} MiB\n{plan.memory}"
-    finally:
-        dist.destroy_process_group()

@@ -121,7 +121,9 @@ def test_skips_are_named_by_their_reasons() -> None:
 
 def test_one_gpu_and_several_are_different_tests() -> None:
     one, several = phases(False, 16), phases(True, 16)
-    assert list(one) == ["side by side", "alone"] and list(several) == ["several GPUs"]
+    assert list(one) == ["side by side", "alone"] and list(several) == ["pools", "processes"]
+    folder = {f"tests/gpus/{path.name}" for path in Path(__file__).parent.glob("gpus/test_*.py")}
+    assert folder == {argument[argument.index("tests/gpus") :] for phase in several.values() for argument in phase if argument.endswith(".py")}
     files = [argument for argument in one["alone"] if argument.endswith(".py")]
     assert len(files) > 20 and all("pytest.mark.gpu" in Path(file).read_text() for file in files)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from dilated_attention.distributed import cost
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     RESULTS,
-    Case,
     Result,
     call,
     inputs,
@@ -24,9 +22,10 @@ from dilated_attention.testing import (
     relative_bound,
     results,
 )
-from tests import ring_cases
+from tests import ring_cases, ring_chosen
 from tests.pool import pool_of
-from tests.ring_cases import HEADS, WHOLE, Spread, draw, together, with_changes
+from tests.ring_cases import HEADS, WHOLE, Spread, draw, together
+from tests.ring_chosen import spread_of
 
 # 1000 calls in all; worlds of five and eight are slow on two cores
 CASES = {1: 50, 2: 300, 3: 250, 4: 250, 5: 75, 8: 75}
@@ -97,68 +96,21 @@ def test_random_calls_reach_everything() -> None:
 # --- chosen calls -----------------------------------------------------------------------------------------------------------------
 
 
-def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> Spread:
-    case = Case(pattern=pattern, batch=2, num_queries=n, num_keys=n, heads=4, kv_heads=2, lse_grad=True, seed=3)
-    return with_changes(Spread(case=case), **changes)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_steps_of_heads(world: int, dropout_p: float) -> None:
-    """A dense all_gather in as many steps as there are key/value heads, of which two at a time are in memory."""
-    changes = [
-        {"layout": layout, "is_causal": is_causal, "heads": heads, "kv_heads": kv_heads, "window": window}
-        for layout in ring_cases.LAYOUTS
-        for is_causal in (False, True)
-        for heads, kv_heads in ((5, 5), (6, 2))
-        for window in (None, (7, 3))
-    ]
-    check(world, [spread_of(exchange="all_gather", steps=True, dropout_p=dropout_p, n=29, **change) for change in changes])
+    check(world, ring_chosen.steps_of_heads(dropout_p))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_segments_and_ranks(world: int) -> None:
-    """Segments inside a rank, of two ranks, of all, longer than the sequence, and across bounds; rates that divide nothing."""
-    n = 96
-    share = n // world
-    patterns = [
-        DilatedPattern((share, 2 * share, n), (1, 2, 4)),
-        DilatedPattern((share // 2, 2 * share, 4 * n), (1, 3, 5), "blocked"),
-        DilatedPattern((share + 1, 31, 77), (1, 4, 9)),
-        DilatedPattern((2 * share, n), (5, 7), "zero", tail="zero_keys"),
-        DilatedPattern((2 * share, n), (2, 3), ((1, 0, 0, 1), (2, 2, 1, 0)), tail="zero_keys"),
-        DilatedPattern((share, n, n), (2, 2, 2)),
-        DilatedPattern((share, n), (1, 2), branch_heads="split"),
-    ]
-    check(
-        world,
-        [
-            spread_of(pattern, n, is_causal=is_causal, exchange=exchange, layout=layout)
-            for pattern in patterns
-            for exchange, layout, is_causal in (
-                ("all_gather", "contiguous", False),
-                ("all_gather", "contiguous", True),
-                ("ring", "zigzag", True),
-                ("auto", "striped", False),
-            )
-        ],
-    )
+    check(world, ring_chosen.segments_and_ranks(world))
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_ranks_without_rows(world: int) -> None:
-    """N = 0, 1 and fewer positions than ranks; keys that are all padding: zeros and −inf, never NaN."""
-    pattern = DilatedPattern((2, 3), (1, 2))
-    spreads = [
-        spread_of(which, n, exchange=exchange, layout=layout, padding=padding, seq_len_given=bool(n % 2))
-        for which in (pattern, WHOLE)
-        for n in (0, 1, 2, world - 1)
-        for exchange, layout in (("auto", "zigzag"), ("all_gather", "contiguous"), ("ring", "contiguous"), ("ring", "striped"))
-        for padding in ("none", "all")
-    ]
-    check(world, spreads)
-    # a document of no positions, and documents of one rank alone
-    check(world, [spread_of(pattern, 9, bounds=(0, 0, 1, 1, 9), batch=1, layout=layout) for layout in ring_cases.LAYOUTS])
+    """Zeros and −inf, never NaN."""
+    check(world, ring_chosen.ranks_without_rows(world))
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
@@ -174,13 +126,7 @@ def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_runs_repeat_bit_for_bit(world: int) -> None:
-    spreads = [
-        spread_of(pattern, 61, exchange=exchange, layout=layout, is_causal=True, steps=True)
-        for pattern in (WHOLE, DilatedPattern((8, 40, 61), (1, 2, 3)))
-        for exchange in ("all_gather", "ring", "all_to_all" if world == 2 else "2d")
-        for layout in ring_cases.LAYOUTS
-    ]
-    spreads = [with_changes(spread, ranks_per_node=2 if spread.exchange == "2d" else None) for spread in spreads]
+    spreads = ring_chosen.repeated(world)
     for rank in pool_of(world).run(ring_cases.run, spreads, torch.float32, 3):
         for first, *others in rank:
             assert all(torch.equal(first[name], other[name]) for other in others for name in RESULTS)
@@ -215,12 +161,7 @@ def test_errors_in_low_precision_are_those_of_one_process(world: int, dtype: tor
 @pytest.mark.parametrize("as_mesh", [False, True])
 def test_groups_that_are_a_part_of_the_world(as_mesh: bool) -> None:
     """Ranks 1 and 3 of four as a group; columns of a mesh, each a sequence of its own."""
-    spreads = [
-        spread_of(pattern, 37, exchange=exchange, layout=layout, is_causal=True, steps=True)
-        for pattern in (WHOLE, DilatedPattern((8, 37), (1, 3)))
-        for exchange in ("all_gather", "ring", "all_to_all")
-        for layout in ring_cases.LAYOUTS
-    ]
+    spreads = ring_chosen.of_parts()
     ranks = pool_of(4).run(ring_cases.in_subgroup, [1, 3], spreads, as_mesh)
     for members in ([ranks[0], ranks[2]], [ranks[1], ranks[3]]):
         if not as_mesh and members[0] is ranks[0]:
@@ -242,7 +183,7 @@ def test_autocast_and_a_loss_that_is_a_sum() -> None:
     x = inputs(ring_cases.AUTOCAST, torch.float32)
     leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
     with torch.autocast("cpu", torch.bfloat16):
-        out = dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True)
+        out = dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True, backend="sdpa")
     grads = torch.autograd.grad(out.float().sum(), leaves)
     for index, whole in enumerate((out, *grads)):
         found = torch.cat([rank[index] for rank in ranks], 1)

@@ -19,7 +19,7 @@ from dilated_attention import (
     shard_sequence,
 )
 from dilated_attention.pattern import BigBird, LocalWindow, TopBlocks
-from tests.pool import pool_of
+from tests.pool import here, patience, pool_of
 
 # no multiple of a block
 N = 333
@@ -42,17 +42,22 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def make_layer(kind: Any, pattern: Any = SHARED, **settings: Any) -> Any:
     torch.manual_seed(0)
-    return kind(16, 4, pattern, **{"dtype": torch.float64, **settings})
+    if kind is RingMultiheadBlockSparseAttention:
+        settings["timeout"] = patience()
+    # made on the CPU, where a seed gives the same weights everywhere
+    return kind(16, 4, pattern, **{"dtype": torch.float64, **settings}).to(here())
 
 
 def draw(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(here())
 
 
 def equal_to_one_process(rank: int, world: int, setting: str) -> None:
     group, settings = dist.group.WORLD, SETTINGS[setting]
     alone_settings = {name: value for name, value in settings.items() if name != "head_steps"}
+    padding = PADDING.to(here())
     for index, (call, options) in enumerate(CALLS.items()):
+        options = {name: x.to(here()) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         pattern = (SHARED, PER_HEAD)[(index + len(setting)) % 2]
         layout = ("contiguous", "zigzag", balanced_layout(pattern, N, world, 4, is_causal=True))[index]
         alone = make_layer(MultiheadBlockSparseAttention, pattern, **alone_settings)
@@ -63,13 +68,14 @@ def equal_to_one_process(rank: int, world: int, setting: str) -> None:
         expected = alone(x, None, value, **options)[0]
         grads = torch.autograd.grad(expected, [x, *alone.parameters()], dout)
         wanted = shard_sequence(group, [expected, grads[0]], [1, 1], layout=layout)
-        part, dpart, value, mask = (t.detach() for t in shard_sequence(group, [x, dout, value, PADDING], [1] * 4, layout=layout))
+        part, dpart, value, mask = (t.detach() for t in shard_sequence(group, [x, dout, value, padding], [1] * 4, layout=layout))
         given = {**options, "key_padding_mask": mask} if call == "padding" else options
         got, weights = spread(part.requires_grad_(), None, value, seq_len=N if call == "causal" else None, **given)
         assert weights is None
         shares = torch.autograd.grad(got, [part, *spread.parameters()], dpart)
         torch.testing.assert_close([got, shares[0]], wanted, atol=1e-10, rtol=1e-8)
         for share, whole in zip(shares[1:], grads[1:], strict=True):
+            share = share.contiguous()
             dist.all_reduce(share)
             torch.testing.assert_close(share, whole, atol=1e-9, rtol=1e-8)
 

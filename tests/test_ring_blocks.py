@@ -48,7 +48,7 @@ from dilated_attention.pattern import (
     TopBlocks,
     with_sparsity,
 )
-from tests.pool import pool_of
+from tests.pool import here, patience, pool_of
 from tests.test_block_sparse import PATTERNS, RESULTS, TOLERANCE, Case, Inputs, by_table, errors, inputs, plain, results, some_patterns
 
 WORLDS = (1, 2, 3, 4, 5)
@@ -63,6 +63,7 @@ class Spread:
     layout: str = "contiguous"
     head_steps: int | None = None
     seq_len_given: bool = True
+    backend: str = "auto"
 
 
 def layout_of(spread: Spread, world: int) -> str | Layout:
@@ -96,7 +97,7 @@ def ring(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         key_padding_mask=x.key_padding_mask,
         dropout_p=case.dropout_p,
         return_lse=True,
-        timeout=30.0,
+        timeout=patience(),
         **options,
     )
 
@@ -107,27 +108,32 @@ def local_inputs(x: Inputs, rows: torch.Tensor) -> Inputs:
     return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens)
 
 
-def run(rank: int, world: int, spreads: Sequence[Spread]) -> list[dict[str, torch.Tensor]]:
+def run(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
     found = []
     for spread in spreads:
         case, layout = spread.case, layout_of(spread, world)
-        x = local_inputs(inputs(case), positions(case.num_keys, rank, world, layout))
+        x = local_inputs(inputs(case, dtype, here()), positions(case.num_keys, rank, world, layout).to(here()))
         length = case.num_keys if spread.seq_len_given else None
-        found.append(results(ring, case, x, layout=layout, seq_len=length, head_steps=spread.head_steps))
+        options = {"layout": layout, "seq_len": length, "head_steps": spread.head_steps, "backend": spread.backend}
+        found.append({name: y.cpu() for name, y in results(ring, case, x, **options).items()})
     return found
+
+
+def together(spread: Spread, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The ranks' results as those of the whole sequence."""
+    layout, whole = layout_of(spread, len(parts)), {}
+    rows = torch.cat([positions(spread.case.num_keys, rank, len(parts), layout) for rank in range(len(parts))])
+    for name in RESULTS:
+        joined = torch.cat([part[name] for part in parts], SEQUENCE_DIM[name])
+        whole[name] = torch.empty_like(joined).index_copy_(SEQUENCE_DIM[name], rows, joined)
+    return whole
 
 
 def check(world: int, spreads: Sequence[Spread]) -> None:
     ranks = pool_of(world).run(run, list(spreads), timeout=120)
     for index, spread in enumerate(spreads):
-        case, layout = spread.case, layout_of(spread, world)
-        rows = [positions(case.num_keys, rank, world, layout) for rank in range(world)]
-        whole = {}
-        for name in RESULTS:
-            parts = torch.cat([found[index][name] for found in ranks], SEQUENCE_DIM[name])
-            whole[name] = torch.empty_like(parts).index_copy_(SEQUENCE_DIM[name], torch.cat(rows), parts)
-        x = inputs(case)
-        for name, error in errors(whole, results(plain, case, x)).items():
+        found = together(spread, [rank[index] for rank in ranks])
+        for name, error in errors(found, results(plain, spread.case, inputs(spread.case))).items():
             assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {world} ranks: {spread}"
 
 
@@ -140,8 +146,7 @@ def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
 NAMES = [name for name in PATTERNS if not name.startswith("top")]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_pattern(world: int) -> None:
+def of_every_pattern(world: int) -> list[Spread]:
     N = 64 * world + 70
     spreads = []
     for index, name in enumerate(NAMES):
@@ -150,7 +155,12 @@ def test_every_pattern(world: int) -> None:
             layout = ["contiguous", "zigzag", "balanced", "dealt"][(index // 2 + is_causal) % 4]
             case = case_of(PATTERNS[name](N, block), N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
             spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
-    check(world, spreads)
+    return spreads
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_pattern(world: int) -> None:
+    check(world, of_every_pattern(world))
 
 
 N_BIG = 330
@@ -170,15 +180,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SHARED, OF_HEADS = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64), BigBird(30, 3, 1, block_size=(64, 128))
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_every_option(world: int) -> None:
+def of_every_option(world: int) -> list[Spread]:
     spreads = []
     for index, (name, options) in enumerate(OPTIONS.items()):
         pattern = [SHARED, OF_HEADS][(index + world) % 2]
         layout = ["contiguous", "zigzag", "balanced"][(index + world) % 3]
         case = case_of(pattern, N_BIG, **options, seed=index)
         spreads.append(Spread(case=case, layout=layout, head_steps=[None, 2][index % 2], seq_len_given=name != "scale"))
-    check(world, spreads)
+    return spreads
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_every_option(world: int) -> None:
+    check(world, of_every_option(world))
 
 
 def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
@@ -188,19 +202,20 @@ def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
     check(2, [Spread(case=case), Spread(case=case, head_steps=2)])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_length(world: int) -> None:
+def of_every_length(world: int) -> list[Spread]:
     """Nothing, fewer positions than ranks, than blocks, a block and one."""
     pattern = LocalWindow(20, block_size=64) | RandomBlocks(0.3, block_size=64)
     lengths = (0, 1, world - 1, 63, 64, 65, 64 * world, 64 * world + 1, 128 * world - 1)
-    check(
-        world,
-        [
-            Spread(case=case_of(pattern, N, is_causal=N % 2 == 0), layout=layout, head_steps=1 + N % 2)
-            for N in dict.fromkeys(lengths)
-            for layout in (("contiguous", "zigzag", "balanced", "dealt") if N < 64 or world == 3 else ("zigzag", "dealt"))
-        ],
-    )
+    return [
+        Spread(case=case_of(pattern, N, is_causal=N % 2 == 0), layout=layout, head_steps=1 + N % 2)
+        for N in dict.fromkeys(lengths)
+        for layout in (("contiguous", "zigzag", "balanced", "dealt") if N < 64 or world == 3 else ("zigzag", "dealt"))
+    ]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_length(world: int) -> None:
+    check(world, of_every_length(world))
 
 
 @st.composite
@@ -309,7 +324,7 @@ DISAGREEMENTS = ("call", "pattern", "block_size", "function", "is_causal", "head
 
 def disagreeing(rank: int, world: int, which: str, length: int) -> str:
     # a length of its own for each case: what ranks have agreed on once is not compared again
-    q = torch.zeros(1, length, 2, 4)
+    q = torch.zeros(1, length, 2, 4, device=here())
     odd = rank == world - 1
     pattern: BlockPattern = LocalWindow(40, block_size=64)
     options: dict[str, Any] = {}
@@ -325,8 +340,8 @@ def disagreeing(rank: int, world: int, which: str, length: int) -> str:
         options[which] = {"is_causal": odd, "head_steps": 2 if odd else 1, "layout": "zigzag" if odd else "contiguous"}[which]
     try:
         if which == "call" and odd:
-            ring_attention(q, q, q, seq_len=length * world, timeout=20.0)
-        ring_block_sparse_attention(q, q, q, pattern, seq_len=length * world, timeout=20.0, **options)
+            ring_attention(q, q, q, seq_len=length * world, timeout=patience())
+        ring_block_sparse_attention(q, q, q, pattern, seq_len=length * world, timeout=patience(), **options)
     except (ValueError, BackendUnavailable) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -386,9 +401,10 @@ def module(rank: int, world: int) -> None:
     pattern = BigBird(30, 3, 1, block_size=64)
     layout = balanced_layout(pattern, N, world, 4, is_causal=True)
     whole = [torch.randn(2, N, heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    whole = [x.to(here()) for x in whole]
     q, k, v = (x.requires_grad_() for x in shard_sequence(None, whole, [1, 1, 1], layout=layout))
-    layer = RingBlockSparseAttention(pattern, layout=layout)
-    made = create_attention("ring_block_sparse", pattern=pattern, layout=layout)
+    layer = RingBlockSparseAttention(pattern, layout=layout, timeout=patience())
+    made = create_attention("ring_block_sparse", pattern=pattern, layout=layout, timeout=patience())
     (want,) = shard_sequence(None, [block_sparse_attention(*whole, pattern, is_causal=True)], [1], layout=layout)
     out = layer(q, k, v, True, seq_len=N)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=0)

@@ -89,11 +89,17 @@ def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device |
     """
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
+    truth, bounds = truth_and_bounds(case, x)
+    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in RESULTS]
+
+
+def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
+    """All results of a case in float64, and what each is held to in the dtype and on the device of the inputs: see ``measure``."""
+    dtype = x.q.dtype
     truth = results(plain_attention, case, x, torch.float64)
-    on_cpu = torch.device(device).type == "cpu"
-    if dtype is torch.float64 or (dtype is torch.float32 and on_cpu):
+    if dtype is torch.float64 or (dtype is torch.float32 and x.q.device.type == "cpu"):
         tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
-        return [Measured(n, max_error(mine[n], truth[n]), relative_bound(truth[n], tolerance, case.dropout_p)) for n in RESULTS]
+        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) for name in RESULTS}
     plain = results(plain_attention, case, x)
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
     if dtype is not torch.float32:
@@ -102,7 +108,7 @@ def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device |
         float32 = results(plain_attention, case, x, torch.float32)
         # an error of lse is a relative error of every weight: kernels for half precision may use a faster exp, well below their rounding
         bounds["lse"] = low_precision_bound(float32["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
-    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in RESULTS]
+    return truth, bounds
 
 
 def check_backend(

@@ -1,0 +1,42 @@
+"""The GPUs that the tests of this folder have, and live processes on them.
+
+Without GPUs the tests are skipped. With DILATED_GPUS_ON_CPU=1 they run over gloo instead of NCCL, as if four GPUs were there: a try of
+the tests themselves. DILATED_GPUS_PERCENT makes sweeps shorter.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool, pool_of
+
+ON_CPU = os.environ.get("DILATED_GPUS_ON_CPU") == "1"
+COUNT = 4 if ON_CPU else torch.cuda.device_count()
+# where this process, which is no rank, computes what ranks are held to
+DEVICE = torch.device("cpu" if ON_CPU or not COUNT else "cuda")
+PERCENT = int(os.environ.get("DILATED_GPUS_PERCENT", "100"))
+# (backend, whether the group is bound to its GPU): three ways in which programs begin, after each of which groups are made differently
+BEGINNINGS = {2: ("cpu:gloo,cuda:nccl", False), 3: ("nccl", False), 4: ("nccl", True)}
+
+
+def pool(world: int) -> Pool:
+    return pool_of(world) if ON_CPU else pool_of(world, *BEGINNINGS[world])
+
+
+def needs(world: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test that uses ``pool(world)``: those of one world run in one process, where the pool lives."""
+    return [pytest.mark.skipif(world > COUNT, reason=f"needs {world} GPUs"), pytest.mark.xdist_group(f"world {world}")]
+
+
+def worlds(*sizes: int) -> list[Any]:
+    """Parameters of a test that runs on each of these numbers of GPUs."""
+    return [pytest.param(size, marks=needs(size), id=f"{size} GPUs") for size in sizes]
+
+
+def share(count: int) -> int:
+    """Of ``count`` cases of a sweep, those that run."""
+    return max(1, count * PERCENT // 100)

@@ -1,0 +1,104 @@
+"""The examples and the README's program under torchrun on GPUs, in small. Needs 2 and 4 GPUs; pyrodigal for one of them.
+
+Kernels of torch itself, but in one of them: a process would compile FlashAttention-4 for longer than it trains.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpus.machine import COUNT, ON_CPU
+from tests.test_examples import EXAMPLES, run, torchrun, write_text
+from tests.test_examples import SMALL as SMALL_TEXT
+from tests.test_genome import SMALL as SMALL_GENOME
+from tests.test_genome import write_fasta
+from tests.test_readme import PROGRAMS
+
+pytestmark = [pytest.mark.gpus, pytest.mark.timeout(400)]
+
+needs_2 = pytest.mark.skipif(COUNT < 2, reason="needs 2 GPUs")
+needs_4 = pytest.mark.skipif(COUNT < 4, reason="needs 4 GPUs")
+# losses of bfloat16 products in another order, after three steps
+NEAR = 1e-4 if ON_CPU else 0.03
+
+
+def train(folder: Path, processes: int, *options: str, steps: int = 3, lr: str = "5e-4") -> list[float]:
+    """Bits of every step of train_longnet.py."""
+    history = folder / f"{processes}.json"
+    launch = torchrun(processes) if processes > 1 else []
+    command = [*launch, str(EXAMPLES / "train_longnet.py"), "--data", str(write_text(folder)), "--out", str(folder / "out")]
+    command += ["--steps", str(steps), "--lr", lr, "--backend", "sdpa", "--history", str(history)]
+    result = run(*command, *SMALL_TEXT, *options)
+    # too few steps to learn much, and the first rank alone says so
+    assert result.stderr.count("not below both: validation") == 1, result.stdout + result.stderr
+    return [bits for _, bits in json.loads(history.read_text())]
+
+
+@needs_2
+def test_processes_train_data_parallel(tmp_path: Path) -> None:
+    bits = train(tmp_path, 2, steps=8, lr="1e-2")
+    assert len(bits) == 8 and bits[-1] < bits[0] - 0.5, bits
+
+
+@needs_2
+def test_processes_that_share_sequences_train_as_one_does(tmp_path: Path) -> None:
+    alone = train(tmp_path, 1)
+    assert alone[2] < alone[0] - 0.1
+    assert train(tmp_path, 2, "--context-parallel", "2", "--fsdp", "--layout", "zigzag") == pytest.approx(alone, abs=NEAR)
+    if COUNT >= 4:
+        assert train(tmp_path, 4, "--context-parallel", "4", "--layout", "striped") == pytest.approx(alone, abs=NEAR)
+
+
+@needs_4
+def test_two_rows_of_two_that_share(tmp_path: Path) -> None:
+    bits = train(tmp_path, 4, "--context-parallel", "2", "--fsdp", steps=8, lr="1e-2")
+    assert len(bits) == 8 and bits[-1] < bits[0] - 0.5, bits
+
+
+def genome(folder: Path, processes: int, *options: str) -> list[float]:
+    """Bits of every step of train_genome.py, and of the held-out part."""
+    out = folder / f"genome{processes}"
+    launch = torchrun(processes) if processes > 1 else []
+    common = [*SMALL_GENOME, "--short-share", "0", "--lr", "1e-3", "--out", str(out)]
+    result = run(*launch, str(EXAMPLES / "train_genome.py"), *common, *options, timeout=300)
+    assert "not below the Markov models" in result.stderr, result.stdout + result.stderr
+    log = json.loads((out / "genome.json").read_text())
+    assert log["processes"] == processes and (out / "checkpoint").is_dir()
+    return [*(bits for _, _, bits in log["steps"]), log["held out bits per base"]]
+
+
+@needs_2
+def test_a_genome_is_learned_by_processes_that_share_its_sequence(tmp_path: Path) -> None:
+    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "3", "--checkpoint", "--backend", "sdpa"]
+    alone = genome(tmp_path, 1, *common)
+    assert genome(tmp_path, 2, *common, "--context-parallel", "2", "--fsdp", "--layout", "zigzag") == pytest.approx(alone, abs=NEAR)
+    assert alone[2] < alone[0] - 0.01
+
+
+@needs_4
+def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -> None:
+    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "3", *([] if ON_CPU else ["--compile"])]
+    bits = genome(tmp_path, 4, *common, "--context-parallel", "4", "--fsdp", "--embed-dim", "128")
+    assert len(bits) == 4 and bits[2] < bits[0]
+
+
+@needs_2
+def test_the_chromosome_of_the_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("pyrodigal", reason="pyrodigal is not installed")
+    small = ["--steps", "2", "--length", "8192", "--first-segment", "1024", "--held-out", "0.02", "--markov-order", "2"]
+    bits = genome(tmp_path, 2, *small, "--context-parallel", "2", "--backend", "sdpa")
+    assert len(bits) == 3
+
+
+@needs_4
+@pytest.mark.parametrize("code", PROGRAMS, ids=["README"])
+def test_readme_code_for_several_processes_runs(code: str, tmp_path: Path) -> None:
+    """On GPUs as it stands; at a fiftieth of its length where there are none."""
+    file = tmp_path / "train.py"
+    file.write_text(code.replace("100_00", "2_00") if ON_CPU else code, encoding="utf-8")
+    result = run(*torchrun(4), str(file))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("loss ") == 4, result.stdout
