@@ -169,20 +169,18 @@ class _Wire:
 
 
 def test_a_monitor_whose_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_monitor", None)
+    monkeypatch.setattr(watch, "_monitor", watch.Monitor())
     wire: Any = _Wire()
     watch.watch(wire)
     monitor = watch._monitor
-    assert monitor is not None
 
     def hold(pause: Callable[[], None]) -> None:
         with monitor._lock, monitor._stop._cond:
             pause()
 
     def child() -> None:
-        assert watch._monitor is None
+        assert watch._monitor is not monitor and watch._monitor._thread is None
         watch.watch(wire)
-        assert watch._monitor is not None
         thread = watch._monitor._thread
         assert thread is not None
         assert thread.is_alive()
