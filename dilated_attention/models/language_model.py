@@ -112,7 +112,7 @@ class LongNetLM(Pretrained):
                 the host would wait at every call: there they end in a device-side assertion, after which the process has to start anew.
         """
         check_tokens("tokens", tokens)
-        check_range("tokens", tokens, self.embedding.num_embeddings)
+        check_range("tokens", tokens, self.config.vocab_size)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
         if targets is not None:
@@ -121,7 +121,7 @@ class LongNetLM(Pretrained):
                 raise ValueError(
                     f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
                 )
-            check_range("targets", targets, self.embedding.num_embeddings, ignore_index=-100)
+            check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
         use = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
         hidden = self.hidden(tokens, cu_seqlens, seq_len, use)
         if targets is None:
@@ -142,7 +142,7 @@ class LongNetLM(Pretrained):
         cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
         """Hidden states (B, N, E) behind the last norm: logits are their products with ``output_weight``. Arguments as of ``forward``."""
-        check_range("tokens", tokens, self.embedding.num_embeddings)
+        check_range("tokens", tokens, self.config.vocab_size)
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the output layer's small initial values, for the residual stream to start at variance 1
