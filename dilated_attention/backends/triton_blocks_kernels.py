@@ -10,9 +10,6 @@ queries) at a time. No two programs write the same element, so results are the s
 One loop walks full and masked blocks in the order of the list. The test for a mask is one branch that a whole program takes or
 not; two loops would drain and refill the pipeline of loads in between, which rows of few blocks cannot afford.
 
-A masked pair has the weight 0, and 0 · NaN is NaN. So a program whose results are not finite walks its blocks ``AGAIN``: without the
-numbers that are not, and with NaN in the weights of the pairs that are kept and hold one. Only then does that cost anything.
-
 ``WALK`` (queries' block, keys' block, ROWS, KEYS), ``MASKS`` 0 none · 1 interval · 2 bits. Strides are multiples of ``ALIGN``
 elements, those within a tile are counted in 64 bits where ``WIDE``; positions in 32, addresses of blocks in 64.
 """
@@ -27,7 +24,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # below every score, and finite: a row without a key so far has differences without NaN
-LOWEST = tl.constexpr(-3.4028234e38)
+LOWEST = tl.constexpr(-1e30)
 
 # sizes and strides vary from call to call, and a 1 among them would be compiled in
 _VARYING = [
@@ -114,44 +111,31 @@ def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, 
     return kept
 
 
-@triton.jit
-def _all_kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key, num_queries, num_keys,
-              WALK: tl.constexpr, MASKS: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
-    """``_kept`` with everything else that leaves pairs of a tile out."""
-    keys = first_key + tl.arange(0, WALK[3])
-    kept = (tl.arange(0, WALK[2]) >= 0)[:, None] & (keys < num_keys)[None, :]
-    if MASKS:
-        kept = kept & _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False)
-    if PADDED:
-        padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
-        kept = kept & (padded == 0)[None, :]
-    return kept
-
-
-@triton.jit
-def _split(x):
-    """(x with 0 in place of what is not finite, which of its rows hold such)."""
-    finite = tl.abs(x.to(tl.float32)) < float("inf")
-    return tl.where(finite, x, 0.0).to(x.dtype), tl.max(tl.where(finite, 0, 1), 1) > 0
-
-
-@triton.jit
-def _has_wild(x):
-    """Whether any element is not finite."""
-    return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0) > 0
-
-
-@triton.jit
-def _attend(
-    q, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-    k_token, v_token, padding_key, num_queries, num_keys, scale,
-    WALK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr, NEGATIVE: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, AGAIN: tl.constexpr,
+@triton.jit(do_not_specialize=_VARYING)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
+    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
+    WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr, NEGATIVE: tl.constexpr,
+    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(Σ exp(s − highest) v, Σ exp(s − highest), the highest s / scale) of each query of the tile, over its list."""
+    """out (B, Nq, H, D) dense, lse (B, H, Nq); one program takes ROWS queries of a (batch, head). ``scale`` ≥ 0; NEGATIVE: of −s."""
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
     SUBS: tl.constexpr = WALK[1] // KEYS
+    part, pair, place = _position(heavy_ptr, num_lists, num_pairs, WALK[0] // ROWS)
+    batch = pair // num_heads
+    head = pair % num_heads
+    block = tl.load(order_ptr + (batch * order_batch + head * order_head) * num_lists + place)
+    index = (batch * list_batch + head * list_head) * num_lists + block
+    start = tl.load(starts_ptr + index)
+    end = tl.load(starts_ptr + index + 1)
+    first_query = block * WALK[0] + part * ROWS
+    q = _rows(_base(q_ptr, batch, head, q_batch, q_head, ALIGN), first_query, q_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
+    k_ptr = _base(k_ptr, batch, head // GROUP, k_batch, k_head, ALIGN)
+    v_ptr = _base(v_ptr, batch, head // GROUP, v_batch, v_head, ALIGN)
+    if PADDED:
+        padding_ptr += batch.to(tl.int64) * padding_batch
     scale_log2 = scale * LOG2_E
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -166,76 +150,27 @@ def _attend(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if NEGATIVE:
             s = -s
-        if AGAIN:
-            mask = tl.load(masks_ptr + entry) if MASKS else -1
-            kept = _all_kept(
-                mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key, num_queries, num_keys,
-                WALK, MASKS, PADDED,
-            )  # fmt: skip
-            s = tl.where(kept, s, float("-inf"))
-        else:
-            if MASKS:
-                mask = tl.load(masks_ptr + entry)
-                if (mask >= 0) | (first_key + KEYS > num_keys):
-                    kept = _kept(
-                        mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
-                    )
-                    s = tl.where(kept, s, float("-inf"))
-            elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
-                if first_key + KEYS > num_keys:
-                    s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
-            if PADDED:
-                keys = first_key + tl.arange(0, KEYS)
-                padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
-                s = tl.where((padded == 0)[None, :], s, float("-inf"))
+        if MASKS:
+            mask = tl.load(masks_ptr + entry)
+            if (mask >= 0) | (first_key + KEYS > num_keys):
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
+                s = tl.where(kept, s, float("-inf"))
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
+            if first_key + KEYS > num_keys:
+                s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
+        if PADDED:
+            keys = first_key + tl.arange(0, KEYS)
+            padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
+            s = tl.where((padded == 0)[None, :], s, float("-inf"))
         new = tl.maximum(highest, tl.max(s, 1))
-        # LOWEST times the scale may be −inf, as what is subtracted from it
-        shift = tl.where(new == LOWEST, 0.0, new * scale_log2)
-        p = tl.exp2(s * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - (new * scale_log2)[:, None])
         rescale = tl.exp2((highest - new) * scale_log2)
         v = _rows(v_ptr, first_key, v_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
-        weights = p
-        if AGAIN:
-            v, wild = _split(v)
-            weights = tl.where(kept & wild[None, :], float("nan"), p)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(p, 1)
         highest = new
-    return acc, total, highest
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
-    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
-    WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr, NEGATIVE: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """out (B, Nq, H, D) dense, lse (B, H, Nq); one program takes ROWS queries of a (batch, head). ``scale`` ≥ 0; NEGATIVE: of −s."""
-    ROWS: tl.constexpr = WALK[2]
-    part, pair, place = _position(heavy_ptr, num_lists, num_pairs, WALK[0] // ROWS)
-    batch = pair // num_heads
-    head = pair % num_heads
-    block = tl.load(order_ptr + (batch * order_batch + head * order_head) * num_lists + place)
-    index = (batch * list_batch + head * list_head) * num_lists + block
-    start = tl.load(starts_ptr + index)
-    end = tl.load(starts_ptr + index + 1)
-    first_query = block * WALK[0] + part * ROWS
-    q = _rows(_base(q_ptr, batch, head, q_batch, q_head, ALIGN), first_query, q_token, num_queries, ROWS, D, BLOCK_D, False, ALIGN, WIDE)
-    k_ptr = _base(k_ptr, batch, head // GROUP, k_batch, k_head, ALIGN)
-    v_ptr = _base(v_ptr, batch, head // GROUP, v_batch, v_head, ALIGN)
-    if PADDED:
-        padding_ptr += batch.to(tl.int64) * padding_batch
-    acc, total, highest = _attend(
-        q, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-        k_token, v_token, padding_key, num_queries, num_keys, scale, WALK, D, BLOCK_D, MASKS, NEGATIVE, PADDED, EVEN, ALIGN, WIDE, False,
-    )  # fmt: skip
-    if _has_wild(acc):
-        acc, total, highest = _attend(
-            q, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-            k_token, v_token, padding_key, num_queries, num_keys, scale, WALK, D, BLOCK_D, MASKS, NEGATIVE, PADDED, EVEN, ALIGN, WIDE, True,
-        )  # fmt: skip
     rows = first_query + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     inside = rows < num_queries
@@ -282,59 +217,6 @@ def rows_kernel(
     tl.store(delta_ptr + target, tl.where(outside, 0.0, delta))
 
 
-@triton.jit
-def _sum_dq(
-    q, dout, offset, delta, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-    k_token, v_token, padding_key, num_queries, num_keys, scale,
-    WALK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
-    """dq / scale of the tile, over its list."""
-    ROWS: tl.constexpr = WALK[2]
-    KEYS: tl.constexpr = WALK[3]
-    SUBS: tl.constexpr = WALK[1] // KEYS
-    scale_log2 = scale * LOG2_E
-    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    column = _first(columns_ptr, start, end)
-    for step in range(start * SUBS, end * SUBS):
-        entry = step // SUBS
-        sub = step % SUBS
-        first_key = column * WALK[1] + sub * KEYS
-        column = _next(columns_ptr, step, end, SUBS)
-        k = _rows(k_ptr, first_key, k_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
-        v = _rows(v_ptr, first_key, v_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(s * scale_log2 - offset[:, None])
-        if AGAIN:
-            mask = tl.load(masks_ptr + entry) if MASKS else -1
-            kept = _all_kept(
-                mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key, num_queries, num_keys,
-                WALK, MASKS, PADDED,
-            )  # fmt: skip
-        else:
-            if MASKS:
-                mask = tl.load(masks_ptr + entry)
-                if (mask >= 0) | (first_key + KEYS > num_keys):
-                    kept = _kept(
-                        mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
-                    )
-                    p = tl.where(kept, p, 0.0)
-            elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
-                if first_key + KEYS > num_keys:
-                    p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
-            if PADDED:
-                keys = first_key + tl.arange(0, KEYS)
-                padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
-                p = tl.where((padded == 0)[None, :], p, 0.0)
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        if AGAIN:
-            ds = tl.where(kept & (offset != float("inf"))[:, None], ds, 0.0)
-            k, _ = _split(k)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
 @triton.jit(do_not_specialize=_VARYING)
 def dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, offset_ptr, delta_ptr,
@@ -346,6 +228,8 @@ def dq_kernel(
 ):  # fmt: skip
     """dq (B, Nq, H, D) dense; programs as in ``forward_kernel``."""
     ROWS: tl.constexpr = WALK[2]
+    KEYS: tl.constexpr = WALK[3]
+    SUBS: tl.constexpr = WALK[1] // KEYS
     part, pair, place = _position(heavy_ptr, num_lists, num_pairs, WALK[0] // ROWS)
     batch = pair // num_heads
     head = pair % num_heads
@@ -365,33 +249,64 @@ def dq_kernel(
     v_ptr = _base(v_ptr, batch, head // GROUP, v_batch, v_head, ALIGN)
     if PADDED:
         padding_ptr += batch.to(tl.int64) * padding_batch
-    dq = _sum_dq(
-        q, dout, offset, delta, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-        k_token, v_token, padding_key, num_queries, num_keys, scale, WALK, D, BLOCK_D, MASKS, PADDED, EVEN, ALIGN, WIDE, False,
-    )  # fmt: skip
-    if _has_wild(dq):
-        dq = _sum_dq(
-            q, dout, offset, delta, k_ptr, v_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, start, end, part, first_query,
-            k_token, v_token, padding_key, num_queries, num_keys, scale, WALK, D, BLOCK_D, MASKS, PADDED, EVEN, ALIGN, WIDE, True,
-        )  # fmt: skip
+    scale_log2 = scale * LOG2_E
+    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    column = _first(columns_ptr, start, end)
+    for step in range(start * SUBS, end * SUBS):
+        entry = step // SUBS
+        sub = step % SUBS
+        first_key = column * WALK[1] + sub * KEYS
+        column = _next(columns_ptr, step, end, SUBS)
+        k = _rows(k_ptr, first_key, k_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
+        v = _rows(v_ptr, first_key, v_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        p = tl.exp2(s * scale_log2 - offset[:, None])
+        if MASKS:
+            mask = tl.load(masks_ptr + entry)
+            if (mask >= 0) | (first_key + KEYS > num_keys):
+                kept = _kept(
+                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
+                )
+                p = tl.where(kept, p, 0.0)
+        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
+            if first_key + KEYS > num_keys:
+                p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
+        if PADDED:
+            keys = first_key + tl.arange(0, KEYS)
+            padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
+            p = tl.where((padded == 0)[None, :], p, 0.0)
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     d = tl.arange(0, BLOCK_D)
     far = (batch.to(tl.int64) * num_queries + rows) * num_heads + head
     inside = (rows < num_queries)[:, None] & (d < D)[None, :]
     tl.store(dq_ptr + far[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _sum_dkdv(
-    k, v, dout_ptr, q_ptr, offset_ptr, delta_ptr, starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, batch, key_head, block,
-    part, first_key, dout_batch, dout_token, dout_head, q_batch, q_token, q_head, num_queries, num_keys, num_lists, num_heads,
-    list_batch, list_head, num_rows, scale,
+@triton.jit(do_not_specialize=_VARYING)
+def dkdv_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, offset_ptr, delta_ptr,
+    starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
+    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
+    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, num_rows, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
-    EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, AGAIN: tl.constexpr,
+    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) of the tile, over the lists of all its query heads."""
+    """dk, dv (B, Nk, K, D) dense; a program takes KEYS keys of a (batch, key head) and all of its query heads, ROWS queries at a time.
+
+    ``num_heads``, pairs, lists and order are those of key heads and key blocks; ``num_rows``: query blocks. Scores stand transposed.
+    """
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
     SUBS: tl.constexpr = WALK[0] // ROWS
+    part, pair, place = _position(heavy_ptr, num_lists, num_pairs, WALK[1] // KEYS)
+    batch = pair // num_heads
+    key_head = pair % num_heads
+    block = tl.load(order_ptr + (batch * order_batch + key_head * order_head) * num_lists + place)
+    first_key = block * WALK[1] + part * KEYS
+    k = _rows(_base(k_ptr, batch, key_head, k_batch, k_head, ALIGN), first_key, k_token, num_keys, KEYS, D, BLOCK_D, False, ALIGN, WIDE)
+    v = _rows(_base(v_ptr, batch, key_head, v_batch, v_head, ALIGN), first_key, v_token, num_keys, KEYS, D, BLOCK_D, False, ALIGN, WIDE)
     scale_log2 = scale * LOG2_E
     dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -416,66 +331,17 @@ def _sum_dkdv(
             delta = tl.load(delta_ptr + at)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")
             p = tl.exp2(s * scale_log2 - offset[None, :])
-            if AGAIN:
-                kept = (tl.arange(0, KEYS) >= 0)[:, None] & (offset != float("inf"))[None, :]
-                if MASKS:
-                    mask = tl.load(masks_ptr + entry)
-                    kept = kept & _kept(
+            if MASKS:
+                mask = tl.load(masks_ptr + entry)
+                if mask >= 0:
+                    kept = _kept(
                         mask, sub, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, True
                     )
-                finite, wild = _split(dout)
-                weights = tl.where(kept, tl.where(wild[None, :], float("nan"), p), 0.0)
-                dv = tl.dot(weights.to(dout.dtype), finite, dv, input_precision="ieee")
-            else:
-                if MASKS:
-                    mask = tl.load(masks_ptr + entry)
-                    if mask >= 0:
-                        kept = _kept(
-                            mask, sub, part, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, True
-                        )
-                        p = tl.where(kept, p, 0.0)
-                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+                    p = tl.where(kept, p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
             ds = p * (dp - delta[None, :])
-            if AGAIN:
-                ds = tl.where(kept, ds, 0.0)
-                q, _ = _split(q)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def dkdv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, offset_ptr, delta_ptr,
-    starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
-    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
-    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, num_rows, scale,
-    WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """dk, dv (B, Nk, K, D) dense; a program takes KEYS keys of a (batch, key head) and all of its query heads, ROWS queries at a time.
-
-    ``num_heads``, pairs, lists and order are those of key heads and key blocks; ``num_rows``: query blocks. Scores stand transposed.
-    """
-    KEYS: tl.constexpr = WALK[3]
-    part, pair, place = _position(heavy_ptr, num_lists, num_pairs, WALK[1] // KEYS)
-    batch = pair // num_heads
-    key_head = pair % num_heads
-    block = tl.load(order_ptr + (batch * order_batch + key_head * order_head) * num_lists + place)
-    first_key = block * WALK[1] + part * KEYS
-    k = _rows(_base(k_ptr, batch, key_head, k_batch, k_head, ALIGN), first_key, k_token, num_keys, KEYS, D, BLOCK_D, False, ALIGN, WIDE)
-    v = _rows(_base(v_ptr, batch, key_head, v_batch, v_head, ALIGN), first_key, v_token, num_keys, KEYS, D, BLOCK_D, False, ALIGN, WIDE)
-    dk, dv = _sum_dkdv(
-        k, v, dout_ptr, q_ptr, offset_ptr, delta_ptr, starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, batch, key_head, block,
-        part, first_key, dout_batch, dout_token, dout_head, q_batch, q_token, q_head, num_queries, num_keys, num_lists, num_heads,
-        list_batch, list_head, num_rows, scale, WALK, GROUP, D, BLOCK_D, MASKS, EVEN, ALIGN, WIDE, False,
-    )  # fmt: skip
-    if _has_wild(dk) | _has_wild(dv):
-        dk, dv = _sum_dkdv(
-            k, v, dout_ptr, q_ptr, offset_ptr, delta_ptr, starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, batch, key_head, block,
-            part, first_key, dout_batch, dout_token, dout_head, q_batch, q_token, q_head, num_queries, num_keys, num_lists, num_heads,
-            list_batch, list_head, num_rows, scale, WALK, GROUP, D, BLOCK_D, MASKS, EVEN, ALIGN, WIDE, True,
-        )  # fmt: skip
     keys = first_key + tl.arange(0, KEYS)
     d = tl.arange(0, BLOCK_D)
     inside = keys < num_keys
