@@ -35,6 +35,7 @@ class Kernel:
         backend: by name.
         instead: (option, another backend) of calls with ``"padding"``, ``"window"`` or ``"dropout"``; the first that a call has counts.
         stretch: of the sequence's length.
+        shapes: how many lengths, each with its branches, which merging kernels are compiled for; 0 for another one each call.
     """
 
     dtype: torch.dtype = torch.float64
@@ -43,6 +44,7 @@ class Kernel:
     backend: str = "auto"
     instead: tuple[tuple[str, str], ...] = ()
     stretch: int = 1
+    shapes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +71,27 @@ class Spread:
 def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
     """A random call of ``world`` ranks."""
     rng = random.Random(world * 100_003 + seed)
+    of_shape = random.Random(world * 100_003 + seed // 100 * 100 + seed % kernel.shapes) if kernel.shapes else rng
     exchange = rng.choice(["auto", "all_gather", "all_gather", "ring", "ring", "all_to_all", "2d"])
     per_node = rng.choice([p for p in range(1, world + 1) if world % p == 0]) if exchange == "2d" else None
     parts = world if exchange == "all_to_all" else per_node or 1
     choices = list(kernel.heads or (*HEADS, (world, world), (2 * world, world), (world, 1)))
     heads, kv_heads = rng.choice([pair for pair in choices if why_no_heads(*pair, parts, "all") is None])
-    n = rng.choice([rng.randint(0, 2), rng.randint(0, 2 * world), rng.randint(1, 48), rng.randint(1, 96), 2 * world * rng.randint(1, 6)])
-    n = n * kernel.stretch + (rng.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
+    n = of_shape.choice(
+        [
+            of_shape.randint(0, 2),
+            of_shape.randint(0, 2 * world),
+            of_shape.randint(1, 48),
+            of_shape.randint(1, 96),
+            2 * world * of_shape.randint(1, 6),
+        ]
+    )
+    n = n * kernel.stretch + (of_shape.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
     dense = rng.random() < 0.35
     window = None
     if dense and exchange != "ring" and rng.random() < 0.5:
         window = (rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]), rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]))
-    pattern = WHOLE if dense else _pattern(rng, n, world, heads, exchange not in ("all_to_all", "2d"))
+    pattern = WHOLE if dense else _pattern(of_shape, n, world, heads, exchange not in ("all_to_all", "2d"))
     bounds = None
     if rng.random() < 0.25:
         bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 4))), n)

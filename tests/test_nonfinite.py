@@ -19,10 +19,6 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, attention, block_sparse_attention
-from dilated_attention.backends import Mask, Options, registry
-from dilated_attention.engine.block_launch import backward_lists, forward_lists
-from dilated_attention.engine.block_lists import block_lists
-from dilated_attention.engine.run import without_padding
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks
 from dilated_attention.testing import (
     RESULTS,
@@ -231,31 +227,6 @@ def check_rings(seeds: list[int], world: int) -> None:
         reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
         found = ring_cases.together(spread, [rank[index] for rank in ranks])
         judge(found, truth_of(case, dirty, clean, reached), reached, 1e-10, case.dropout_p, case.mixture_grad == "detached")
-
-
-class OwnKernels(torch.autograd.Function):
-    """Block-sparse attention by the Triton kernels: on a CPU only the interpreter runs them, which no call chooses."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, is_causal: bool, padding: Any) -> Any:
-        N, H = q.shape[1:3]
-        lists = block_lists(pattern, N, H, first_query=0, num_queries=N, is_causal=is_causal, device=q.device)
-        options = Options(scale=q.shape[3] ** -0.5, mask=Mask(padding))
-        ctx.call = lists, options, (q, *without_padding(k, v, padding))
-        ctx.results = forward_lists(registry.get("triton"), lists, *ctx.call[2], options)
-        return ctx.results
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
-        lists, options, inside = ctx.call
-        return *backward_lists(registry.get("triton"), lists, (dout, *inside, *ctx.results), options, dlse), None, None, None
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("seed", [0, 1, 3, 10])
-def test_planted_numbers_stay_in_their_reach_of_own_kernels(seed: int) -> None:
-    pytest.importorskip("triton")
-    check_blocks(seed, torch.float32, OwnKernels.apply)
 
 
 # --- finite inputs -------------------------------------------------------------------------------------------------------------------

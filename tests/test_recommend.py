@@ -300,7 +300,7 @@ def test_the_machine_decides_dtype_and_backend(machine: str, dtype: str, forward
 def test_a_head_dim_that_kernels_refuse_is_told_of() -> None:
     answer = recommend("training", 2**16, gpu="H200", head_dim=48)
     assert answer.setting("head dim").value == "48; better 64 or 128" and answer.backward != "flash4"
-    with pytest.raises(ValueError, match="head_dim is 300; expected at most 256"):
+    with pytest.raises(ValueError, match="head_dim is 300; expected an integer ≤ 256"):
         recommend("training", 2**16, gpu="H200", head_dim=300)
 
 

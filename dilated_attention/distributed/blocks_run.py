@@ -102,7 +102,9 @@ def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tupl
     # of rows that the rank does not hold, weights and gradients are 0
     queries = [(*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf)) for part in script.queries]
     dlses = [None if dlse is None else part.of(dlse, 2) for part in script.queries]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # where one launch makes all of dq, its result is dq: no memory before
+    dq = torch.empty(0 if script.is_one_launch else q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     returning: deque[_Return] = deque()
     for arrival, backends in zip(arrivals, call.backends, strict=True):
         step = arrival.step

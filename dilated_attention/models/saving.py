@@ -14,6 +14,7 @@ from torch import nn
 from dilated_attention.files import parse_json, write_text
 from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, read_folder, write_folder
 from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern.spec import OBJECT
 
 if TYPE_CHECKING:
     from dilated_attention.models.summary import Summary
@@ -49,6 +50,12 @@ class ModelConfig:
         missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
         if missing:
             raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
+        pattern = values.get("block_pattern")
+        if isinstance(pattern, str) and OBJECT in pattern:
+            # by that name another pattern may live in this process
+            raise ValueError(
+                f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
+            )
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

@@ -35,8 +35,9 @@ class Pattern(ABC):
 
     def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """``pairs`` divided by those of dense full attention, H·N². A pair computed twice counts twice."""
-        pairs = self.pairs(num_positions, num_heads, is_causal=is_causal)
-        return pairs / (num_heads * num_positions**2) if num_positions else 0.0
+        if not as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH):
+            return 0.0
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / (num_heads * num_positions**2)
 
     def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
         """Floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.

@@ -134,7 +134,9 @@ def ring_blocks_memory(problem: Problem) -> MemoryEstimate:
     if problem.training:
         backward = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
         backward.append(("keys from elsewhere, shares of gradients", exchange.held[1]))
-        backward.append(("sums of kernels in float32", 4 * (Q + 2 * R) // max(1, exchange.steps) if problem.device_type == "cuda" else 0))
+        # of dq; and of dk and dv, where several heads share them
+        sums = 4 * (Q + 2 * R) + (8 * K if Hk < H else 0) if problem.device_type == "cuda" else 0
+        backward.append(("sums of kernels in float32", sums // max(1, exchange.steps)))
         backward.append(("gradients of a step", Q * e // exchange.steps if exchange.steps > 1 else 0))
     return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
 

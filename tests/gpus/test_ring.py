@@ -43,7 +43,7 @@ class Sweep:
 def sweep(
     calls: int, dtype: torch.dtype, head_dim: int, backend: str, instead: tuple[tuple[str, str], ...] = REST, **options: Any
 ) -> Sweep:
-    return Sweep(Kernel(dtype=dtype, head_dim=head_dim, backend=backend, instead=instead, **options), calls)
+    return Sweep(Kernel(dtype=dtype, head_dim=head_dim, backend=backend, instead=instead, shapes=4, **options), calls)
 
 
 SWEEPS = {
