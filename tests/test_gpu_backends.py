@@ -28,7 +28,7 @@ SWEEP: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...], list[int], int]
     "sdpa_efficient": ((8, 24, 48, 64, 128, 256), (BF16, FP16, FP32), [1, 2], 24),
     "flash4": ((24, 64, 128, 256), (BF16,), [1, 2], 60),
     "flash3": ((24, 48, 64, 96, 128, 192, 256), (BF16, FP16), [1, 2, 4], 30),
-    "flex": ((24, 64), (BF16, FP32), [2], 8),
+    "flex": ((24, 64), (BF16, FP32), [2], 4),
     "math": ((1, 24, 59, 64, 128), (FP64, FP32, BF16), [1, 2], 16),
 }
 KERNELS = [

@@ -93,11 +93,14 @@ def test_every_test_has_its_outcome(tmp_path: Path, options: tuple[str, ...]) ->
 
 def test_what_was_stopped_or_crashed_is_no_success(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    report = {"when": "call", "outcome": "passed", "seconds": 1.0, "reason": "", "about": {}}
-    lines = [{"collected": "a.py::test_a@group"}, {"collected": "a.py::test_b"}, {"test": "a.py::test_a", **report}]
+    report = {"outcome": "passed", "seconds": 1.0, "reason": "", "about": {}}
+    lines: list[dict[str, object]] = [{"collected": f"a.py::test_{name}@group"} for name in "abc"]
+    lines += [{"test": "a.py::test_a", "when": when, **report} for when in ("setup", "call", "teardown")]
+    # under way
+    lines.append({"test": "a.py::test_b", "when": "setup", **report})
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcomes, unfinished = read(log)
-    assert [outcome.test for outcome in outcomes] == ["a.py::test_a"] and unfinished == ["a.py::test_b"]
+    assert [outcome.test for outcome in outcomes] == ["a.py::test_a"] and unfinished == ["a.py::test_b", "a.py::test_c"]
     assert write(tmp_path / "report", outcomes, ["side by side: a.py::test_b has no outcome"], {}) == [
         "side by side: a.py::test_b has no outcome"
     ]
@@ -123,7 +126,9 @@ def test_one_gpu_and_several_are_different_tests() -> None:
     one, several = phases(False, 16), phases(True, 16)
     assert list(one) == ["side by side", "alone"] and list(several) == ["pools", "processes"]
     folder = {f"tests/gpus/{path.name}" for path in Path(__file__).parent.glob("gpus/test_*.py")}
-    assert folder == {argument[argument.index("tests/gpus") :] for phase in several.values() for argument in phase if argument.endswith(".py")}
+    assert folder == {
+        argument[argument.index("tests/gpus") :] for phase in several.values() for argument in phase if argument.endswith(".py")
+    }
     files = [argument for argument in one["alone"] if argument.endswith(".py")]
     assert len(files) > 20 and all("pytest.mark.gpu" in Path(file).read_text() for file in files)
 

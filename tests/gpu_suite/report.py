@@ -42,8 +42,13 @@ def read(log: Path) -> tuple[list[Outcome], list[str]]:
     for line in lines:
         if "test" in line:
             reports[line["test"]].append(line)
-    outcomes = [_one(test, parts) for test, parts in reports.items()]
-    return outcomes, sorted(collected - reports.keys())
+    # torn down, or never collected: else it was under way when the run was stopped
+    ended = {test: parts for test, parts in reports.items() if parts[-1]["when"] in ("teardown", "collect") or _failed(parts)}
+    return [_one(test, parts) for test, parts in ended.items()], sorted((collected | reports.keys()) - ended.keys())
+
+
+def _failed(reports: Sequence[dict[str, Any]]) -> bool:
+    return any(report["outcome"] == "failed" for report in reports)
 
 
 def _one(test: str, reports: Sequence[dict[str, Any]]) -> Outcome:

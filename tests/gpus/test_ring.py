@@ -48,7 +48,7 @@ def sweep(
 
 SWEEPS = {
     "float64": Sweep(Kernel(), 30),
-    "flash4, 64": sweep(16, torch.bfloat16, 64, "flash4", WINDOWS, heads=ALONE, stretch=4),
+    "flash4, 64": sweep(12, torch.bfloat16, 64, "flash4", WINDOWS, heads=ALONE, stretch=4),
     "flash4, 128 of 4": sweep(12, torch.bfloat16, 128, "flash4", WINDOWS, heads=GROUPED, stretch=3),
     "sdpa_flash, 48": sweep(12, torch.bfloat16, 48, "sdpa_flash", stretch=4),
     "sdpa_flash, 128, float16": sweep(10, torch.float16, 128, "sdpa_flash", stretch=3),
