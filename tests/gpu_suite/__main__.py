@@ -47,7 +47,7 @@ def phases(several: bool, processes: int) -> dict[str, list[str]]:
         # each world's pool of processes lives in one worker; failures and examples start processes of their own
         own = [f"tests/gpus/test_{name}.py" for name in ("failures", "examples")]
         pools = [str(path) for path in sorted((ROOT / "tests/gpus").glob("test_*.py")) if f"tests/gpus/{path.name}" not in own]
-        return {"pools": ["-m", "gpus", "-n", "3", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "2", *own]}
+        return {"pools": ["-m", "gpus", "-n", "3", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "3", *own]}
     # the others need not even be imported, a dozen times
     files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     beside = ["-n", str(processes), "--dist", "loadgroup"] if processes > 1 else []
