@@ -77,6 +77,7 @@ class Pool:
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._owner = os.getpid()
 
     @property
     def on_gpus(self) -> bool:
@@ -128,6 +129,9 @@ class Pool:
         return [results[rank] for rank in range(self.world)]
 
     def close(self) -> None:
+        if self._owner != os.getpid():
+            # a forked child, whose exit runs what its parent registered
+            return
         for process in self.processes:
             # with what it started, such as compilers; a process that is still starting has no group of its own yet
             with contextlib.suppress(ProcessLookupError):

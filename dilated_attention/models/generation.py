@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dilated_attention.models.cache import Cache, KVCache
 from dilated_attention.models.paged_cache import PagedKVCache
-from dilated_attention.models.tokens import check_range, check_tokens
+from dilated_attention.models.tokens import check_range, check_tokens, num_ids
 from dilated_attention.pattern.checks import as_int
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Stepper:
         check_tokens("tokens", tokens)
         if tokens.shape != self.tokens.shape:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected one token for each request, {tuple(self.tokens.shape)}")
-        check_range("tokens", tokens, self.model.config.vocab_size)
+        check_range("tokens", tokens, num_ids(self.model.embedding))
         generation = self.cache.prepare_step()
         self.tokens.copy_(tokens)
         if not self.uses_graph:
@@ -155,7 +155,7 @@ def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
-    check_range("tokens", tokens, model.config.vocab_size)
+    check_range("tokens", tokens, num_ids(model.embedding))
     *parts, last = tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1)
     with cache.as_one():
         for part in parts:
@@ -289,11 +289,11 @@ def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
             check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
             if row.ndim != 1:
                 raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
-            check_range(f"prompt[{i}]", row, model.config.vocab_size, waits=True)
+            check_range(f"prompt[{i}]", row, num_ids(model.embedding), waits=True)
         rows = list(prompts)
     else:
         check_tokens("prompt", prompts)
-        check_range("prompt", prompts, model.config.vocab_size, waits=True)
+        check_range("prompt", prompts, num_ids(model.embedding), waits=True)
         rows = list(prompts.unbind(0))
     for row in rows:
         if len(row) < 1:

@@ -15,7 +15,7 @@ from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.tokens import check_range, check_tokens
+from dilated_attention.models.tokens import check_range, check_tokens, num_ids
 from dilated_attention.modules import RingSettings
 
 
@@ -112,7 +112,7 @@ class LongNetLM(Pretrained):
                 the host would wait at every call: there they end in a device-side assertion, after which the process has to start anew.
         """
         check_tokens("tokens", tokens)
-        check_range("tokens", tokens, self.config.vocab_size)
+        check_range("tokens", tokens, num_ids(self.embedding))
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
         if targets is not None:
@@ -142,7 +142,7 @@ class LongNetLM(Pretrained):
         cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
         """Hidden states (B, N, E) behind the last norm: logits are their products with ``output_weight``. Arguments as of ``forward``."""
-        check_range("tokens", tokens, self.config.vocab_size)
+        check_range("tokens", tokens, num_ids(self.embedding))
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the output layer's small initial values, for the residual stream to start at variance 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def check_tokens(name: str, tokens: Any) -> None:
@@ -16,13 +17,18 @@ def check_tokens(name: str, tokens: Any) -> None:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 
 
-def check_range(name: str, tokens: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None, waits: bool = False) -> None:
-    """Refuse ids that are not in 0 … vocab_size − 1 and not ``ignore_index``.
+def num_ids(embedding: nn.Module) -> int | None:
+    """How many ids a model's embedding has; None of one that is not torch's, and may take others than the vocabulary's."""
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, ignore_index: int | None = None, waits: bool = False) -> None:
+    """Refuse ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; none where ``vocab_size`` is None.
 
     Only on the CPU: elsewhere the host would have to wait for the device. ``waits``: it may. Compiled, mapped and fake tensors have no values
     to look at.
     """
-    if torch.compiler.is_compiling() or type(tokens) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+    if vocab_size is None or torch.compiler.is_compiling() or type(tokens) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return
     if tokens.device.type == "meta" or not (waits or tokens.device.type == "cpu") or not tokens.numel():
         return
