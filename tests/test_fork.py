@@ -186,15 +186,6 @@ def test_a_monitor_whose_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         assert thread.is_alive()
         # a monitor that the parent's still is: its lock, too
         monitor.add(wire)
-        assert not monitor_is_stopped_at_exit()
-
-    def monitor_is_stopped_at_exit() -> bool:
-        import atexit
-
-        called: list[int] = []
-        monkeypatch.setattr(watch.Monitor, "stop", lambda self: called.append(1) if self is monitor else None)
-        atexit._run_exitfuncs()
-        return bool(called)
 
     try:
         with in_thread(hold):
