@@ -174,12 +174,19 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
+_FEW_RANKS = 8
+
+
 @functools.lru_cache(maxsize=256)
 def longest_of(problem: Problem, memory: int) -> int:
-    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits."""
+    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits.
+
+    Of more than eight ranks to within 4 positions a rank: whole runs of equal length are planned as fast for many ranks.
+    """
+    unit = 4 * problem.world_size if problem.world_size > _FEW_RANKS else 1
 
     def excess(num_positions: int) -> int:
-        return _excess(problem.of_length(num_positions), memory)
+        return _excess(problem.of_length(-(-num_positions // unit) * unit), memory)
 
     return search(excess, problem.world_size, most_positions(problem))
 
