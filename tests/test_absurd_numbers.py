@@ -15,7 +15,7 @@ import torch
 from dilated_attention import attention, block_sparse_attention, dilated_attention, local_positions
 from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
-from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
+from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks, Sparsity
 from dilated_attention.planning import plan_attention, recommend
 
 HUGE = (2**63, 10**24, 10**400, 10**5000)
@@ -208,3 +208,8 @@ def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=name):
             call()
+
+
+def test_a_seed_of_numpy_is_that_of_python() -> None:
+    q = torch.randn(1, 300, 2, 8)
+    assert torch.equal(block_sparse_attention(q, q, q, Sparsity(0.5, seed=np.int64(3))), block_sparse_attention(q, q, q, Sparsity(0.5, seed=3)))
