@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, shown
+from dilated_attention.pattern.checks import check_bool as check_bool
 
 _STRIDED = torch.strided
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -101,12 +102,6 @@ def check_positive(name: str, value: Any) -> float:
     if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} is {shown(value)}; expected a finite number > 0")
     return float(value)
-
-
-def check_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected True or False")
-    return value
 
 
 def check_timeout(value: Any) -> float:

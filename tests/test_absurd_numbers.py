@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention import attention, block_sparse_attention, dilated_attention, local_positions
 from dilated_attention.cli import main
-from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow
+from dilated_attention.models import LongNetLM
+from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks, Sparsity
 from dilated_attention.planning import plan_attention, recommend
 
 HUGE = (2**63, 10**24, 10**400, 10**5000)
@@ -133,3 +136,80 @@ def test_tensors_that_are_no_plain_ones_are_refused_with_a_way_out() -> None:
             call(quantised, quantised, quantised)
         with pytest.raises(TypeError, match=r"key_padding_mask is a sparse tensor.*to_dense"):
             call(q, q, q, key_padding_mask=mask.to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["show", "block_sparse", "--density", "0.2", "--density-kind", "x"], "--density-kind"),
+        (["plan", "dense", "--gpu", "X9", "--length", "65536"], "--gpu"),
+    ],
+)
+def test_names_are_refused_by_their_flag(arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"error: {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blocks", ["1k", "2147483648", str(2**62)])
+def test_more_random_blocks_than_there_are_keep_all_that_are_left(blocks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    assert main(["show", "block_sparse", "--window", "64", "--random-blocks", blocks, "--json"]) == 0
+    assert time.process_time() - began < 5
+    # a row has a block in its window, so seven are left of eight
+    assert json.loads(capsys.readouterr().out)["pairs"] == BigBird(64, 0, 7).pairs(1024, 4)
+
+
+@pytest.mark.timeout(60)
+def test_a_ring_of_64_is_planned_in_seconds() -> None:
+    began = time.process_time()
+    assert main(["plan", "ring", "--length", "65536", "--gpu", "H200", "--world-size", "64"]) == 0
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, dtype=torch.bool), 3, object(), np.int64(3)], ids=["tensor", "int", "object", "numpy"])
+def test_flags_and_names_of_another_type_are_refused_by_name(value: Any) -> None:
+    dilated, window = DilatedPattern((8, 16), (1, 2)), LocalWindow(4)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("is_causal", lambda: dilated.pairs(16, is_causal=value)),
+        ("is_causal", lambda: dilated.dense_mask(16, 16, 1, is_causal=value)),
+        ("is_causal", lambda: dilated.coverage(16, is_causal=value)),
+        ("is_causal", lambda: window.pairs(16, is_causal=value)),
+        ("is_causal", lambda: window.dense_mask(16, 16, 1, is_causal=value)),
+        ("is_causal", lambda: RandomBlocks(0.5).pairs(16, is_causal=value)),
+        ("own_block", lambda: RandomBlocks(0.5, own_block=value)),
+        ("gpu", lambda: plan_attention("dense", num_positions=16, num_heads=4, head_dim=64, gpu=value)),
+        ("find_longest", lambda: plan_attention("dense", num_positions=16, num_heads=4, head_dim=64, gpu="H200", find_longest=value)),
+        ("gpu", lambda: recommend("training", 65536, gpu=value)),
+        ("config", lambda: LongNetLM(value)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=name):
+            call()
+
+
+@pytest.mark.parametrize("value", [2**63, -1, float("nan"), 10**400])
+def test_a_length_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="seq_len"):
+        local_positions(None, value)
+
+
+def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:
+    deep: Any = []
+    for _ in range(3000):
+        deep = [deep]
+    q = torch.randn(1, 16, 2, 8)
+    for name, call in (
+        ("backend", lambda: attention(q, q, q, backend=deep)),
+        ("pattern", lambda: block_sparse_attention(q, q, q, deep)),
+        ("layout", lambda: plan_attention("dense", num_positions=16, num_heads=4, head_dim=64, gpu="H200", layout=deep)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=name):
+            call()
+
+
+def test_a_seed_of_numpy_is_that_of_python() -> None:
+    q = torch.randn(1, 300, 2, 8)
+    assert torch.equal(block_sparse_attention(q, q, q, Sparsity(0.5, seed=np.int64(3))), block_sparse_attention(q, q, q, Sparsity(0.5, seed=3)))

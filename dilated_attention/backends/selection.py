@@ -10,6 +10,7 @@ import logging
 
 from dilated_attention.backends import preference
 from dilated_attention.backends.base import HALVES, Backend, Facts, Request
+from dilated_attention.pattern.checks import shown
 
 logger = logging.getLogger("dilated_attention")
 
@@ -92,9 +93,9 @@ class Registry:
 
     def check_name(self, name: object) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"backend is {name!r} ({type(name).__name__}); expected a name, one of {', '.join(self.choices())}")
+            raise TypeError(f"backend is {shown(name)} ({type(name).__name__}); expected a name, one of {', '.join(self.choices())}")
         if name not in self.choices():
-            raise ValueError(f"backend is {name!r}; expected one of {', '.join(self.choices())}")
+            raise ValueError(f"backend is {shown(name)}; expected one of {', '.join(self.choices())}")
 
     def select(self, request: Request, name: str = "auto") -> Backend:
         """The preferred backend that can, or the one asked for by name – never another in its place.

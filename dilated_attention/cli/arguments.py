@@ -79,8 +79,9 @@ _FLAGS = {
 def as_flags(text: str) -> str:
     """A function's error in the words of the command line."""
     # these are words of sentences, too, but where an error begins with them
-    text = re.sub(r"^(?:length|heads|gpus|batch|users|parameters|memory|window|seed)(?=\b.* is )", lambda found: f"--{found[0]}", text)
+    text = re.sub(r"^(?:length|heads|gpus?|batch|users|parameters|memory|window|seed)(?=\b.* is )", lambda found: f"--{found[0]}", text)
     text = re.sub(r"^ratio(?= is )", "--density", text)
+    text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
     if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
         text = ", ".join("--" + name.replace("_", "-") for name in found[0].split(", ")) + text[found.end() :]
     return re.sub(r"(?<!-)\b(" + "|".join(_FLAGS) + r")\b(=?)", lambda found: _FLAGS[found[1]] + " " * len(found[2]), text)

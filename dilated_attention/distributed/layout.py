@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.dealt import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
 from dilated_attention.distributed.group import Members, members_of
+from dilated_attention.pattern.checks import as_int
 
 __all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
 
@@ -58,6 +59,7 @@ def local_positions(
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
     """
     members = members_of(group_or_mesh)
+    seq_len = as_int("seq_len", seq_len, minimum=0)
     return positions_of(seq_len, members.rank, members.size, layout, device)
 
 
@@ -113,6 +115,7 @@ def unshard_sequence(
     """
     members = members_of(group_or_mesh)
     layout = layout_name(layout)
+    seq_len = None if seq_len is None else as_int("seq_len", seq_len, minimum=0)
     dims = _check(buffers, seq_dims)
     lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
     totals = [sum(column) for column in zip(*lengths, strict=True)]

@@ -145,17 +145,21 @@ def rank_plan(job: Job, rank: int) -> RankPlan:
         return RankPlan((), tuple(steps), covered, single)
     N = job.shape.keys[1]
     if job.exchange == "ring":
-        pairs = [(span, other) for span in spans for other in spans if other != span]
         # every rank has as many steps as the others, empty ones too
-        steps = [_step(job, rank, "own keys", pairs)]
-        for hop in range(1, job.size):
-            source = (rank - hop) % job.size
-            steps.append(_step(job, rank, f"hop {hop}", [(span, other) for span in spans for other in job.holdings[source]]))
+        steps = [hop(job, rank, index) for index in range(job.size)]
     else:
         # nobody's queries are in the way between the keys before them and those after them, so these are two ranges
         pairs = [(span, keys) for span in spans for keys in ((0, span[0]), (span[1], N)) if keys[0] < keys[1]]
         steps = [_step(job, rank, "keys of longer branches", pairs)]
     return RankPlan(spans, tuple(steps), covered=True, single=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def hop(job: Job, rank: int, index: int) -> Step:
+    """Of a ring: the keys of the rank ``index`` places before; with 0 the rank's own runs, each for the others."""
+    spans, others = job.holdings[rank], job.holdings[(rank - index) % job.size]
+    pairs = [(span, other) for span in spans for other in others if index or other != span]
+    return _step(job, rank, f"hop {index}" if index else "own keys", pairs)
 
 
 def _head_ranges(job: Job) -> Iterator[Range]:

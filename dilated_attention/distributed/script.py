@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dilated_attention.distributed.plan import Buffer, Job, Source, Step, rank_plan
+from dilated_attention.distributed.plan import Buffer, Job, Source, Step, hop, rank_plan
 from dilated_attention.engine.plan import Range
 from dilated_attention.engine.views import Rows
 
@@ -89,12 +89,19 @@ class Script:
 
 @functools.lru_cache(maxsize=256)
 def make_script(job: Job, rank: int) -> Script:
-    plans = [rank_plan(job, member) for member in range(job.size)]
-    mine = plans[rank]
-    steps = tuple(_step_script([plan.steps[index] for plan in plans], rank) for index in range(len(mine.steps)))
+    mine = rank_plan(job, rank)
+    steps = tuple(_step_script(_meeting(job, index, rank), rank) for index in range(len(mine.steps)))
     held = sum(end - start for start, end in job.holdings[rank]) * job.shape.num_kv_heads
     writes_once = not mine.home and _are_disjoint([owed.rows for step in steps for owed in step.owed], held)
     return Script(job, mine.home, steps, mine.covered, mine.single, writes_once, _by_heads(steps))
+
+
+def _meeting(job: Job, index: int, rank: int) -> dict[int, Step]:
+    """The step of ``rank`` and of all that may read its rows then, in the order of ranks."""
+    if job.exchange == "ring":
+        # a hop's keys come from one rank and go to one
+        return {member: hop(job, member, index) for member in sorted({rank, (rank + index) % job.size})}
+    return {member: rank_plan(job, member).steps[index] for member in range(job.size)}
 
 
 def _are_disjoint(rows: list[Rows], held: int) -> bool:
@@ -106,7 +113,7 @@ def _are_disjoint(rows: list[Rows], held: int) -> bool:
     return not meet and sum((b - a) * (d - c) for a, b, c, d in boxes) == held
 
 
-def _step_script(steps: list[Step], me: int) -> StepScript:
+def _step_script(steps: dict[int, Step], me: int) -> StepScript:
     mine = steps[me]
     sizes: list[tuple[int, int] | None] = []
     fills: list[Filled] = []
@@ -124,7 +131,7 @@ def _step_script(steps: list[Step], me: int) -> StepScript:
                 packed.append((buffer, source, part))
             else:
                 receives.append((source.rank, part))
-    for peer, step in enumerate(steps):
+    for peer, step in steps.items():
         if peer == me:
             continue
         for buffer in step.buffers:
@@ -142,7 +149,7 @@ def _step_script(steps: list[Step], me: int) -> StepScript:
     own: dict[Rows, list[tuple[int, int]]] = {}
     peers: dict[Rows, list[int]] = {}
     arrivals = []
-    for rank, step in enumerate(steps):
+    for rank, step in steps.items():
         for launch, holder, at, rows in _shares_of(step):
             if holder != me:
                 continue

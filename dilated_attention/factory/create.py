@@ -34,7 +34,7 @@ from dilated_attention.modules import (
     RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import one_of, shown
 
 # a new kind of attention is one line
 KINDS: dict[str, type[nn.Module]] = {
@@ -72,9 +72,9 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     >>> create_attention("multihead_dilated", embed_dim=256, num_heads=8, segment_lengths=[512, 2048], dilation_rates=[1, 4])
     """
     if not isinstance(kind, str):
-        raise TypeError(f"kind is {kind!r} ({type(kind).__name__}); expected one of {_listed(KINDS)}")
+        raise TypeError(f"kind is {shown(kind)} ({type(kind).__name__}); expected one of {_listed(KINDS)}")
     if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; expected one of {_listed(KINDS)}")
+        raise ValueError(f"kind is {shown(kind)}; expected one of {_listed(KINDS)}")
     module = KINDS[kind]
     parameters = inspect.signature(module).parameters
     _refuse_unknown(f"create_attention({kind!r})", config, parameters)

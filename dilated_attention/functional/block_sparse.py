@@ -15,7 +15,7 @@ from dilated_attention.engine.block_op import block_sparse_attention_op
 from dilated_attention.engine.choose import choose_blocks_op
 from dilated_attention.functional.single import autocast, checked_options, flat_offsets
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
-from dilated_attention.pattern.checks import as_int_tuple
+from dilated_attention.pattern.checks import as_int_tuple, shown
 
 _converted: weakref.WeakKeyDictionary[BlockMask, BlockPattern] = weakref.WeakKeyDictionary()
 
@@ -197,7 +197,7 @@ def checked_pattern(pattern: Any) -> BlockPattern:
         return pattern
     if not isinstance(pattern, BlockMask):
         raise TypeError(
-            f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
+            f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
             "or a BlockMask of torch.nn.attention.flex_attention"
         )
     if torch.compiler.is_compiling():

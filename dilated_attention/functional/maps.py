@@ -13,7 +13,7 @@ from dilated_attention.engine.weights import KeySide
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.single import autocast
 from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, shown
 
 # keys scored at a time, and the scores of which a chunk of rows may hold: 64 MiB in float32
 CHUNK = 32768
@@ -164,7 +164,7 @@ def checked_patterns(
             ("tail", tail, "mask"),
         ):
             if value != default:
-                raise ValueError(f"{name} is {value!r} without branches, whose it is; give segment_lengths and dilation_rates, or leave it")
+                raise ValueError(f"{name} is {shown(value)} without branches, whose it is; give segment_lengths and dilation_rates, or leave it")
         return None, blocks
     branches = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
     branches.offsets(num_heads)

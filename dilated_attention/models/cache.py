@@ -19,7 +19,7 @@ from dilated_attention.engine.decode_runs import RowKeys, row_keys
 from dilated_attention.models.cache_use import Chunk, Step, Use
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.summary import readable
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import DTYPES
 
 
@@ -48,7 +48,7 @@ class Cache(ABC):
         backend: str,
     ) -> None:
         if not isinstance(config, LongNetConfig):
-            raise TypeError(f"config is {config!r} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
+            raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
         if not config.is_causal:
             raise ValueError("config.is_causal is False; keys of past positions are of use to causal attention only")
         self.config = config

@@ -8,7 +8,7 @@ from typing import Any
 
 from dilated_attention.models.saving import ModelConfig
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
 
 # the attention of a whole sequence, and the same of a sequence that processes share
@@ -117,7 +117,7 @@ class LongNetConfig(ModelConfig):
         for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0), ("layer_norm_eps", 0.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected a number > {above:g}")
+                raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number > {above:g}")
             # an integer may be beyond all floats
             if not above < value <= sys.float_info.max:
                 raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")

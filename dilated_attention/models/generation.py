@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dilated_attention.models.cache import Cache, KVCache
 from dilated_attention.models.paged_cache import PagedKVCache
 from dilated_attention.models.tokens import check_range, check_tokens, num_ids
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, shown
 
 if TYPE_CHECKING:
     from dilated_attention.models.language_model import LongNetLM
@@ -37,7 +37,7 @@ class Sampling:
             as_int("top_k", self.top_k, minimum=1)
         if self.top_p is not None:
             if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)):
-                raise TypeError(f"top_p is {self.top_p!r} ({type(self.top_p).__name__}); expected a number in (0, 1]")
+                raise TypeError(f"top_p is {shown(self.top_p)} ({type(self.top_p).__name__}); expected a number in (0, 1]")
             if not 0 < self.top_p <= 1:
                 raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1]: the share of probability that is drawn from")
 

@@ -17,6 +17,7 @@ from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.tokens import check_range, check_tokens, num_ids
 from dilated_attention.modules import RingSettings
+from dilated_attention.pattern.checks import shown
 
 
 class LongNetLM(Pretrained):
@@ -60,6 +61,8 @@ class LongNetLM(Pretrained):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, LongNetConfig):
+            raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig")
         if config.vocab_size is None:
             raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.models.tokens import check_range
+from dilated_attention.pattern.checks import as_int, shown
 
 # logits of one chunk, in float32; they exist up to three times at once (logits, their softmax, its gradient)
 CHUNK_BYTES = 64 * 2**20
@@ -44,6 +45,12 @@ def summed_cross_entropy(
         raise TypeError(f"targets is a {type(targets).__name__}; expected an integer tensor")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         raise TypeError(f"targets has dtype {targets.dtype}; expected integers, the token of each position: convert with .long()")
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 1:
+            raise TypeError(f"{name} is {shown(tensor)} ({type(tensor).__name__}); expected a tensor whose last dimension is the width")
+    if chunk is not None:
+        chunk = as_int("chunk", chunk, minimum=1)
+    ignore_index = as_int("ignore_index", ignore_index)
     if targets.numel() != hidden.shape[:-1].numel():
         raise ValueError(
             f"targets has shape {tuple(targets.shape)} and hidden has {tuple(hidden.shape)}; expected one target for each of its positions"

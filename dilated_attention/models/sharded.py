@@ -23,6 +23,7 @@ from torch import nn
 from dilated_attention.distributed.group import members_named
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.models.loss import summed_cross_entropy
+from dilated_attention.pattern.checks import shown
 
 
 def sharded_cross_entropy(
@@ -61,6 +62,9 @@ def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None,
         Scalar in total's dtype, equal on all processes; 0 with gradient 0 if no row counts. Its gradient on a process is W times that
         process's share.
     """
+    for name, scalar in (("total", total), ("count", count)):
+        if not isinstance(scalar, torch.Tensor):
+            raise TypeError(f"{name} is {shown(scalar)} ({type(scalar).__name__}); expected a scalar tensor")
     group_name = group_name_of(group, mesh)
     if not group_name:
         return total / count.clamp(min=1)

@@ -14,7 +14,7 @@ from dilated_attention.models.positions import grid_positions
 from dilated_attention.models.saving import ModelConfig, Pretrained
 from dilated_attention.models.slides import checked_bounds, device_bounds, has_empty, rows_of_slides
 from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, check_positive
 
 # pixels of the largest slide's side that Prov-GigaPath sizes its segments for
@@ -105,7 +105,7 @@ class SlideEncoderConfig(ModelConfig):
 def check_encoder(encoder: Any, what: str) -> None:
     """Refuse a configuration that is no plain encoder's."""
     if not isinstance(encoder, LongNetConfig):
-        raise TypeError(f"encoder is {encoder!r} ({type(encoder).__name__}); expected a LongNetConfig")
+        raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
     for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
         if getattr(encoder, name) is not wanted:
             raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")

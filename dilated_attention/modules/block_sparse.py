@@ -15,7 +15,7 @@ from dilated_attention.modules._maps import AttentionMaps
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
 from dilated_attention.pattern.block_density import KINDS
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import one_of, shown
 
 
 class BlockSparseAttention(AttentionMaps, nn.Module):
@@ -229,7 +229,7 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
 def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, block_size: Any, seed: int) -> BlockPattern:
     """The pattern given, or the one of a sparsity ratio: exactly one of them."""
     if (pattern is None) == (sparsity_ratio is None):
-        given = "neither" if pattern is None else f"both (pattern {pattern!r}, sparsity_ratio {sparsity_ratio!r})"
+        given = "neither" if pattern is None else f"both (pattern {shown(pattern)}, sparsity_ratio {shown(sparsity_ratio)})"
         raise ValueError(
             f"pattern and sparsity_ratio: {given} given; expected exactly one: give a pattern, e.g. LocalWindow(512), or a fraction "
             "of dense attention's pairs, e.g. sparsity_ratio=0.1"
@@ -238,7 +238,7 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
         one_of("sparsity", sparsity, KINDS)
         if isinstance(sparsity_ratio, bool) or not isinstance(sparsity_ratio, (int, float)):
             raise TypeError(
-                f"sparsity_ratio is {sparsity_ratio!r} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
+                f"sparsity_ratio is {shown(sparsity_ratio)} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
             )
         if not 0 < sparsity_ratio <= 1:
             raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the part of all pairs to compute, above 0 and at most 1")
@@ -246,6 +246,6 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
     for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
         if value != default:
             raise ValueError(
-                f"{name} is {value!r} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio instead of pattern"
+                f"{name} is {shown(value)} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio instead of pattern"
             )
     return checked_pattern(pattern)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.pattern.checks import MAX_LENGTH, as_int
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
 
 
 class Pattern(ABC):
@@ -35,7 +35,9 @@ class Pattern(ABC):
 
     def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """``pairs`` divided by those of dense full attention, H·N². A pair computed twice counts twice."""
-        if not as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH):
+        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+        if not num_positions:
             return 0.0
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / (num_heads * num_positions**2)
 

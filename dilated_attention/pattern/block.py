@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, shown, sizes_of_mask
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks count positions in 32 bits
@@ -266,6 +266,7 @@ class BlockPattern(Pattern):
         The pattern is that of max(num_keys, query_offset + num_queries) positions.
         """
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
+        check_bool("is_causal", is_causal)
         num_positions = checked_positions(max(num_keys, query_offset + num_queries))
         self.check(num_positions, num_heads)
         queries = torch.arange(query_offset, query_offset + num_queries)[None, :, None]

@@ -49,7 +49,8 @@ class Sparsity(BlockPattern):
         ratio = checked_ratio("ratio", self.ratio)
         if ratio == 0:
             raise ValueError("ratio is 0: nothing would be kept; expected a number above 0 and at most 1")
-        if checked_seed(self.seed) and self.kind not in _SEEDED:
+        object.__setattr__(self, "seed", checked_seed(self.seed))
+        if self.seed and self.kind not in _SEEDED:
             raise ValueError(
                 f"seed is {self.seed}, but kind={self.kind!r} draws nothing: leave seed at 0, or take one of {', '.join(_SEEDED)}"
             )

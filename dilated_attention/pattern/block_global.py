@@ -111,16 +111,26 @@ class BigBird(GlobalLocal):
         # blocks are drawn among those of the whole sequence
         return self.random_blocks == 0
 
+    def most_drawn(self, grid: Grid) -> int:
+        """No row has more blocks left than the sequence has columns."""
+        return min(self.random_blocks, max(grid.num_columns, 1))
+
     def draws(self, grid: Grid, head: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
         """The columns drawn for rows, −1 where there are fewer: Floyd's sampling of the columns that nothing else reaches."""
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
         count = free.clamp(max=self.random_blocks)
-        numbers = grid.range(0, self.random_blocks)
-        random = hashed(self.seed, head[..., None], row[..., None], numbers).unbind(-1)
-        chosen: list[torch.Tensor] = []
-        for number in range(self.random_blocks):
+        most = self.most_drawn(grid)
+        chosen: list[torch.Tensor]
+        if most == grid.num_columns:
+            # all that are left, so that nothing has to be drawn
+            count = count.expand(torch.broadcast_shapes(head.shape, row.shape))
+            chosen = [torch.where(count > number, number, -1) for number in range(most)]
+            return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
+        random = hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
+        chosen = []
+        for number in range(most):
             # among one more than before; a number drawn twice gives way to the newest one, which cannot have been drawn yet
             newest = free - count + number
             drawn = random[number] % (newest + 1).clamp(min=1)
@@ -150,7 +160,7 @@ class BigBird(GlobalLocal):
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
             kept = GlobalLocal.allowed(self, q_idx, kv_idx, head, num_positions)
             row, column = q_idx.clamp(max=num_positions - 1) // self.q_block, kv_idx // self.k_block
-            for number in range(self.random_blocks):
+            for number in range(drawn.shape[-1]):
                 kept = kept | (drawn[head, row, number] == column)
             return kept
 

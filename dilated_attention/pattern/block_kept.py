@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.pattern.block import BlockPattern, Entries, Grid, checked_positions, divided
-from dilated_attention.pattern.checks import MAX_HEADS, as_int
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
 WORD = 32
 # blocks listed, and pairs looked at, in one go: what bounds the memory of building
@@ -113,6 +113,7 @@ def count_pairs(
 
     ``device``: what counts. Lists of a million positions take a CPU minutes.
     """
+    check_bool("is_causal", is_causal)
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
     total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, device))
     return total if pattern.per_head else total * num_heads

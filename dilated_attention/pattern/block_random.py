@@ -8,7 +8,7 @@ import torch
 
 from dilated_attention.pattern.block import Grid, MaskMod, checked_positions, expand
 from dilated_attention.pattern.block_level import WholeBlocks, own_columns
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, shown
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown
 
 # SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -38,6 +38,8 @@ class RandomBlocks(WholeBlocks):
         super().__post_init__()
         object.__setattr__(self, "ratio", checked_ratio("ratio", self.ratio))
         object.__setattr__(self, "seed", checked_seed(self.seed))
+        check_bool("per_head", self.per_head)
+        check_bool("own_block", self.own_block)
 
     def counts(self, grid: Grid, row: torch.Tensor) -> torch.Tensor:
         """Kept blocks of rows of the whole sequence."""
@@ -47,9 +49,9 @@ class RandomBlocks(WholeBlocks):
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
         """Kept (head, query, key) triples, exact. Without listing blocks where each is whole and kept or not by number alone."""
-        if is_causal or num_positions % self.q_block or num_positions % self.k_block:
-            return super().pairs(num_positions, num_heads, is_causal=is_causal)
         num_positions = checked_positions(num_positions)
+        if check_bool("is_causal", is_causal) or num_positions % self.q_block or num_positions % self.k_block:
+            return super().pairs(num_positions, num_heads, is_causal=is_causal)
         self.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         grid = self.grid(num_positions)
         return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block

@@ -70,6 +70,12 @@ def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset:
     return queries, keys, heads, offset
 
 
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected True or False")
+    return value
+
+
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         # numpy and torch vectors are no Sequence, but what users compute lengths with

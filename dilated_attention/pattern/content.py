@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.pattern.block import ABSENT, FULL, BlockPattern, Grid
 from dilated_attention.pattern.block_kept import WORD, unpacked
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -83,7 +83,7 @@ class TopBlocks(BlockPattern):
             if name == "blocks":
                 object.__setattr__(self, name, as_int(name, amount, minimum=1))
             elif isinstance(amount, bool) or not isinstance(amount, (int, float)):
-                raise TypeError(f"{name} is {amount!r} ({type(amount).__name__}); expected a number in (0, 1]")
+                raise TypeError(f"{name} is {shown(amount)} ({type(amount).__name__}); expected a number in (0, 1]")
             elif not 0 < amount <= 1:
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
         for name in ("always", "within"):
@@ -96,9 +96,9 @@ class TopBlocks(BlockPattern):
         if pattern is None:
             return None
         if not isinstance(pattern, BlockPattern):
-            raise TypeError(f"{name} is {pattern!r} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None")
+            raise TypeError(f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None")
         if pattern.is_chosen:
-            raise ValueError(f"{name} is {pattern!r}, which is chosen by content itself; expected a pattern that shapes alone determine")
+            raise ValueError(f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern that shapes alone determine")
         if pattern.block_size != self.block_size:
             raise ValueError(
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"

@@ -10,7 +10,17 @@ from typing import Any, Literal
 import torch
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_BRANCHES, MAX_HEADS, MAX_LENGTH, as_int, as_int_tuple, one_of, shown, sizes_of_mask
+from dilated_attention.pattern.checks import (
+    MAX_BRANCHES,
+    MAX_HEADS,
+    MAX_LENGTH,
+    as_int,
+    as_int_tuple,
+    check_bool,
+    one_of,
+    shown,
+    sizes_of_mask,
+)
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
@@ -179,6 +189,7 @@ class DilatedPattern(Pattern):
     ) -> torch.Tensor:
         """m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys); query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
+        check_bool("is_causal", is_causal)
         offsets = self.offsets(num_heads)
         rows = torch.arange(query_offset, query_offset + num_queries)
         keys = torch.arange(num_keys)
@@ -201,6 +212,7 @@ class DilatedPattern(Pattern):
     def branch_pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> tuple[int, ...]:
         """``pairs`` of each branch alone."""
         n = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+        check_bool("is_causal", is_causal)
         totals = []
         for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             full, rest = divmod(n, length)
@@ -246,7 +258,10 @@ class DilatedPattern(Pattern):
         """
         from dilated_attention.pattern.coverage import distinct_pairs
 
-        total = num_heads * as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH) ** 2
+        check_bool("is_causal", is_causal)
+        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+        total = num_heads * num_positions**2
         return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal) / total if total else 0.0
 
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:

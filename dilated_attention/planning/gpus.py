@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import torch
 
+from dilated_attention.pattern.checks import shown
+
 GIB = 2**30
 # of the memory on a datasheet, which counts in 2^30 bytes, what the driver leaves to programs
 _VISIBLE = 0.985
@@ -132,10 +134,10 @@ def find_gpu(name: str) -> Gpu:
         ValueError: no such GPU; with the names there are.
     """
     if not isinstance(name, str):
-        raise TypeError(f"gpu is {name!r} ({type(name).__name__}); expected a name, such as 'H200'")
+        raise TypeError(f"gpu is {shown(name)} ({type(name).__name__}); expected a name, such as 'H200'")
     found = _known(name)
     if found is None:
-        raise ValueError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another one take the nearest, with the other's memory")
+        raise ValueError(f"gpu is {shown(name)}; known are {', '.join(GPUS)}. For another one take the nearest, with the other's memory")
     return found
 
 

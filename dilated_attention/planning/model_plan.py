@@ -17,6 +17,7 @@ from dilated_attention.planning.problem import Problem, checked_sizes, make_prob
 from dilated_attention.planning.rings import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.speed import passes_of
 from dilated_attention.planning.text import seconds_text
+from dilated_attention.validation import check_bool
 
 # shares of the peaks that linear layers, and what is read and written between them, are taken to reach: with them a training step of Prov-GigaPath's
 # encoder on 45,681 tiles comes out as an H200 measured it (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
@@ -115,6 +116,9 @@ def plan_model(
 
     >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200", checkpoint_activations=True))
     """
+    flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
+    for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
+        check_bool(name, flag)
     machine = machine_of(gpu, memory)
     sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
     # what is planned is looked up again by its arguments

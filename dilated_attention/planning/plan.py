@@ -21,6 +21,7 @@ from dilated_attention.planning.gpus import Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
 from dilated_attention.planning.rings import NO_EXCHANGE, exchange_of
 from dilated_attention.planning.speed import passes_of
+from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
 # lists of blocks count to this
@@ -73,6 +74,7 @@ def plan_attention(
 
     >>> print(plan_attention("dilated", num_positions=2**20, num_heads=12, head_dim=64, segment_lengths=[2048, 8192], dilation_rates=[1, 4], gpu="H200"))
     """
+    check_bool("find_longest", find_longest)
     machine = machine_of(gpu, memory)
     problem = make_problem(
         kind,
@@ -110,7 +112,7 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
     if memory is not None:
         memory = as_int("memory", memory, minimum=1)
     is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
-    found = None if is_cpu else find_gpu(gpu) if isinstance(gpu, str) else (detected_gpu() if gpu is None else gpu)
+    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system tells it")
@@ -174,12 +176,19 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
+_FEW_RANKS = 8
+
+
 @functools.lru_cache(maxsize=256)
 def longest_of(problem: Problem, memory: int) -> int:
-    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits."""
+    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits.
+
+    Of more than eight ranks to within 4 positions a rank: whole runs of equal length are planned as fast for many ranks.
+    """
+    unit = 4 * problem.world_size if problem.world_size > _FEW_RANKS else 1
 
     def excess(num_positions: int) -> int:
-        return _excess(problem.of_length(num_positions), memory)
+        return _excess(problem.of_length(-(-num_positions // unit) * unit), memory)
 
     return search(excess, problem.world_size, most_positions(problem))
 

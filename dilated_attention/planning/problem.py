@@ -11,7 +11,7 @@ import torch
 from dilated_attention.backends import Hardware, Request, detect
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
@@ -141,9 +141,9 @@ def make_problem(
     if kind not in RINGS and world_size != 1:
         raise ValueError(f"world_size is {world_size} and kind is {kind!r}, which one process computes; take one of {', '.join(RINGS)}")
     if exchange != "auto" and kind not in RINGS[:2]:
-        raise ValueError(f"exchange is {exchange!r} and kind is {kind!r}, which has none; leave it at 'auto'")
+        raise ValueError(f"exchange is {shown(exchange)} and kind is {kind!r}, which has none; leave it at 'auto'")
     if layout is not None and kind not in RINGS:
-        raise ValueError(f"layout is {layout!r} and kind is {kind!r}, which one process computes; leave it out")
+        raise ValueError(f"layout is {shown(layout)} and kind is {kind!r}, which one process computes; leave it out")
     chosen = layout or ("zigzag" if kind == "ring" else "contiguous")
     one_of("layout", chosen, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
@@ -174,7 +174,7 @@ def usual_dtype(gpu: Gpu | None) -> torch.dtype:
 
 def _checked_dtype(dtype: Any) -> torch.dtype:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"dtype is {dtype!r}; expected torch.float16, bfloat16, float32 or float64")
+        raise ValueError(f"dtype is {shown(dtype)}; expected torch.float16, bfloat16, float32 or float64")
     assert isinstance(dtype, torch.dtype)
     return dtype
 

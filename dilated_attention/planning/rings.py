@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -183,15 +183,31 @@ def _of_branches(problem: Problem) -> Exchange:
     ranges = tuple(route.ranges(rank) for rank in range(problem.world_size))
     job = Job(problem.pattern, shape, ranges, route.exchange, steps // alike)
     ahead = cost.steps_ahead(job, problem.batch_size, problem.head_dim, problem.itemsize)
+    times = _rows_alike(problem, name)
+    if times > 1:
+        # of dense attention every hop of a longer sequence is that of a shorter one, rows for row
+        unit = make_route(
+            problem.num_positions // times, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
+        )
+        part = (0, problem.num_positions // times)
+        job = replace(
+            job, shape=replace(shape, queries=part, keys=part, documents=(part,)), holdings=tuple(unit.ranges(r) for r in range(problem.world_size))
+        )
     scripts = [make_script(job, rank) for rank in _ranks(problem)]
-    moved = [Bytes(*(alike * x for x in astuple(_bytes_of(script, problem, a)))) for script in scripts]
-    held = [_held(script, problem, ahead, a, alike) for script in scripts]
+    moved = [Bytes(*(times * alike * x for x in astuple(_bytes_of(script, problem, a)))) for script in scripts]
+    held = [tuple(times * x for x in _held(script, problem, ahead, a, alike)) for script in scripts]
     most = _most(moved)
     if not route.stays:
         # striped rows are put in order and back; as many bytes for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
     return Exchange(name=name, bytes=most, steps=alike * len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
+
+
+def _rows_alike(problem: Problem, exchange: str) -> int:
+    """By how much a ring's sequence can be shortened with every rank's runs: 1 where not at all."""
+    unit = 4 * problem.world_size
+    return problem.num_positions // unit if problem.computes == "dense" and exchange == "ring" and problem.num_positions % unit == 0 else 1
 
 
 def _in_order(problem: Problem) -> tuple[int, int, int, int]:

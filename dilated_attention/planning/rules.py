@@ -74,7 +74,7 @@ class Machine:
 
 def machine_of(gpu: str | None, memory: float | None) -> Machine:
     """This machine's GPU or CPU (None), ``"cpu"``, or a GPU by name, with every kernel package installed. ``memory``: GiB, instead of its own."""
-    if gpu is None or gpu.lower() == "cpu":
+    if gpu is None or (isinstance(gpu, str) and gpu.lower() == "cpu"):
         here = detect() if gpu is None else EXAMPLES["cpu"]
         found = detected_gpu() if here.device_type == "cuda" else None
         size = found.memory if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
