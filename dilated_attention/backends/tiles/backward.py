@@ -1,0 +1,307 @@
+"""Backward of a table of tiles: dq with δ in one launch, then dk and dv in one. Exact shares of the merged softmax; no atomics.
+
+With p = e^(s − lse), lse that of the whole softmax, and δ = rowsum(dout ∘ out) − dlse:
+
+    ds = p ∘ (dout·vᵀ − δ),  dq = scale · ds·k,  dk = scale · dsᵀ·q,  dv = pᵀ·dout
+"""
+
+# kernels have no types that mypy knows
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.tiles.rows import LOG2_E, between, kept, load_rows, product, read_row, seen, store_rows
+
+
+@triton.jit
+def _query_step(
+    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+    padding_ptr, words_ptr, rate, word_a, word_c, threshold, keep_scale, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What keys [a, a + BLOCK) add to dq."""
+    j = a + tl.arange(0, BLOCK)
+    valid = j < count
+    if PADDING:
+        valid = valid & (tl.load(padding_ptr + j.to(tl.int64) * rate, mask=valid, other=1) == 0)
+    CHECK: tl.constexpr = MASKED or PADDING
+    k_at, v_at = k_base + a * k_step, v_base + a * v_step
+    k0, v0 = load_rows(k_at, k_steps, valid, 0, D0, D, CHECK), load_rows(v_at, v_steps, valid, 0, D0, D, CHECK)
+    k1, v1 = k0, v0
+    if D1 > 0:
+        k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, CHECK), load_rows(v_at, v_steps, valid, D0, D1, D, CHECK)
+    p = tl.exp2(product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None])
+    if CHECK:
+        good = valid[None, :]
+        if MASKED:
+            good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
+        p = tl.where(good, p, 0.0)
+    dp = product(d0, d1, v0, v1, D1, PRECISION)
+    if DROPOUT:
+        word_b = tl.load(words_ptr + j.to(tl.int64) * rate, mask=valid, other=0)
+        dp = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), dp * keep_scale, 0.0)
+    ds = (p * (dp - delta[:, None])).to(k0.dtype)
+    acc0 = tl.dot(ds, k0, acc0, input_precision=PRECISION)
+    if D1 > 0:
+        acc1 = tl.dot(ds, k1, acc1, input_precision=PRECISION)
+    return acc0, acc1
+
+
+@triton.jit(do_not_specialize=["num_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+def query_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
+    words_a_ptr, words_c_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
+    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    scale, natural_scale, threshold, keep_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
+    DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of ROWS queries of one head, and their δ, by place of the table. OWN: ``out_ptr`` holds each branch's own output by place."""
+    pid = tl.program_id(0)
+    head = pid % num_heads
+    batch = (pid // num_heads % num_batches).to(tl.int64)
+    branch, rate, start, length, tile, place, _places, _ = read_row(rows_ptr, pid // (num_heads * num_batches))
+    offset = tl.load(offsets_ptr + branch * offset_heads + head)
+    first = start + offset
+    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    low, high = 0, count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+    i0 = low + tile * ROWS
+    if i0 < high:
+        local = tl.arange(0, ROWS)
+        i = i0 + local
+        inside = i < high
+        head64, head_row = head.to(tl.int64), batch * num_heads + head
+        wide_rate = rate.to(tl.int64)
+        # the first query's row, and the rows between two queries
+        row = (first - q_first).to(tl.int64) + i0 * wide_rate
+        rows = local.to(tl.int64) * wide_rate
+        k_step, v_step = wide_rate * k_n, wide_rate * v_n
+        kv_head = (head // group).to(tl.int64)
+        k_base = k_ptr + batch * k_b + kv_head * k_h + first.to(tl.int64) * k_n
+        v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
+        q_base = q_ptr + batch * q_b + head64 * q_h + row * q_n
+        do_base = dout_ptr + batch * do_b + head64 * do_h + row * do_n
+        q0, d0 = load_rows(q_base, rows * q_n, inside, 0, D0, D, True), load_rows(do_base, rows * do_n, inside, 0, D0, D, True)
+        q1, d1 = q0, d0
+        if D1 > 0:
+            q1, d1 = load_rows(q_base, rows * q_n, inside, D0, D1, D, True), load_rows(do_base, rows * do_n, inside, D0, D1, D, True)
+        part = place + tile * ROWS
+        if OWN:
+            out_base, out_rows = out_ptr + (head_row * delta_rows + part) * D, local.to(tl.int64) * D
+        else:
+            out_base, out_rows = out_ptr + batch * o_b + head64 * o_h + row * o_n, rows * o_n
+        delta = tl.sum(d0.to(tl.float32) * load_rows(out_base, out_rows, inside, 0, D0, D, True).to(tl.float32), 1)
+        if D1 > 0:
+            delta += tl.sum(d1.to(tl.float32) * load_rows(out_base, out_rows, inside, D0, D1, D, True).to(tl.float32), 1)
+        if DLSE:
+            delta -= tl.load(dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + rows) * dlse_n, mask=inside, other=0.0)
+        lse = tl.load(lse_ptr + head_row * num_queries + row + rows, mask=inside, other=float("inf"))
+        # a row without keys weighs its scores with 0
+        lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+        row_at = stats_ptr + 2 * (head_row * delta_rows) + part + local
+        tl.store(row_at, delta, mask=inside)
+        tl.store(row_at + delta_rows, lse, mask=inside)
+        block = tl.arange(0, BLOCK).to(tl.int64)
+        k_steps, v_steps = block * k_step, block * v_step
+        pad_base, words_base = padding_ptr, words_b_ptr
+        word_a, word_c = local, local
+        if PADDING:
+            pad_base = padding_ptr + batch * pad_b + first
+        if DROPOUT:
+            word_row = head_row * num_queries + row + rows
+            word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
+            word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
+            words_base = words_b_ptr + head_row * num_keys + first
+        acc0 = tl.zeros([ROWS, D0], tl.float32)
+        acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
+        last = tl.minimum(i0 + ROWS, high) - 1
+        begin, end, full_begin, full_end = 0, count, 0, count
+        if RIGHT:
+            end = tl.maximum(tl.minimum(count, last + right + 1), 0)
+            full_end = tl.maximum(tl.minimum(count, i0 + right + 1), 0)
+        if LEFT:
+            begin = tl.minimum(tl.maximum(i0 - left, 0), end)
+            full_begin = tl.minimum(begin + (tl.maximum(last - left, begin) - begin + BLOCK - 1) // BLOCK * BLOCK, end)
+            for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+                acc0, acc1 = _query_step(
+                    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                    pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+        for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
+            acc0, acc1 = _query_step(
+                a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+            )  # fmt: skip
+        for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
+            acc0, acc1 = _query_step(
+                a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+            )  # fmt: skip
+        if branch == direct:
+            dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
+            dq_steps = local.to(tl.int64) * dq_n
+        else:
+            dq_base = parts_ptr + (head_row * part_rows + part) * D
+            dq_steps = local.to(tl.int64) * D
+        store_rows(dq_base, dq_steps, inside, acc0 * natural_scale, 0, D0, D)
+        if D1 > 0:
+            store_rows(dq_base, dq_steps, inside, acc1 * natural_scale, D0, D1, D)
+
+
+@triton.jit
+def _key_step(
+    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, rate, high, left, right,
+    valid, words_a_ptr, words_c_ptr, word_b, threshold, keep_scale, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What queries [a, a + BLOCK) add to dk and dv; scores are those of keys by queries."""
+    i = a + tl.arange(0, BLOCK)
+    inside = i < high
+    q_at, do_at = q_base + a * q_step, do_base + a * do_step
+    q0, d0 = load_rows(q_at, q_steps, inside, 0, D0, D, MASKED), load_rows(do_at, do_steps, inside, 0, D0, D, MASKED)
+    q1, d1 = q0, d0
+    if D1 > 0:
+        q1, d1 = load_rows(q_at, q_steps, inside, D0, D1, D, MASKED), load_rows(do_at, do_steps, inside, D0, D1, D, MASKED)
+    if MASKED:
+        lse = tl.load(lse_base + i, mask=inside, other=float("inf"))
+        delta = tl.load(delta_base + i, mask=inside, other=0.0)
+    else:
+        lse = tl.load(lse_base + i)
+        delta = tl.load(delta_base + i)
+    p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :])
+    if MASKED and (LEFT or RIGHT):
+        p = tl.where(seen(i[None, :], j[:, None], left, right, LEFT, RIGHT), p, 0.0)
+    if PADDING:
+        p = tl.where(valid[:, None], p, 0.0)
+    dp = product(v0, v1, d0, d1, D1, PRECISION)
+    weights = p
+    if DROPOUT:
+        word_a = tl.load(words_a_ptr + i.to(tl.int64) * rate, mask=inside, other=0)
+        word_c = tl.load(words_c_ptr + i.to(tl.int64) * rate, mask=inside, other=1)
+        keep = kept(word_a[None, :], word_c[None, :], word_b[:, None], threshold)
+        weights = tl.where(keep, p * keep_scale, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    weights = weights.to(d0.dtype)
+    dv0 = tl.dot(weights, d0, dv0, input_precision=PRECISION)
+    ds = (p * (dp - delta[None, :])).to(q0.dtype)
+    dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
+    if D1 > 0:
+        dv1 = tl.dot(weights, d1, dv1, input_precision=PRECISION)
+        dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+    return dk0, dk1, dv0, dv1
+
+
+@triton.jit(do_not_specialize=["num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+def key_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
+    words_a_ptr, words_c_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
+    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    scale, natural_scale, threshold, keep_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of ROWS keys. SHARED: of one key/value head, from all its query heads, whose offsets agree; else of one query head."""
+    pid = tl.program_id(0)
+    heads = kv_heads if SHARED else num_heads
+    own_head = pid % heads
+    batch = (pid // heads % num_batches).to(tl.int64)
+    branch, rate, start, length, tile, place, _places, delta_place = read_row(rows_ptr, pid // (heads * num_batches))
+    first_head = own_head * group if SHARED else own_head
+    kv_head = (first_head // group).to(tl.int64)
+    offset = tl.load(offsets_ptr + branch * offset_heads + first_head)
+    first = start + offset
+    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    j0 = tile * ROWS
+    if j0 < count:
+        low, high = 0, count
+        if CUT:
+            low, high = between(first, rate, count, q_first, q_last)
+        local = tl.arange(0, ROWS)
+        j = j0 + local
+        valid = j < count
+        wide_rate = rate.to(tl.int64)
+        row = first.to(tl.int64) + j0 * wide_rate
+        rows = local.to(tl.int64) * wide_rate
+        word_b = local
+        loaded = valid
+        if PADDING:
+            loaded = valid & (tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0)
+        k_base, v_base = k_ptr + batch * k_b + kv_head * k_h + row * k_n, v_ptr + batch * v_b + kv_head * v_h + row * v_n
+        k0, v0 = load_rows(k_base, rows * k_n, loaded, 0, D0, D, True), load_rows(v_base, rows * v_n, loaded, 0, D0, D, True)
+        k1, v1 = k0, v0
+        if D1 > 0:
+            k1, v1 = load_rows(k_base, rows * k_n, loaded, D0, D1, D, True), load_rows(v_base, rows * v_n, loaded, D0, D1, D, True)
+        q_step, do_step = wide_rate * q_n, wide_rate * do_n
+        block = tl.arange(0, BLOCK).to(tl.int64)
+        q_steps, do_steps = block * q_step, block * do_step
+        dk0, dv0 = tl.zeros([ROWS, D0], tl.float32), tl.zeros([ROWS, D0], tl.float32)
+        dk1, dv1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32), tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
+        last = tl.minimum(j0 + ROWS, count) - 1
+        # queries [begin, end) see some key, those of [full_begin, full_end) all of them
+        begin, end, full_begin, full_end = low, high, low, high
+        if RIGHT:
+            begin = tl.minimum(tl.maximum(j0 - right, low), high)
+            full_begin = tl.maximum(last - right, begin)
+        if LEFT:
+            end = tl.maximum(tl.minimum(high, last + left + 1), begin)
+            full_end = tl.maximum(tl.minimum(high, j0 + left + 1), begin)
+        full_begin = tl.minimum(begin + (full_begin - begin + BLOCK - 1) // BLOCK * BLOCK, end)
+        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+        for h in range(group if SHARED else 1):
+            head = first_head + h
+            head64, head_row = head.to(tl.int64), batch * num_heads + head
+            q_row = (first - q_first).to(tl.int64)
+            q_base = q_ptr + batch * q_b + head64 * q_h + q_row * q_n
+            do_base = dout_ptr + batch * do_b + head64 * do_h + q_row * do_n
+            delta_base = stats_ptr + 2 * (head_row * delta_rows) + delta_place - low
+            lse_base = delta_base + delta_rows
+            word_a_base, word_c_base = words_a_ptr, words_c_ptr
+            if DROPOUT:
+                word_a_base += head_row * num_queries + q_row
+                word_c_base += head_row * num_queries + q_row
+                word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
+            if RIGHT:
+                for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+                    dk0, dk1, dv0, dv1 = _key_step(
+                        a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
+                        wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                        D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    )  # fmt: skip
+            for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
+                dk0, dk1, dv0, dv1 = _key_step(
+                    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
+                    wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                    D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+            for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
+                dk0, dk1, dv0, dv1 = _key_step(
+                    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
+                    wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+        if branch == direct:
+            dk_base, dk_steps = dk_ptr + batch * dk_b + kv_head * dk_h + row * dk_n, local.to(tl.int64) * dk_n
+            dv_base, dv_steps = dv_ptr + batch * dv_b + kv_head * dv_h + row * dv_n, local.to(tl.int64) * dv_n
+        else:
+            part = ((batch * heads + own_head) * part_rows + place + j0) * D
+            dk_base, dk_steps = dk_parts_ptr + part, local.to(tl.int64) * D
+            dv_base, dv_steps = dv_parts_ptr + part, local.to(tl.int64) * D
+        store_rows(dk_base, dk_steps, valid, dk0 * natural_scale, 0, D0, D)
+        store_rows(dv_base, dv_steps, valid, dv0, 0, D0, D)
+        if D1 > 0:
+            store_rows(dk_base, dk_steps, valid, dk1 * natural_scale, D0, D1, D)
+            store_rows(dv_base, dv_steps, valid, dv1, D0, D1, D)

@@ -1,0 +1,162 @@
+"""Forward of a table of tiles: every tile's softmax over its keys, one launch."""
+
+# kernels have no types that mypy knows
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.tiles.rows import LN_2, between, kept, load_rows, product, read_row, seen, store_rows
+
+
+@triton.jit
+def _step(
+    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+    padding_ptr, pad_step, words_ptr, word_step, word_a, word_c, threshold, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys [a, a + BLOCK) of the segment; MASKED: not every row sees all of them."""
+    j = a + tl.arange(0, BLOCK)
+    valid = j < count
+    if PADDING:
+        valid = valid & (tl.load(padding_ptr + j.to(tl.int64) * pad_step, mask=valid, other=1) == 0)
+    CHECK: tl.constexpr = MASKED or PADDING
+    k_at, v_at = k_base + a * k_step, v_base + a * v_step
+    k0 = load_rows(k_at, k_steps, valid, 0, D0, D, CHECK)
+    k1 = k0
+    if D1 > 0:
+        k1 = load_rows(k_at, k_steps, valid, D0, D1, D, CHECK)
+    x = product(q0, q1, k0, k1, D1, PRECISION)
+    if CHECK:
+        good = valid[None, :]
+        if MASKED:
+            good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
+        x = tl.where(good, x, -float("inf"))
+    highest = tl.maximum(m, tl.max(x, 1) * scale)
+    shift = highest
+    if CHECK:
+        # a row that has seen no key yet
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+    p = tl.exp2(x * scale - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    total = total * alpha + tl.sum(p, 1)
+    if DROPOUT:
+        word_b = tl.load(words_ptr + j.to(tl.int64) * word_step, mask=valid, other=0)
+        p = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), p, 0.0)
+    v0 = load_rows(v_at, v_steps, valid, 0, D0, D, CHECK)
+    p = p.to(v0.dtype)
+    acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=PRECISION)
+    if D1 > 0:
+        v1 = load_rows(v_at, v_steps, valid, D0, D1, D, CHECK)
+        acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)
+    return highest, total, acc0, acc1
+
+
+@triton.jit(do_not_specialize=["num_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b,
+    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold, keep_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """ROWS queries of one head. LEFT, RIGHT: the window has these bounds (causal: right = 0). CUT: queries are some of the keys' positions."""
+    pid = tl.program_id(0)
+    head = pid % num_heads
+    batch = (pid // num_heads % num_batches).to(tl.int64)
+    branch, rate, start, length, tile, place, places, _ = read_row(rows_ptr, pid // (num_heads * num_batches))
+    offset = tl.load(offsets_ptr + branch * offset_heads + head)
+    first = start + offset
+    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    low, high = 0, count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+    i0 = low + tile * ROWS
+    if i0 < high:
+        i = i0 + tl.arange(0, ROWS)
+        inside = i < high
+        local = tl.arange(0, ROWS)
+        q_step, k_step, v_step = rate.to(tl.int64) * q_n, rate.to(tl.int64) * k_n, rate.to(tl.int64) * v_n
+        q_base = q_ptr + batch * q_b + head.to(tl.int64) * q_h + (first - q_first).to(tl.int64) * q_n + i0 * q_step
+        kv_head = (head // group).to(tl.int64)
+        k_base = k_ptr + batch * k_b + kv_head * k_h + first.to(tl.int64) * k_n
+        v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
+        q_steps = local.to(tl.int64) * q_step
+        q0 = load_rows(q_base, q_steps, inside, 0, D0, D, True)
+        q1 = q0
+        if D1 > 0:
+            q1 = load_rows(q_base, q_steps, inside, D0, D1, D, True)
+        block = tl.arange(0, BLOCK).to(tl.int64)
+        k_steps, v_steps = block * k_step, block * v_step
+        pad_base, words_base = padding_ptr, words_b_ptr
+        word_a, word_c = local, local
+        if PADDING:
+            pad_base = padding_ptr + batch * pad_b + first
+        if DROPOUT:
+            word_row = (batch * num_heads + head) * num_queries + first - q_first + i.to(tl.int64) * rate
+            word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
+            word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
+            words_base = words_b_ptr + (batch * num_heads + head) * num_keys + first
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc0 = tl.zeros([ROWS, D0], tl.float32)
+        acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
+        last = tl.minimum(i0 + ROWS, high) - 1
+        # keys [begin, end) are seen by some row, [full_begin, full_end) by all
+        begin, end, full_begin, full_end = 0, count, 0, count
+        if RIGHT:
+            end = tl.maximum(tl.minimum(count, last + right + 1), 0)
+            full_end = tl.maximum(tl.minimum(count, i0 + right + 1), 0)
+        if LEFT:
+            begin = tl.minimum(tl.maximum(i0 - left, 0), end)
+            full_begin = tl.minimum(begin + (tl.maximum(last - left, begin) - begin + BLOCK - 1) // BLOCK * BLOCK, end)
+            for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+                m, total, acc0, acc1 = _step(
+                    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                    pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+        for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
+            m, total, acc0, acc1 = _step(
+                a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+            )  # fmt: skip
+        for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
+            m, total, acc0, acc1 = _step(
+                a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+            )  # fmt: skip
+        if ZERO_KEYS:
+            # keys of score 0 and value 0
+            zeros = (places - count).to(tl.float32)
+            higher = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
+            alpha = tl.where(higher == -float("inf"), 0.0, tl.exp2(m - tl.where(higher == -float("inf"), 0.0, higher)))
+            total = total * alpha + tl.where(zeros > 0, zeros * tl.exp2(-higher), 0.0)
+            acc0 = acc0 * alpha[:, None]
+            acc1 = acc1 * alpha[:, None]
+            m = higher
+        empty = total == 0
+        share = 1 / tl.where(empty, 1.0, total)
+        if DROPOUT:
+            share = share * keep_scale
+        row_lse = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+        if branch == direct:
+            row = (first - q_first + i0).to(tl.int64)
+            out_base = out_ptr + batch * o_b + head.to(tl.int64) * o_h + row * o_n
+            out_steps = local.to(tl.int64) * o_n
+            lse_base = lse_ptr + (batch * num_heads + head) * num_queries + row
+        else:
+            row = (batch * num_heads + head) * part_rows + place + tile * ROWS
+            out_base = parts_ptr + row * D
+            out_steps = local.to(tl.int64) * D
+            lse_base = part_lse_ptr + row
+        tl.store(lse_base + local, row_lse, mask=inside)
+        store_rows(out_base, out_steps, inside, acc0 * share[:, None], 0, D0, D)
+        if D1 > 0:
+            store_rows(out_base, out_steps, inside, acc1 * share[:, None], D0, D1, D)

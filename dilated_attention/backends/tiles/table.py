@@ -1,0 +1,153 @@
+"""A pattern on documents as one flat table of tiles, made once a shape.
+
+A segment of branch (w, r) is cut into tiles of ``tile`` taken positions; one table row stands for the tile of every head. The results of a
+branch lie at *places*: the taken positions of its segments in order, ceil(w/r) places a segment, one document after the other.
+
+Row: branch, rate, first position of the segment, its length, tile, place of the segment's first result, ceil(w'/r) with w' = min(w, document),
+place of the segment's first query (in the table of keys).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.fork import cached_property
+
+Range = tuple[int, int]
+# positions and places count in 32 bits
+MAX_PLACES = 2**31 - 2**20
+_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a table depends on.
+
+    Args:
+        branches: (w, r) of each branch.
+        documents: (start, end) pairs that partition the keys, none of them empty.
+        queries: positions that have a query.
+        direct: the branch, of rate 1, whose results are written where they stay, or −1; its places come after all others.
+    """
+
+    branches: tuple[tuple[int, int], ...]
+    documents: tuple[Range, ...]
+    queries: Range
+    direct: int = -1
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.branches)
+
+    @cached_property
+    def document_starts(self) -> torch.Tensor:
+        return torch.tensor([start for start, _ in self.documents])
+
+    @cached_property
+    def document_ends(self) -> torch.Tensor:
+        return torch.tensor([end for _, end in self.documents])
+
+    @property
+    def keys(self) -> Range:
+        return 0, self.documents[-1][1]
+
+    @property
+    def steps(self) -> int:
+        """Bisections that find a position's document."""
+        return (len(self.documents) - 1).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Where the results of each document and branch lie.
+
+    Args:
+        lengths, places, bases, first, counts: (documents, branches) int64: segment length, places a segment, place of segment 0,
+            index of the first segment that has positions of the range, and how many do.
+        num_places: of all branches but the direct one, and with it.
+    """
+
+    lengths: torch.Tensor
+    places: torch.Tensor
+    bases: torch.Tensor
+    first: torch.Tensor
+    counts: torch.Tensor
+    num_places: int
+    all_places: int
+
+    def flat(self, device: torch.device) -> torch.Tensor:
+        """(documents, branches, 4) int32 as kernels read it."""
+        return torch.stack([self.lengths, self.places, self.bases, self.bases], -1).int().to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def make_spans(walk: Walk, positions: Range) -> Spans:
+    """Spans of the results at ``positions``: of queries, or of all keys."""
+    starts, ends = walk.document_starts[:, None], walk.document_ends[:, None]
+    w = torch.tensor([min(w, 2**31 - 1) for w, _ in walk.branches])
+    r = torch.tensor([r for _, r in walk.branches])
+    lengths = torch.minimum(w[None], ends - starts)
+    places = (lengths + r - 1) // r
+    low, high = starts.clamp(min=positions[0]), ends.clamp(max=positions[1])
+    first = (low - starts) // lengths
+    counts = torch.where(low < high, (high - 1 - starts) // lengths - first + 1, 0)
+    sizes = counts * places
+    order = [b for b in range(walk.num_branches) if b != walk.direct] + [walk.direct] * (walk.direct >= 0)
+    # branch by branch, document by document
+    flat = sizes[:, order].T.flatten()
+    before = (flat.cumsum(0) - flat).view(len(order), -1).T
+    bases = torch.empty_like(sizes)
+    bases[:, order] = before
+    total = int(flat.sum())
+    direct = int(sizes[:, walk.direct].sum()) if walk.direct >= 0 else 0
+    return Spans(lengths, places, bases - first * places, first, counts, total - direct, total)
+
+
+@functools.lru_cache(maxsize=256)
+def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
+    """(tiles, 8) int32 on the CPU, those with most pairs first: tiles of queries, or of keys."""
+    positions = walk.keys if of_keys else walk.queries
+    spans, by_query = make_spans(walk, positions), make_spans(walk, walk.queries)
+    tables, costs = [], []
+    for branch, (_, rate) in enumerate(walk.branches):
+        counts = spans.counts[:, branch]
+        document = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        segment = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document] + spans.first[document, branch]
+        length = spans.lengths[document, branch]
+        start = walk.document_starts[document] + segment * length
+        size = torch.minimum(length, walk.document_ends[document] - start)
+        low = start.clamp(min=positions[0])
+        rows = ((start + size).clamp(max=positions[1]) - low + rate - 1) // rate
+        tiles = (rows + tile - 1) // tile
+        owner = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
+        index = torch.arange(len(owner)) - (tiles.cumsum(0) - tiles)[owner]
+        place = spans.bases[document, branch] + segment * spans.places[document, branch]
+        query_place = by_query.bases[document, branch] + segment * by_query.places[document, branch]
+        columns = (torch.full_like(size, branch), torch.full_like(size, rate), start, size)
+        owned = (place, spans.places[document, branch], query_place)
+        tables.append(torch.stack([*(x[owner] for x in columns), index, *(x[owner] for x in owned)], -1))
+        keys = (size + rate - 1) // rate
+        seen = keys[owner]
+        if is_causal:
+            before = (low - start)[owner] // rate + index * tile
+            seen = (seen - before).clamp(min=1) if of_keys else torch.minimum(seen, before + tile)
+        costs.append(torch.minimum(rows[owner] - index * tile, torch.tensor(tile)) * seen)
+    order = torch.cat(costs).argsort(descending=True, stable=True)
+    return torch.cat(tables)[order].int().contiguous()
+
+
+@functools.lru_cache(maxsize=256)
+def table_on(device: torch.device, walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
+    return make_table(walk, of_keys, tile, is_causal).to(device)
+
+
+@functools.lru_cache(maxsize=128)
+def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(spans, document starts padded to a power of two, rates), int32."""
+    starts = torch.full((2**walk.steps,), 2**31 - 1)
+    starts[: len(walk.documents)] = walk.document_starts
+    rates = torch.tensor([rate for _, rate in walk.branches], dtype=torch.int32)
+    return make_spans(walk, walk.keys if of_keys else walk.queries).flat(device), starts.int().to(device), rates.to(device)
