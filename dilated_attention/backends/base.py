@@ -106,6 +106,8 @@ class Facts:
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
+    # computes a call of many problems at once, whatever it is made of
+    whole_calls: bool = False
     # lists of kept blocks, and whether it computes nothing else
     block_sizes: frozenset[tuple[int, int]] = frozenset()
     block_masks: frozenset[str] = frozenset({"none"})

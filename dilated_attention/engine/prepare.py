@@ -124,6 +124,9 @@ def prepare(
         detached=settings.detached,
         is_causal=settings.is_causal,
         nested=not is_backward and is_nested(request, pattern, views, shape, settings),
+        request=request,
+        named=settings.backend != "auto",
+        needs_grad=settings.needs_grad or is_backward,
     )
     return shape, call
 

@@ -17,6 +17,7 @@ from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
+from dilated_attention.engine.tiles_choice import runs_on_tiles
 from dilated_attention.pattern import DilatedPattern
 
 # on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
@@ -38,6 +39,10 @@ def forward(
     Args:
         kept: (``prepare.kept_elements``,), filled with the branches' own outputs for ``backward``.
     """
+    if runs_on_tiles(pattern, shape, q, call, False):
+        from dilated_attention.engine import tiles
+
+        return tiles.forward(pattern, shape, q, k, v, call, kept)
     if not _is_fused(shape, q, call):
         out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
         return out, lse.transpose(1, 2).contiguous()
@@ -147,6 +152,10 @@ def backward(
         kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
     """
     dout, q, k, v, out, lse = tensors
+    if runs_on_tiles(pattern, shape, q, call, True):
+        from dilated_attention.engine import tiles
+
+        return tiles.backward(pattern, shape, tensors, call, dlse, kept)
     if not _is_fused(shape, q, call):
         lse = lse.transpose(1, 2).contiguous()
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()

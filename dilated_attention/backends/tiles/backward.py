@@ -72,6 +72,7 @@ def query_kernel(
     low, high = 0, count
     if CUT:
         low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     i0 = low + tile * ROWS
     if i0 < high:
         local = tl.arange(0, ROWS)
@@ -225,11 +226,12 @@ def key_kernel(
     offset = tl.load(offsets_ptr + branch * offset_heads + first_head)
     first = start + offset
     count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    low, high = 0, count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     j0 = tile * ROWS
     if j0 < count:
-        low, high = 0, count
-        if CUT:
-            low, high = between(first, rate, count, q_first, q_last)
         local = tl.arange(0, ROWS)
         j = j0 + local
         valid = j < count

@@ -74,6 +74,7 @@ def forward_kernel(
     low, high = 0, count
     if CUT:
         low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     i0 = low + tile * ROWS
     if i0 < high:
         i = i0 + tl.arange(0, ROWS)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
@@ -58,21 +59,20 @@ class Prepared:
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
         heads = range(0, self.num_heads, self.group)
         self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
-        self.key_walk = walk if self.shared else Walk(walk.branches, walk.documents, walk.queries)
+        assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
         # of places: what the merge and the sum read, and δ of all branches
-        query_spans, key_spans = make_spans(walk, walk.queries), make_spans(self.key_walk, walk.keys)
+        query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         self.key_part_rows = key_spans.num_places
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
-        self.key_spans = spans_on(device, self.key_walk, True)[0]
-        cut = walk.queries != walk.keys
+        self.key_spans = spans_on(device, walk, True)[0]
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
-            "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": cut,
+            "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
             "PRECISION": call.precision,
         }  # fmt: skip
         self.columns = 1 << (head_dim - 1).bit_length()
@@ -80,8 +80,7 @@ class Prepared:
     def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
         """(table, tile sizes, programs) of a launch."""
         size = sizes(which, self.head_dim, self.dtype, self.longest)
-        walk = self.key_walk if of_keys else self.call.walk
-        table = table_on(self.device, walk, of_keys, size.rows, self.call.right == 0)
+        table = table_on(self.device, self.call.walk, of_keys, size.rows, self.call.right == 0)
         return table, size, len(table) * self.batch * (self.key_heads if of_keys else self.num_heads)
 
     @functools.cached_property
@@ -107,25 +106,26 @@ def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: to
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)
 
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def _dropout_arguments(words: Words | None, dropout_p: float, nothing: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int, float]:
     if words is None:
         return (nothing, nothing, nothing), 0, 1.0
-    threshold = int(dropout_p * 2**32)
+    threshold = threshold_of(dropout_p)
     # as the kernels' signed integers
     return words, threshold - 2**32 if threshold >= 2**31 else threshold, 2**32 / (2**32 - threshold)
 
 
 def forward(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    *, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
-) -> torch.Tensor | None:  # fmt: skip
-    """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous; the branches' own outputs where they are kept."""
+    *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous.
+
+    Returns ``parts`` (B, H, places, D), flat: each branch's own output but that of the direct one.
+    """
     call, walk = p.call, p.call.walk
     B, H, D, rows = p.batch, p.num_heads, p.head_dim, p.part_rows
-    parts = torch.empty(B * H * rows * D, dtype=q.dtype, device=q.device) if rows else out
+    if parts is None:
+        parts = torch.empty(B * H * rows * D, dtype=q.dtype, device=q.device) if rows else out
     part_lse = torch.empty(B * H * rows, dtype=torch.float32, device=q.device) if rows else lse
     table, size, programs = p.forward
     (a, c, b), threshold, keep_scale = _dropout_arguments(words, dropout_p, p.offsets)
@@ -145,7 +145,7 @@ def forward(
                 B, H, H, p.q_first, p.num_queries, rows, walk.steps,
                 D=D, COLUMNS=p.columns, ROWS=step, BRANCHES=walk.num_branches, DIRECT=walk.direct, num_warps=4,
             )  # fmt: skip
-    return parts if call.keeps_parts else None
+    return parts
 
 
 def backward(
@@ -181,7 +181,7 @@ def backward(
         backward_kernels.key_kernel[(programs,)](
             q, k, v, dout, stats, dk, dv, k_parts, v_parts, table, p.offsets, pad, a, c, b,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], pad_stride,
-            B, H, p.kv_heads, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, k_rows, p.delta_rows, p.key_walk.direct, *p.bounds,
+            B, H, p.kv_heads, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, k_rows, p.delta_rows, walk.key_direct, *p.bounds,
             *scales, threshold, keep_scale,
             **p.constants, **flags, ROWS=size.rows, BLOCK=size.block, SHARED=p.shared, STAGES=size.stages,
             num_warps=size.warps, num_stages=size.stages,
@@ -193,6 +193,6 @@ def backward(
                 dq, dk, dv, q_parts, k_parts, v_parts, p.spans, p.key_spans, p.starts, p.rates, p.offsets,
                 *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
                 B, H, p.kv_heads, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, q_rows, k_rows, walk.steps,
-                D=D, COLUMNS=p.columns, ROWS=step, BRANCHES=walk.num_branches, Q_DIRECT=walk.direct, K_DIRECT=p.key_walk.direct,
+                D=D, COLUMNS=p.columns, ROWS=step, BRANCHES=walk.num_branches, Q_DIRECT=walk.direct, K_DIRECT=walk.key_direct,
                 SHARED=p.shared, QUERIES=q_rows > 0, KEYS=k_rows > 0, num_warps=4,
             )  # fmt: skip
