@@ -245,7 +245,7 @@ def _options(family: str, length: int, settings: Settings) -> list[Contender]:
 def _documents(plain: Problem, count: int, settings: Settings) -> list[Contender]:
     """``count`` packed documents; each in a call of its own; and one sequence of as many tokens."""
     draw = random.Random(0)
-    count = count if settings.divisor == 1 else 3
+    count = count if settings.divisor == 1 else 2
     sizes = [draw.randint(500, 20_000) // settings.divisor for _ in range(count)]
     bounds = [0]
     for size in sizes:

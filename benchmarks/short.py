@@ -1,6 +1,6 @@
 """What one call costs as its caller, the GPU and its kernels see it: dilated and dense attention, every option, and competitors.
 
-    python benchmarks/short.py --save short.jsonl                                  # four minutes or so on an H200
+    python benchmarks/short.py --save short.jsonl                                  # planned for four minutes on an H200
     python benchmarks/short.py --torchscale ~/torchscale --million                 # with TorchScale, and 1,048,576 positions
     python benchmarks/short.py --cases "gigapath-*" longnet-16384-full-x8 --backends nested flash4 --graphs
     python benchmarks/short.py --device cpu                                        # a smoke run: small sizes, no figures to keep
