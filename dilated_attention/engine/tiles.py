@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
+from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run as tiles
-from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.tiles.run import Prepared, TileCall
 from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.backends.triton_tiles import float32_precision
