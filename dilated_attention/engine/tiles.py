@@ -87,9 +87,7 @@ def num_places(pattern: DilatedPattern, shape: Shape, needs_direct: bool) -> int
     return make_spans(call.walk, False).num_places
 
 
-def _forward(
-    p: Prepared, tensors: Tensors, lse: torch.Tensor, call: Call, share: Share, parts: torch.Tensor | None = None
-) -> torch.Tensor:
+def _forward(p: Prepared, tensors: Tensors, lse: torch.Tensor, call: Call, share: Share, parts: torch.Tensor | None = None) -> torch.Tensor:
     words, padding = _words(p, call, share), _padding(call, share)
     q, k, v, out = tensors
     return tiles.forward(p, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
