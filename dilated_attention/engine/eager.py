@@ -23,11 +23,10 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 
 
-def is_eager(tensors: Iterable[Any], optional: Iterable[Any] = ()) -> bool:
-    """Whether the implementation may be called on these tensors in place of the op. False, and a constant, inside torch.compile.
+def is_eager(tensors: Iterable[Any]) -> bool:
+    """Whether the implementation may be called on these tensors in place of the op: all of a call's, without None.
 
-    Args:
-        optional: of these may be None; of ``tensors``, what is no tensor is for the checks that follow.
+    False, and a constant, inside torch.compile; False for what is no tensor, which is for the checks that follow.
     """
     if torch.compiler.is_compiling():
         return False
@@ -35,7 +34,12 @@ def is_eager(tensors: Iterable[Any], optional: Iterable[Any] = ()) -> bool:
         return False
     if _len_torch_function_stack() and not _only_default_device():
         return False
-    return all(map(_is_plain, tensors)) and all(x is None or _is_plain(x) for x in optional)
+    return all(map(_is_plain, tensors))
+
+
+def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
+    """Whether a gradient is such a tensor, too: of a batch of them (``is_grads_batched``) or of zeros without memory only the keys tell."""
+    return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
 
 
 def _is_plain(x: Any) -> bool:

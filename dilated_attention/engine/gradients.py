@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.eager import is_eager
+from dilated_attention.engine.eager import dispatched_alike, is_eager
 from dilated_attention.engine.transforms import each, folded, on_tangents, on_transforms
-from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern import BlockPattern, pattern_from_spec
 
 Optional = torch.Tensor | None
 
@@ -65,13 +65,46 @@ class Attention(torch.autograd.Function):
         inputs, outputs = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         dout = _gradient_of_out(dout, inputs[0], outputs[0])
         # with a graph of itself (create_graph=True) it is the op, which refuses to be differentiated; a batch of gradients is mapped by it
-        eager = not torch.is_grad_enabled() and is_eager((dout,), (dlse, *saved)) and not dout._is_zerotensor()
+        eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
+        eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
         run = ctx.call.backward if eager else ctx.call.backward_op
         return None, *run(dout, dlse, inputs, outputs), *(None,) * (len(inputs) - 3)
 
 
 # not Attention.apply, which looks for transforms and what they left behind: is_eager has
 _record = super(torch.autograd.Function, Attention).apply
+
+
+class _OpCall(Outside):
+    """A call of an op that is no more than the functions that it and its backward were made of."""
+
+    def __init__(self, ops: tuple[Any, Any], arguments: tuple[Any, ...], pattern: BlockPattern) -> None:
+        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+        self.ops, self.arguments, self.pattern = ops, arguments, pattern
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = self.ops[0]._init_fn(*inputs, *self.arguments)
+        return outputs
+
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        grads: tuple[torch.Tensor, ...] = self.ops[1]._init_fn(*self._of_backward(dout, dlse, inputs, outputs))
+        return grads
+
+    def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        return self.ops[1](*self._of_backward(dout, dlse, inputs, outputs))
+
+    def _of_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return dout, dlse, *inputs[:3], *outputs, *inputs[3:], *self.arguments
+
+
+def call_op(
+    ops: tuple[Any, Any], needs_grad: bool, pattern: BlockPattern, inputs: tuple[Any, ...], *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of an op and its backward that keep nothing beside them, outside the dispatcher where that is possible."""
+    if is_eager([x for x in inputs if x is not None]):
+        return _OpCall(ops, arguments, pattern)(needs_grad, *inputs)
+    out, lse = ops[0](*inputs, *arguments)
+    return out, lse
 
 
 def _gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ def _attend(
     precision: str,
 ) -> Any:
     q, k, v = autocast(q, k, v)
-    key, known, eager = None, None, is_eager((q, k, v), (key_padding_mask, cu_seqlens))
+    key, known, eager = None, None, is_eager([q, k, v, *(x for x in (key_padding_mask, cu_seqlens) if x is not None)])
     if eager:
         needs_grad = _needs_grad(q, k, v)
         tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, key_padding_mask is None, needs_grad
