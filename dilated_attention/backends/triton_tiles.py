@@ -67,7 +67,7 @@ class TilesBackend(WritingBackend):
 
 def float32_precision() -> str:
     """Products of float32: three products of tf32 parts, as exact as float32's own; one where torch's setting allows it."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, options: Options) -> Prepared:

@@ -49,7 +49,7 @@ def forward(
     (q, k, v), found = resolved.ready((q, k, v), padding, seed)
     kept = q.new_empty(elements) if elements else None
     with without_autocast(q):
-        out, lse = schedule.forward(resolved.pattern, found.shape, q, k, v, found.call, kept)
+        out, lse = schedule.forward(resolved.pattern, found.shape, q, k, v, found.call, kept, found.tables)
     return out, lse, kept
 
 
@@ -64,7 +64,7 @@ def backward(
     (q, k, v, dout, out), found = resolved.ready((q, k, v, dout, out), padding, seed)
     kept = None if kept is None or not kept.numel() else kept
     with without_autocast(q):
-        return schedule.backward(resolved.pattern, found.shape, (dout, q, k, v, out, lse), found.call, dlse, kept)
+        return schedule.backward(resolved.pattern, found.shape, (dout, q, k, v, out, lse), found.call, dlse, kept, found.tables)
 
 
 class DilatedCall(Outside):

@@ -95,7 +95,7 @@ def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, argu
     lengths, rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset, *rest = arguments
     lists = (tuple(lengths), tuple(rates), tuple(offset_list), tuple(window))
     others = (head_offsets, branch_heads, tail, is_causal, scale, query_offset, *rest)
-    key = (Resolved, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None, state())
+    key = (Resolved, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None, state(q.dtype))
     found = registry.answers().get(key)
     if found is None:
         pattern = pattern_of(lists[0], lists[1], head_offsets, lists[2], branch_heads, tail)
@@ -105,6 +105,7 @@ def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, argu
     return found
 
 
-def state() -> tuple[Any, ...]:
+def state(dtype: torch.dtype) -> tuple[Any, ...]:
     """What else a choice depends on, apart from what makes the registry forget its answers."""
-    return torch.are_deterministic_algorithms_enabled(), *schedule.FUSED_DEVICES
+    products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
+    return torch.are_deterministic_algorithms_enabled(), products, *schedule.FUSED_DEVICES

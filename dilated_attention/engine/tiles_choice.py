@@ -74,11 +74,9 @@ def _library_ms(
 ) -> float:
     rate = _rate(library, request, is_backward) or _LIBRARY_TFLOPS[is_backward]
     kernels = _operations(pattern, shape, request.head_dim, batch, is_backward) / rate / 1e9
-    if len(shape.documents) > 8:
-        # every document has launches of its own, and planning them takes longer than this answer is worth
-        launches = len(shape.documents) * pattern.num_branches
-    else:
-        launches = len(make_plan(pattern, shape).problems)
+    # every document has launches of its own, and planning many takes longer than this answer is worth
+    few = len(shape.documents) <= 8
+    launches = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
     if pattern.num_branches == 1 and launches == 1:
         return max(kernels, _LAUNCH_MS[is_backward])
     return max(kernels, launches * _LAUNCH_MS[is_backward] + _CALL_MS[is_backward])

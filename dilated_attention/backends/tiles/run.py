@@ -32,7 +32,6 @@ class TileCall:
         offsets: o of each branch and head, −1 where a head does not run the branch.
         left, right: keys i − left … i + right are seen; None where unbounded. Causal: right = 0. Windows need one branch of rate 1.
         zero_keys: each segment has the zero keys of ``tail="zero_keys"``.
-        keeps_parts: the forward leaves each branch's own output for a backward with detached mixing; ``walk.direct`` is −1 then.
     """
 
     walk: Walk
@@ -41,7 +40,6 @@ class TileCall:
     left: int | None = None
     right: int | None = None
     zero_keys: bool = False
-    keeps_parts: bool = False
     precision: str = "ieee"
 
     @property
