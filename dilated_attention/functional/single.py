@@ -246,7 +246,7 @@ def _key(pattern: tuple[Any, ...], head_offsets: Any, options: tuple[Any, ...], 
             return None
     if tuple(map(type, options)) not in _OPTION_TYPES or set(map(type, (*pattern[2:4], *others[1:]))) != _STR:
         return None
-    return pattern, head_offsets, options, others, state(q.dtype)
+    return pattern, head_offsets, options, others, state(others[0][3])
 
 
 def checked_options(
