@@ -110,9 +110,14 @@ class BlockLists:
         return ColumnLists(starts, (ordered % self.num_rows).to(torch.int32), masks)
 
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Where a Triton kernel is launched: on the current device, which need not be the tensors'. Its interpreter takes those of a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def checked_total(total: int) -> int:

@@ -107,7 +107,10 @@ def backward(
         lse_, dlse_ = _rows_of(share, lse), None if dlse is None else _rows_of(share, dlse)
         parts = None
         if call.detached and p.call.walk.num_branches > 1:
-            parts = _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call) if kept is None else kept
+            parts = kept
+            if parts is None:
+                parts = q.new_empty(p.batch * p.num_heads * p.part_rows * p.head_dim)
+                _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call, parts)
         padding, words = _padding(call, share), _words(call, share)
         tiles.backward(
             p, dout_, q_, k_, v_, out_, lse_, dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p
@@ -116,10 +119,10 @@ def backward(
     return dq, dk, dv
 
 
-def _forward(share: Share, tensors: Tensors, lse: torch.Tensor, call: Call, parts: torch.Tensor | None = None) -> torch.Tensor:
+def _forward(share: Share, tensors: Tensors, lse: torch.Tensor, call: Call, parts: torch.Tensor | None = None) -> None:
     q, k, v, out = tensors
     padding, words = _padding(call, share), _words(call, share)
-    return tiles.forward(share.prepared, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
+    tiles.forward(share.prepared, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
 
 
 def _narrow(share: Share, num_heads: int, *tensors: torch.Tensor) -> Tensors:

@@ -17,15 +17,16 @@ from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "tiles"
-# Host time of one launch of a library with its views, and of what a call does besides, in ms: benchmarks/short.py on an H200. The tiles' own
-# launches take less than the first line together.
-_LAUNCH_MS = {False: 0.045, True: 0.075}
-_CALL_MS = {False: 0.15, True: 0.5}
-# TFLOP/s where the table has no row: of the tiles, and of what a library reaches
-_TILES_TFLOPS = {False: 250.0, True: 190.0}
-_LIBRARY_TFLOPS = {False: 420.0, True: 380.0}
-# kernels that are no match for the tiles, whatever the length
-_SLOWER = frozenset({"math", "flex", "sdpa_efficient", "xformers"})
+# Host time of a library's problem, its views and launches, and of what a call does besides, in ms, forward and backward: benchmarks/short.py on
+# an H200. A whole call of the tiles takes less than 0.1 and 0.25.
+_PROBLEM_MS = {False: 0.09, True: 0.17}
+_CALL_MS = {False: 0.2, True: 1.0}
+# TFLOP/s where the table has no row: of the tiles and of a library, half precision and float32
+_TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
+_LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
+# kernels that are no match for the tiles, whatever the length; the last two in half precision
+_SLOWER = frozenset({"math", "flex"})
+_SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 
 def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
@@ -46,7 +47,7 @@ def _is_faster(
     tiles = registry.get(NAME)
     if tiles.why_not(request):
         return False
-    if library in _SLOWER:
+    if library in _SLOWER or (library in _SLOWER_HALF and request.dtype is not torch.float32):
         return True
     passes = (False, True) if both else (is_backward,)
     return sum(_tiles_ms(pattern, shape, request, batch, which) for which in passes) < sum(
@@ -65,21 +66,19 @@ def _operations(pattern: DilatedPattern, shape: Shape, head_dim: int, batch: int
 
 
 def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int, is_backward: bool) -> float:
-    rate = _rate(NAME, request, is_backward) or _TILES_TFLOPS[is_backward]
+    rate = _rate(NAME, request, is_backward) or _TILES_TFLOPS[is_backward][request.dtype is torch.float32]
     return _operations(pattern, shape, request.head_dim, batch, is_backward) / rate / 1e9 + 0.1
 
 
 def _library_ms(
     pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, is_backward: bool, nested: bool
 ) -> float:
-    rate = _rate(library, request, is_backward) or _LIBRARY_TFLOPS[is_backward]
+    rate = _rate(library, request, is_backward) or _LIBRARY_TFLOPS[is_backward][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request.head_dim, batch, is_backward) / rate / 1e9
     # every document has launches of its own, and planning many takes longer than this answer is worth
     few = len(shape.documents) <= 8
-    launches = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
-    if pattern.num_branches == 1 and launches == 1:
-        return max(kernels, _LAUNCH_MS[is_backward])
-    return max(kernels, launches * _LAUNCH_MS[is_backward] + _CALL_MS[is_backward])
+    problems = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
+    return max(kernels, problems * _PROBLEM_MS[is_backward] + _CALL_MS[is_backward])
 
 
 def _rate(name: str, request: Request, is_backward: bool) -> float | None:

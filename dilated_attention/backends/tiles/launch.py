@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 # what a compiled kernel assumes of the pointers that it was compiled with
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 class Launch:
     """``kernel`` with ``programs`` programs; its signature is tensors, then ``numbers``, then ``constants`` by name.
 
     Triton decides at each launch which compiled kernel fits the arguments. Numbers and constants are the same here in every call, and of
-    tensors only their dtypes, which are the caller's to keep, and their alignment count; so the first choice holds.
+    tensors only their dtypes, which are the caller's to keep, and their alignment count; so the first choice holds, and later launches are
+    those that Triton's JITFunction.run ends in.
     """
 
     def __init__(
@@ -24,21 +25,41 @@ class Launch:
         self.kernel, self.programs = kernel, programs
         self.numbers, self.constants = tuple(numbers), constants
         self.options = {"num_warps": warps, "num_stages": stages}
-        self._again: Callable[..., None] | None = None
+        self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        pointers = [x.data_ptr() for x in tensors]
+    def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[torch.Tensor]], device: int) -> None:
+        """``pointers`` are those of ``tensors()``, on the current device."""
         bits = 0
         for pointer in pointers:
             bits |= pointer
-        aligned = bits % _ALIGNMENT == 0
-        if aligned and self._again is not None:
-            self._again(*pointers, *self._rest)
+        compiled = self._compiled
+        if compiled is not None and bits % ALIGNMENT == 0:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            compiled.run(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
             return
-        compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+        compiled = self.kernel[(self.programs,)](*tensors(), *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
-        if aligned and compiled is not None:
-            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+        if compiled is not None and bits % ALIGNMENT == 0:
+            names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
-            self._again = compiled[(self.programs, 1, 1)]
+            self._compiled = compiled
+
+
+class Workspace:
+    """Scratch memory of one pass in one allocation: elements by dtype, each part aligned."""
+
+    def __init__(self, device: torch.device, *parts: tuple[int, torch.dtype]) -> None:
+        self.parts, self.starts, size = parts, [], 0
+        for elements, dtype in parts:
+            self.starts.append(size)
+            size += -(-elements * dtype.itemsize // 128) * 128
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        first = self.memory.data_ptr()
+        self.pointers = [first + start for start in self.starts]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [
+            self.memory[start : start + elements * dtype.itemsize].view(dtype)
+            for start, (elements, dtype) in zip(self.starts, self.parts, strict=True)
+        ]

@@ -14,7 +14,7 @@ from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import Launch
+from dilated_attention.backends.tiles.launch import Launch, Workspace
 from dilated_attention.backends.tiles.sizes import Sizes, head_blocks, sizes
 from dilated_attention.backends.tiles.table import Walk, make_spans, spans_on, table_on
 
@@ -76,7 +76,13 @@ class Prepared:
             "PRECISION": call.precision,
         }  # fmt: skip
         self.columns = 1 << (head_dim - 1).bit_length()
+        self.index = device.index or 0
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
+
+    def tables(self, rows: torch.Tensor, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
+        """What a kernel reads beside the rows of q, k and v; a mask that is not there stands for by something that is never read."""
+        nothing = self.offsets
+        return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
     def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
         """(table, tile sizes, programs) of a launch."""
@@ -116,26 +122,35 @@ def _drawing(dropout_p: float) -> tuple[int, float]:
 def forward(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+) -> None:  # fmt: skip
     """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous.
 
-    Returns ``parts`` (B, H, places, D), flat: each branch's own output but that of the direct one.
+    Args:
+        parts: (B, H, places, D), flat: filled with each branch's own output but that of the direct one; None: they are not kept.
     """
     rows = p.batch * p.num_heads * p.part_rows
-    if parts is None:
-        parts = torch.empty(rows * p.head_dim, dtype=q.dtype, device=q.device) if rows else out
-    part_lse = torch.empty(rows, dtype=torch.float32, device=q.device) if rows else lse
     key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p)
+    given, tables = (q, k, v, out, lse), p.tables(p.forward[0], padding, words)
+    space = Workspace(q.device, (0 if parts is not None else rows * p.head_dim, q.dtype), (rows, torch.float32)) if rows else None
+
+    def waiting() -> tuple[torch.Tensor, torch.Tensor]:
+        if space is None:
+            return out, lse
+        own, part_lse = space.tensors()
+        return own if parts is None else parts, part_lse
+
+    addresses, fixed = [x.data_ptr() for x in given], [x.data_ptr() for x in tables]
+    own, part_lse = addresses[3:] if space is None else space.pointers
+    own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
-        a, c, b = words or (p.offsets, p.offsets, p.offsets)
-        pad = p.offsets if padding is None else padding
-        launches[0]((q, k, v, out, lse, parts, part_lse, p.forward[0], p.offsets, pad, a, c, b))
+        launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
-            launches[1]((out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets))
-    return parts
+            tables = p.spans, p.starts, p.rates, p.offsets
+            pointers = [*addresses[3:], own, part_lse, *(x.data_ptr() for x in tables)]
+            launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
 
 def _forward_launches(
@@ -175,29 +190,44 @@ def backward(
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
-    B, H, D = p.batch, p.num_heads, p.head_dim
-    dq, dk, dv = grads
-    q_parts, k_parts, v_parts = dq, dk, dv
-    if p.part_rows:
-        q_parts = torch.empty(B * H * p.part_rows * D, dtype=q.dtype, device=q.device)
-    if p.key_part_rows:
-        k_parts, v_parts = (torch.empty(B * p.key_heads * p.key_part_rows * D, dtype=q.dtype, device=q.device) for _ in range(2))
-    # of each query row by place: δ, lse · log2(e), the words of dropout
-    stats = torch.empty((4 if words else 2) * B * H * p.delta_rows, dtype=torch.float32, device=q.device)
-    tensors = (q, k, v, dout, out, *grads)
+    rows = p.batch * p.num_heads
+    q_size, k_size = rows * p.part_rows * p.head_dim, p.batch * p.key_heads * p.key_part_rows * p.head_dim
+    shapes = (q, k, v, dout, out, *grads)
     masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p
-    key = (*(x.stride() for x in tensors), *masks)
+    key = (*[x.stride() for x in shapes], *masks)
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _backward_launches(p, tensors, dlse, padding, parts is not None, dropout_p)
+        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p)
+    # of each query row by place: δ, lse · log2(e), the words of dropout
+    stats = (4 if words else 2) * rows * p.delta_rows, torch.float32
+    space = Workspace(q.device, stats, (q_size, q.dtype), (k_size, q.dtype), (k_size, q.dtype))
+
+    def waiting() -> tuple[torch.Tensor, ...]:
+        stats, *sums = space.tensors()
+        return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
+
+    def queries() -> tuple[torch.Tensor, ...]:
+        stats, q_parts, _, _ = waiting()
+        return *given, stats, grads[0], q_parts, *tables
+
+    def keys() -> tuple[torch.Tensor, ...]:
+        stats, _, k_parts, v_parts = waiting()
+        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
+
+    given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
+    tables, key_tables = p.tables(p.query[0], padding, words), p.tables(p.key[0], padding, words)
+    # the kernel of keys finds the words of queries in the statistics
+    key_tables = *key_tables[:3], key_tables[-1]
+    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
+    stats_at, *sums = space.pointers
+    q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        a, c, b = words or (p.offsets, p.offsets, p.offsets)
-        pad = p.offsets if padding is None else padding
-        own, gradient = out if parts is None else parts, lse if dlse is None else dlse
-        launches[0]((q, k, v, own, lse, dout, gradient, stats, dq, q_parts, p.query[0], p.offsets, pad, a, c, b))
-        launches[1]((q, k, v, dout, stats, dk, dv, k_parts, v_parts, p.key[0], p.offsets, pad, b))
-        if p.part_rows or p.key_part_rows:
-            launches[2]((dq, dk, dv, q_parts, k_parts, v_parts, p.spans, p.key_spans, p.starts, p.rates, p.offsets))
+        launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
+        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
+        launches[1](pointers, keys, p.index)
+        if q_size or k_size:
+            spans = p.spans, p.key_spans, p.starts, p.rates, p.offsets
+            launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
 
 
 def _backward_launches(
