@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from dilated_attention.engine.eager import is_eager
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.needs import rows_need
 from dilated_attention.engine.transforms import is_transformed, on_tangents, on_transforms
 from dilated_attention.engine.watched import watched
-from dilated_attention.functional.lean import needs_op
 
 # SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit constants; int64 products wrap, as it needs
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -47,7 +47,7 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     if not dropout and path is None:
         return x + y
     seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
-    if needs_op(y) or type(x) is not torch.Tensor:
+    if not is_eager([x, y]):
         return add_dropped_op(x, y, seed, path, dropout)
     return _AddDropped.apply(x, y, seed, path, dropout)
 

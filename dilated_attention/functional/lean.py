@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.eager import is_eager
 from dilated_attention.engine.merge import has_kernels
 from dilated_attention.engine.needs import rows_need
 from dilated_attention.engine.prepare import without_autocast
@@ -74,23 +75,9 @@ def norm_linear(
     dtype = compute_dtype(x, weights[0])
     narrows = activation == "none" and norm != "none" and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
     settings = (activation, norm, eps, dtype, narrows)
-    if needs_op(x):
+    if not is_eager([x]):
         return list(norm_linear_op(x, gate, norm_weight, norm_bias, weights, biases, *settings)[:-2])
     return list(_NormLinear.apply(len(weights), settings, x, gate, norm_weight, norm_bias, *weights, *biases))
-
-
-def needs_op(x: torch.Tensor) -> bool:
-    """Whether something looks on that must see one operation: a compiler, a dispatch mode, a transform, a tensor of another kind.
-
-    Otherwise an autograd function does the same with a third of an op's time in Python.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or x.device.type == "meta"
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_transformed()
-    )
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
