@@ -47,6 +47,8 @@ def forward(
     if settings.detached and settings.needs_grad:
         elements = kept_elements(q, k, resolved.pattern, settings, cu_seqlens, resolved.query_offset)
     (q, k, v), found = resolved.ready((q, k, v), padding, seed)
+    if resolved.outside and settings.detached and settings.needs_grad:
+        elements = schedule.kept_of_documents(resolved.pattern, found.shape, q, found.call)
     kept = q.new_empty(elements) if elements else None
     with without_autocast(q):
         out, lse = schedule.forward(resolved.pattern, found.shape, q, k, v, found.call, kept, found.tables)

@@ -6,6 +6,7 @@ Strides decide, too, and are known to each pass only, as gradients have strides 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[torch.Tensor, ...]
 # distinct strides of one kind of call
 _MOST_PASSES = 16
+# tensors of bounds whose records are kept, each with its tables
+_MOST_PACKED = 4
 
 
 class Pass(NamedTuple):
@@ -39,7 +42,9 @@ class Resolved:
         arguments: the op's arguments behind its tensors.
         device_type: of all tensors.
         documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for one. With them the record is of one call.
+        outside: the call runs outside the dispatcher, so that what it keeps for its backward may depend on the documents.
         passes: by the strides of what the pass reads: q, k, v, and in a backward dout and out.
+        packed: records of documents by the tensor that bounds them and its version, as the layers of a model share one.
     """
 
     pattern: DilatedPattern
@@ -48,11 +53,28 @@ class Resolved:
     arguments: tuple[Any, ...]
     device_type: str
     documents: tuple[Range, ...] | None = None
+    outside: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Pass] = field(default_factory=dict)
 
-    def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int) -> Resolved:
-        """The record of one call: what packed documents begin where is data. Reads it, so it waits for the GPU where it lies on one."""
-        return replace(self, documents=document_ranges(cu_seqlens, num_keys), passes={})
+    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Resolved]] = field(default_factory=dict)
+
+    def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> Resolved:
+        """The record of calls with this very tensor, unchanged: where documents begin is data. Reads it once, which waits for a GPU.
+
+        Raises:
+            ValueError: its values bound no documents of ``num_keys`` positions.
+        """
+        key = (id(cu_seqlens), -1 if cu_seqlens.is_inference() else cu_seqlens._version, outside)
+        known = self.packed.get(key)
+        if known is not None and known[0]() is cu_seqlens:
+            return known[1]
+        found = replace(self, documents=document_ranges(cu_seqlens, num_keys), outside=outside, passes={}, packed={})
+        # a tensor made in inference mode counts no versions
+        if not cu_seqlens.is_inference():
+            if len(self.packed) >= _MOST_PACKED:
+                self.packed.clear()
+            self.packed[key] = weakref.ref(cu_seqlens), found
+        return found
 
     def ready(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> tuple[Tensors, Pass]:
         """The tensors as kernels take them, and how a pass runs on them. ``tensors``: q, k, v, and in a backward dout and out.

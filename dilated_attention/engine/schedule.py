@@ -91,6 +91,16 @@ def _shares(
     return tables["shares"]  # type: ignore[no-any-return]
 
 
+def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
+    """Elements of the branches' own outputs that a forward over packed documents keeps; 0 where its backward makes them again."""
+    if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
+        return 0
+    from dilated_attention.engine import tiles
+
+    elements = tiles.num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
+    return elements if elements * q.element_size() <= kept_budget() else 0
+
+
 def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
     """A stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))

@@ -34,7 +34,12 @@ class Share:
     prepared: Prepared
 
 
-@functools.lru_cache(maxsize=1024)
+def num_places(pattern: DilatedPattern, shape: Shape) -> int:
+    """Rows of one head over all branches, each branch's own output."""
+    return make_spans(tile_call(pattern, shape, 1.0, True, "ieee", (0, shape.num_heads)).walk, False).num_places
+
+
+@functools.lru_cache(maxsize=256)
 def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
     """The call of query heads [first, last)."""
     rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
@@ -75,7 +80,9 @@ def make_shares(
     shares = []
     for batch, heads in ranges:
         found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
-        prepared = tiles.prepared(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
+        # documents of one batch do not come back
+        make = tiles.prepared if len(shape.documents) == 1 else Prepared
+        prepared = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
         shares.append(Share(batch, heads, len(ranges) == 1, prepared))
     return tuple(shares)
 

@@ -224,7 +224,7 @@ def _attend(
     if known is None:
         out, lse, _ = dilated_attention_op(q, k, v, key_padding_mask, cu_seqlens, seed, *arguments)
     else:
-        known = known if cu_seqlens is None else known.with_documents(cu_seqlens, k.shape[1])
+        known = known if cu_seqlens is None else known.with_documents(cu_seqlens, k.shape[1], outside=True)
         out, lse = DilatedCall(known)(needs_grad, q, k, v, key_padding_mask, cu_seqlens, seed)
     if not return_lse:
         return out

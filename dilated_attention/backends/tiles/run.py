@@ -16,7 +16,8 @@ from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace
 from dilated_attention.backends.tiles.sizes import Sizes, head_blocks, sizes
-from dilated_attention.backends.tiles.table import Walk, make_spans, spans_on, table_on
+from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
+from dilated_attention.fork import cached_property
 
 _LOG2_E = 1.4426950408889634
 # of merge and sum: elements of a program
@@ -87,18 +88,18 @@ class Prepared:
     def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
         """(table, tile sizes, programs) of a launch."""
         size = sizes(which, self.head_dim, self.dtype, self.longest)
-        table = table_on(self.device, self.call.walk, of_keys, size.rows, self.call.right == 0)
+        table = make_table(self.call.walk, of_keys, size.rows, self.call.right == 0).to(self.device)
         return table, size, len(table) * self.batch * (self.key_heads if of_keys else self.num_heads)
 
-    @functools.cached_property
+    @cached_property
     def forward(self) -> tuple[torch.Tensor, Sizes, int]:
         return self.kernel("forward", False)
 
-    @functools.cached_property
+    @cached_property
     def query(self) -> tuple[torch.Tensor, Sizes, int]:
         return self.kernel("query", False)
 
-    @functools.cached_property
+    @cached_property
     def key(self) -> tuple[torch.Tensor, Sizes, int]:
         return self.kernel("key", True)
 
@@ -108,8 +109,9 @@ class Prepared:
         return size, -(-rows // size) * heads * self.batch
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=512)
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+    """Kept for calls to come; what holds packed documents, whose bounds change, is better made by the class."""
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)
 
 

@@ -93,7 +93,7 @@ class Spans:
         return torch.stack([self.lengths, self.places, self.bases, self.bases], -1).int().to(device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
     """Spans of the results at the queries' positions, or at all keys'."""
     positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
@@ -117,7 +117,6 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
     return Spans(lengths, places, bases - first * places, first, counts, total - apart, total)
 
 
-@functools.lru_cache(maxsize=256)
 def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
     """(tiles, 8) int32 on the CPU, those with most pairs first: tiles of queries, or of keys."""
     positions = walk.keys if of_keys else walk.queries
@@ -150,12 +149,6 @@ def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.T
     return torch.cat(tables)[order].int().contiguous()
 
 
-@functools.lru_cache(maxsize=256)
-def table_on(device: torch.device, walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
-    return make_table(walk, of_keys, tile, is_causal).to(device)
-
-
-@functools.lru_cache(maxsize=128)
 def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(spans, document starts padded to a power of two, rates), int32."""
     starts = torch.full((2**walk.steps,), 2**31 - 1)
