@@ -21,6 +21,7 @@ without     in the cases of options: the same call without the option
 
 Wrong has no time: out, dq, dk and dv of each are first compared with float64, all rows of two heads up to 10,240 positions, 64 rows of
 each beyond. At such lengths dk and dv of a key rest on out and lse of all its rows as our forward gives them.
+FLASH3_LIBRARY (and FLASH3_CUDART) in the environment load FlashAttention-3's library for ours.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +40,8 @@ from _short_cases import MILLION, Case, Contender, Settings, chosen, make_case
 from _short_problem import Data, Problem
 from _short_truth import SEED, Truth
 from _timing import call_figures, captured, kernel_time, machine, save
+
+from dilated_attention.backends import flash3
 
 # multiply-adds of a pair and channel, twice: two products forward, five more backward
 FLOPS = {"forward": 4, "both": 14}
@@ -227,6 +231,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     kernel = args.kernel or ("sdpa_flash" if args.device == "cuda" else "sdpa_cpu")
+    if os.environ.get("FLASH3_LIBRARY"):
+        flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
     torchscale = None if args.folder is None else TorchScale(args.folder, kernel)
     divisor = 1 if args.device == "cuda" else 64
     settings = Settings(tuple(args.backends), torchscale, args.most_pairs, divisor)
