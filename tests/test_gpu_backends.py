@@ -21,7 +21,8 @@ if os.environ.get("FLASH3_LIBRARY") and torch.cuda.is_available():
 HALVES = (torch.bfloat16, torch.float16)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # (head dims, dtypes, query heads per key/value head, cases of each head dim and dtype): a kernel costs seconds to compile, another case
-# milliseconds. flash4 and flex compile one for nearly every option, so they have few head dims
+# milliseconds. flash4 and flex compile one for nearly every option, so they have few head dims; so do the tiles, five kernels a case, which
+# have few cases, too, as tests/test_tiles.py interprets the same kernels
 SWEEP: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...], list[int], int]] = {
     "sdpa_flash": ((8, 24, 32, 48, 64, 80, 96, 128, 192, 256), (BF16, FP16), [1, 2, 4], 24),
     "sdpa_cudnn": ((8, 24, 48, 64, 96, 128), (BF16, FP16), [1, 2], 16),
@@ -29,7 +30,7 @@ SWEEP: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...], list[int], int]
     "flash4": ((24, 64, 128, 256), (BF16,), [1, 2], 60),
     "flash3": ((24, 48, 64, 96, 128, 192, 256), (BF16, FP16), [1, 2, 4], 30),
     "flex": ((24, 64), (BF16, FP32), [2], 4),
-    "tiles": ((24, 48, 64, 96, 128, 256), (BF16, FP16, FP32), [1, 2, 4], 24),
+    "tiles": ((24, 48, 64, 128, 256), (BF16, FP16, FP32), [1, 2, 4], 8),
     "math": ((1, 24, 59, 64, 128), (FP64, FP32, BF16), [1, 2], 16),
 }
 KERNELS = [
@@ -37,7 +38,7 @@ KERNELS = [
     for backend, (dims, dtypes, _, _) in SWEEP.items()
     for head_dim in dims
     for dtype in dtypes
-    if backend != "flex" or (dtype is BF16) == (head_dim == 64)
+    if (backend != "flex" or (dtype is BF16) == (head_dim == 64)) and (backend != "tiles" or dtype is BF16 or head_dim == 64)
 ]
 CASES = int(os.environ.get("GPU_CASES_PERCENT", "100"))
 
@@ -141,6 +142,41 @@ def test_random_cases_match_float64(backend: str, dtype: torch.dtype, head_dim: 
     assert not failures, f"{len(failures)} of {done}\n" + "\n".join(failures[:6])
 
 
+DROPPING: dict[str, dict[str, object]] = {
+    "branches": {"mixture_grad": "detached", "head_offsets": "blocked"},
+    "padding": {"key_padding_mask": True, "is_causal": True},
+    "documents": {"cu_seqlens": (0, 7, 40, 300), "tail": "zero_keys"},
+}
+
+
+@pytest.mark.kernel("kind")
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", DROPPING)
+def test_tiles_drop_the_pairs_that_math_drops(kind: str, dtype: torch.dtype) -> None:
+    """Another pair dropped would be as large an error as the results of another seed, which are shown to be far off."""
+    need("tiles", dtype)
+    torch.manual_seed(5)
+    batch, options = 1 if kind == "documents" else 2, dict(DROPPING[kind])
+    if kind == "padding":
+        options["key_padding_mask"] = torch.rand(batch, 300, device="cuda") < 0.3
+    if kind == "documents":
+        options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(batch, 300, heads, 64, device="cuda").to(dtype).requires_grad_() for heads in (4, 2, 2))
+    dout = torch.randn_like(q)
+
+    def run(backend: str, seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        out = dilated_attention(q, k, v, [64, 300], [1, 3], dropout_p=0.4, backend=backend, **options)  # type: ignore[arg-type]
+        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+
+    found, wanted, other = run("tiles", 1), run("math", 1), run("math", 2)
+    limit = 1e-4 if dtype is FP32 else 0.02
+    for what, x, true, off in zip(("out", "dq", "dk", "dv"), found, wanted, other, strict=True):
+        error, distance = (((y - true).norm() / true.norm()).item() for y in (x, off))
+        print(f"{kind} {dtype} {what}: {error:.1e}, another seed {distance:.2f}")
+        assert error < limit < 0.1 < distance, what
+
+
 @pytest.mark.parametrize("first", range(8, 257, 64))
 @pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
 def test_every_head_dim_it_admits_is_right(backend: str, first: int) -> None:
@@ -204,7 +240,7 @@ def test_strided_is_bit_equal_to_gathered(backend: str) -> None:
     assert torch.equal(out[:, ::r].reshape(expected.shape), expected)
 
 
-@pytest.mark.parametrize("backend", ["flash4", "flash3", "math", "flex"])
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "tiles", "math", "flex"])
 def test_deterministic_backward_repeats(backend: str) -> None:
     need(backend)
     q, k, v = (torch.randn(1, 3000, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -243,7 +279,7 @@ def test_more_segments_than_a_launch_grid_holds(backend: str) -> None:
         assert (got.double() - want).abs().max() <= 0.02 * want.abs().max()
 
 
-@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "math"])
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "tiles", "flex", "math"])
 def test_huge_logits_and_one_position(backend: str) -> None:
     need(backend)
     for scale in (100.0, 1e-3):
@@ -273,7 +309,7 @@ def test_cuda_compile_equals_eager() -> None:
         torch.testing.assert_close(got, want, atol=0.06, rtol=0.06)
 
 
-@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "tiles"])
 def test_backward_takes_out_in_any_layout(backend: str) -> None:
     """Equal q, k, v, then another layout of out: torch keeps one cuDNN plan for both, built for the strides of the first."""
     need(backend)

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+import triton
 import triton.language as tl
 
 from dilated_attention.backends.tiles.combine import _document_of, _place

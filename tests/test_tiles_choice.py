@@ -60,7 +60,7 @@ def test_many_documents_are_many_launches_of_a_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "request",
+    "asked",
     [
         replace(REQUEST, hardware=EXAMPLES["turing"]),
         replace(REQUEST, hardware=replace(EXAMPLES["hopper"], packages=EXAMPLES["hopper"].packages - {"triton"})),
@@ -70,9 +70,9 @@ def test_many_documents_are_many_launches_of_a_library() -> None:
     ],
     ids=["old GPU", "no triton", "float64", "fp8", "head dim"],
 )
-def test_never_where_they_have_a_reason_against_it(request: Request) -> None:
-    assert registry.get("tiles").why_not(request)
-    assert not any(is_chosen(N, library, request) for N in (256, 4096) for library in ("math", "flex", "flash4"))
+def test_never_where_they_have_a_reason_against_it(asked: Request) -> None:
+    assert registry.get("tiles").why_not(asked)
+    assert not any(is_chosen(N, library, asked) for N in (256, 4096) for library in ("math", "flex", "flash4"))
 
 
 def test_kernels_that_are_no_match_lose_at_any_length() -> None:
