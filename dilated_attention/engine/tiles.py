@@ -18,7 +18,7 @@ from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.backends.triton_tiles import float32_precision
 from dilated_attention.engine.chunks import transient_budget
 from dilated_attention.engine.plan import Range, Shape
-from dilated_attention.engine.run import Call
+from dilated_attention.engine.run import Call, without_padding
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -91,6 +91,7 @@ def forward(
     shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept``: filled with the branches' own outputs for ``backward``."""
+    k, v = without_padding(k, v, call.padding)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in shares:
@@ -107,6 +108,7 @@ def backward(
         kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
     """
     dout, q, k, v, out, lse = tensors
+    k, v = without_padding(k, v, call.padding)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for share in shares:
         p = share.prepared

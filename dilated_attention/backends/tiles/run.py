@@ -69,6 +69,8 @@ class Prepared:
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
         self.key_spans = spans_on(device, walk, True)[0]
+        self._shared = [self.offsets, self.spans, self.starts, self.rates, self.key_spans]
+        self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
         self.bounds = (call.left or 0, call.right or 0)
@@ -85,10 +87,23 @@ class Prepared:
         nothing = self.offsets
         return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
+    def here(self) -> None:
+        """Before launches: on another stream than that of the copies, which they then wait for, and whose memory they keep."""
+        if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._copied)
+        for table in self._shared:
+            table.record_stream(stream)
+
     def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
         """(table, tile sizes, programs) of a launch."""
         size = sizes(which, self.head_dim, self.dtype, self.longest)
         table = make_table(self.call.walk, of_keys, size.rows, self.call.right == 0).to(self.device)
+        self._shared.append(table)
+        if self._copied is not None:
+            self._stream = torch._C._cuda_getCurrentRawStream(self.index)
+            self._copied.record(torch.cuda.current_stream(self.device))
         return table, size, len(table) * self.batch * (self.key_heads if of_keys else self.num_heads)
 
     @cached_property
@@ -148,6 +163,7 @@ def forward(
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
+        p.here()
         launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
             tables = p.spans, p.starts, p.rates, p.offsets
@@ -224,6 +240,7 @@ def backward(
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
+        p.here()
         launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
         launches[1](pointers, keys, p.index)
