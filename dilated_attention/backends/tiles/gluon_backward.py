@@ -27,9 +27,11 @@ from dilated_attention.backends.tiles.gluon_rows import (
     copy_rows,
     exp2,
     operand,
+    pass_turn,
     read_segment,
     scores,
     store_tile,
+    take_turn,
 )
 
 
@@ -79,7 +81,7 @@ def _key_produce(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty, _turns = barriers
     num_heads = shape[1]
     group = shape[4]
     q_first = shape[5]
@@ -171,7 +173,7 @@ def _key_consume(
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr = outputs
     dk_b, dk_n, dk_h, dv_b, dv_n, dv_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty, turns = barriers
     kv_heads = shape[2]
     group = shape[4]
     left, right = bounds
@@ -193,6 +195,7 @@ def _key_consume(
     by_query: gl.constexpr = gl.SliceLayout(0, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+    done = 0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -220,8 +223,11 @@ def _key_consume(
         mbarrier.wait(full.index(stage), phase)
         if FENCE:
             fence_async_shared()
+        take_turn(turns, PART, done)
         s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
         dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
+        pass_turn(turns, PART)
+        done += 1
         lse = lse_smem.index(stage).load(by_query)
         delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
         s = warpgroup_mma_wait(PIECES, deps=(s_running,))
@@ -245,9 +251,12 @@ def _key_consume(
                 a = gl.where(t % steps == 0, begin, a)
             if FENCE:
                 fence_async_shared()
+            take_turn(turns, PART, done)
             s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
             dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
             dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
+            pass_turn(turns, PART)
+            done += 1
             s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
             lse = lse_smem.index(stage).load(by_query)
             p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
@@ -296,10 +305,9 @@ def key_kernel(
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    FLAGS: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 128 keys. FLAGS: (LEFT, RIGHT, CUT, SHARED, how many of keys and values are in registers, fence)."""
-    GROUPS: gl.constexpr = 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     block_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
@@ -314,16 +322,20 @@ def key_kernel(
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS if TURNS else 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tile_full, count=COPIERS)
     mbarrier.init(tile_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=COPIERS)
         mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS if TURNS else 1):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
+    part2: gl.constexpr = 2
     buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
-    barriers = (tile_full, tile_empty, full, empty)
+    barriers = (tile_full, tile_empty, full, empty, turns)
     shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
@@ -331,15 +343,27 @@ def key_kernel(
     inputs = (q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr)
     outputs = (dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr)
     tables = (rows_ptr, offsets_ptr)
-    gl.warp_specialize(
-        [
-            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
-        ],
-        [4, 4],
-        [232, 40],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            ],
+            [4, 4],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_key_consume, (part2, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            ],
+            [4, 4, 4],
+            [160, 160, 32],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -380,7 +404,7 @@ def _query_produce(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty, _turns = barriers
     num_heads = shape[1]
     group = shape[3]
     LEFT: gl.constexpr = FLAGS[0]
@@ -418,14 +442,16 @@ def _query_produce(
             out_base = out_ptr + (head_row * delta_rows + part) * D
             out_step = rate * 0 + D
         out_offsets = copy_offsets(out_step, 64, COLUMNS)
-        mbarrier.wait(empty.index(stage), phase)
-        copy_rows(k_smem.index(stage).slice(0, 64), out_base, out_offsets, high - i0, D)
-        copy_rows(v_smem.index(stage).slice(0, 64), out_base + 64 * out_step, out_offsets, high - i0 - 64, D)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        for g in gl.static_range(0, GROUPS, 2):
+            mbarrier.wait(empty.index(stage), phase)
+            copy_rows(k_smem.index(stage).slice(0, 64), out_base + 64 * g * out_step, out_offsets, high - i0 - 64 * g, D)
+            if g + 1 < GROUPS:
+                copy_rows(v_smem.index(stage).slice(0, 64), out_base + 64 * (g + 1) * out_step, out_offsets, high - i0 - 64 * (g + 1), D)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
         kv_head = (head // group).to(gl.int64)
         position = first.to(gl.int64) + begin * rate
         k_at = k_ptr + batch * k_b + kv_head * k_h + position * k_n
@@ -481,7 +507,7 @@ def _query_consume(
     stats_ptr, dq_ptr, parts_ptr = outputs
     dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty, turns = barriers
     num_heads = shape[1]
     left, right = bounds
     LEFT: gl.constexpr = FLAGS[0]
@@ -502,6 +528,7 @@ def _query_consume(
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+    done = 0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -518,14 +545,17 @@ def _query_consume(
         inside = local < high - i0
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
-        mbarrier.wait(full.index(stage), phase)
-        out = (k_smem if PART == 0 else v_smem).index(stage).slice(0, 64).load(o_layout).to(gl.float32)
-        delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        delta = gl.zeros([64], gl.float32, by_row)
+        for g in gl.static_range(0, GROUPS, 2):
+            mbarrier.wait(full.index(stage), phase)
+            if PART // 2 * 2 == g:
+                out = (k_smem if PART == g else v_smem).index(stage).slice(0, 64).load(o_layout).to(gl.float32)
+                delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
         if DLSE:
             dlse = dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + local * rate) * dlse_n
             delta -= gl.load(dlse, mask=inside, other=0.0)
@@ -551,8 +581,11 @@ def _query_consume(
         if FENCE:
             fence_async_shared()
         k = k_smem.index(stage)
+        take_turn(turns, PART, done)
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
         dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
+        pass_turn(turns, PART)
+        done += 1
         dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         s = warpgroup_mma_wait(PIECES, deps=(s_running,))
         p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
@@ -568,9 +601,12 @@ def _query_consume(
             a += BLOCK
             if FENCE:
                 fence_async_shared()
+            take_turn(turns, PART, done)
             s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
             dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
             dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
+            pass_turn(turns, PART)
+            done += 1
             s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
             p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
             dp = warpgroup_mma_wait(1, deps=(dp_running,))
@@ -605,10 +641,9 @@ def query_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    FLAGS: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """δ and dq of 128 queries. FLAGS: (LEFT, RIGHT, CUT, OWN, DLSE, how many of q and dout are in registers, fence)."""
-    GROUPS: gl.constexpr = 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -621,16 +656,20 @@ def query_kernel(
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS if TURNS else 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tile_full, count=COPIERS)
     mbarrier.init(tile_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=COPIERS)
         mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS if TURNS else 1):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
+    part2: gl.constexpr = 2
     buffers = (q_smem, do_smem, lse_smem, k_smem, v_smem)
-    barriers = (tile_full, tile_empty, full, empty)
+    barriers = (tile_full, tile_empty, full, empty, turns)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h)
@@ -638,12 +677,24 @@ def query_kernel(
     inputs = (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr)
     outputs = (stats_ptr, dq_ptr, parts_ptr)
     tables = (rows_ptr, offsets_ptr, dlse_ptr)
-    gl.warp_specialize(
-        [
-            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
-        ],
-        [4, 4],
-        [224, 56],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_query_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            ],
+            [4, 4],
+            [224, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_query_consume, (part2, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+                (_query_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            ],
+            [4, 4, 4],
+            [160, 160, 32],
+        )  # fmt: skip

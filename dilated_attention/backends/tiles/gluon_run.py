@@ -27,6 +27,8 @@ class HopperSizes(NamedTuple):
     fence: bool = False
     is_split: bool = True
     is_persistent: bool = True
+    groups: int = 2
+    takes_turns: bool = False
 
 
 @functools.lru_cache(maxsize=16)
@@ -48,12 +50,15 @@ def can(p: Prepared, tensors: tuple[torch.Tensor, ...]) -> bool:
 
 def _launch_sizes(p: Prepared, of_keys: bool, size: HopperSizes) -> tuple[torch.Tensor, int, int, dict[str, Any]]:
     walk = p.key_walk if of_keys else p.call.walk
-    table = table_on(p.device, walk, of_keys, ROWS, p.call.right == 0)
+    table = table_on(p.device, walk, of_keys, 64 * size.groups, p.call.right == 0)
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
     programs = min(total, _multiprocessors(p.device)) if size.is_persistent else total
     columns = 1 << (p.head_dim - 1).bit_length()
     D0, D1 = head_blocks(p.head_dim) if size.is_split else (columns, 0)
-    return table, total, programs, {"D": p.head_dim, "D0": D0, "D1": D1, "COLUMNS": columns, "BLOCK": size.block, "STAGES": size.stages}
+    return table, total, programs, {
+        "D": p.head_dim, "D0": D0, "D1": D1, "COLUMNS": columns, "BLOCK": size.block, "STAGES": size.stages,
+        "GROUPS": size.groups, "TURNS": size.takes_turns,
+    }  # fmt: skip
 
 
 def query_backward(
