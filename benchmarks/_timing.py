@@ -1,10 +1,12 @@
-"""Timing on a GPU: events, several inputs, competitors turn by turn, median and spread; and the dates and versions of a result."""
+"""Timing on a GPU: events, several inputs, competitors turn by turn, median and spread; one call seen from its caller, the GPU and its
+kernels; and the dates and versions of a result."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,94 @@ def sustained(functions: dict[str, Callable[[], Any]], *, turn: float = 0.15, tu
             end.synchronize()
             found[name].append(middle.elapsed_time(end) / calls)
     return {name: (statistics.median(times), (max(times) - min(times)) / statistics.median(times)) for name, times in found.items()}
+
+
+def call_figures(function: Callable[[], Any], device: str, *, seconds: float, kernels: bool = True) -> dict[str, float]:
+    """One call, seen four ways, in milliseconds. On a CPU, for smoke runs, there are neither events nor kernels.
+
+    ``called``: a loop of calls without synchronising, divided by their number · ``single``: events around one call, the queue empty
+    before, median · ``host``: until such a call returns, median · ``kernels``: device time of the kernels of one call, and their
+    ``launches``. About ``seconds`` each, at least 20 calls where these fit into three times that, 200 at most.
+    """
+    for _ in range(2):
+        function()
+    _synchronise(device)
+    start = time.perf_counter()
+    function()
+    _synchronise(device)
+    once = max(time.perf_counter() - start, 1e-6)
+    calls = max(3, min(max(20, int(seconds / once)), int(3 * seconds / once), 200))
+    singles, hosts = [], []
+    for _ in range(min(calls, 50)):
+        single, host = _single(function, device)
+        singles.append(single)
+        hosts.append(host)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    _synchronise(device)
+    found = {
+        "called": 1000 * (time.perf_counter() - start) / calls,
+        "single": statistics.median(singles),
+        "host": statistics.median(hosts),
+        "calls": calls,
+    }
+    if kernels:
+        found["kernels"], found["launches"] = kernel_time(function, device)
+    return found
+
+
+def _single(function: Callable[[], Any], device: str) -> tuple[float, float]:
+    """(ms between events, ms until the call returns) of one call; what it returns is freed afterwards."""
+    _synchronise(device)
+    if device == "cpu":
+        begun = time.perf_counter()
+        kept = function()
+        ms = 1000 * (time.perf_counter() - begun)
+        del kept
+        return ms, ms
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    begun = time.perf_counter()
+    kept = function()
+    host = 1000 * (time.perf_counter() - begun)
+    end.record()
+    end.synchronize()
+    del kept
+    return float(start.elapsed_time(end)), host
+
+
+def kernel_time(function: Callable[[], Any], device: str) -> tuple[float, int]:
+    """(sum of their ms on the device, number) of the kernels, copies and fills of one call, by torch.profiler."""
+    activity = torch.profiler.ProfilerActivity
+    # the first session of a process can miss what ran while CUPTI was starting
+    for _ in range(2):
+        with torch.profiler.profile(activities=[activity.CPU if device == "cpu" else activity.CUDA]) as profile:
+            function()
+            _synchronise(device)
+        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        if times or device == "cpu":
+            break
+    return sum(times) / 1000, len(times)
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """``step`` as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def peak_extra(function: Callable[[], Any]) -> int:

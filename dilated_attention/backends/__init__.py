@@ -15,6 +15,7 @@ from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 from dilated_attention.backends.selection import NESTED, NESTED_FACTS, BackendUnavailable, Registry, registry
 from dilated_attention.backends.triton_blocks import TritonBlocksBackend
+from dilated_attention.backends.triton_tiles import TilesBackend
 from dilated_attention.backends.xformers import XformersBackend
 
 registry.register(Flash4Backend())
@@ -30,16 +31,17 @@ registry.register(CudnnBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(TritonBlocksBackend())
+registry.register(TilesBackend())
 registry.register(MathBackend())
 
 # What applies where no table of measured times has a row (preference.py; shipped/ holds those of the package). Hopper: H200 figures of each backend's `source`. Ampere and Ada: FlashAttention-2 leads cuDNN there
 # (FlashAttention-3 paper's A100 rows). Pascal: scaled_dot_product_attention was 2000 times slower than plain products
 # (a GTX 1080's published runs). Volta and Turing have no flash kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
-registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "flex", "math"))
 registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))

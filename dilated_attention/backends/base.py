@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.dropout import Words, words_of
 from dilated_attention.backends.hardware import Hardware
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -106,6 +108,8 @@ class Facts:
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
+    # computes a call of many problems at once, whatever it is made of
+    whole_calls: bool = False
     # lists of kept blocks, and whether it computes nothing else
     block_sizes: frozenset[tuple[int, int]] = frozenset()
     block_masks: frozenset[str] = frozenset({"none"})
@@ -136,9 +140,9 @@ class Mask:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Attention dropout by position: element (batch, head, query, key) is kept or not by a hash of the four and the seed.
+    """Attention dropout by position: pair (batch, head, query, key) is kept or not by what ``backends.dropout`` makes of the four and the seed.
 
-    So the same element has the same fate in every branch, in forward and backward, and however the work is cut.
+    So the same pair has the same fate in every branch, in forward and backward, and however the work is cut.
     """
 
     probability: float
@@ -147,6 +151,11 @@ class Dropout:
     heads: torch.Tensor  # (G,)
     queries: torch.Tensor  # (P, L)
     keys: torch.Tensor  # (P, S)
+
+    @cached_property
+    def words(self) -> Words:
+        """Random words of all queries and keys, made once for all blocks of rows."""
+        return words_of(self.seed, self.batch, self.heads, self.queries, self.keys)
 
 
 @dataclass(frozen=True)

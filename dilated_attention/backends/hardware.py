@@ -28,6 +28,8 @@ _DISTRIBUTIONS = {
     "triton": "triton",
     "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
+# how often it was forgotten what was detected; who keeps answers made from it compares it
+_generation = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,13 @@ def _detect(device_type: str, index: int) -> Hardware:
 
 def refresh() -> None:
     """Forget what was detected: call it after installing or loading a kernel library in a running process."""
+    global _generation
+    _generation += 1
     _detect.cache_clear()
+
+
+def generation() -> int:
+    return _generation
 
 
 def _packages() -> frozenset[str]:

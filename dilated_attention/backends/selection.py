@@ -7,8 +7,10 @@ another ``Hardware``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
+from typing import Any
 
-from dilated_attention.backends import preference
+from dilated_attention.backends import hardware, preference
 from dilated_attention.backends.base import HALVES, Backend, Facts, Request
 from dilated_attention.pattern.checks import shown
 
@@ -44,9 +46,9 @@ class Registry:
         # by architecture and kind of request
         self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
-        # a training step asks the same few questions over and over, and an answer depends on nothing but the request
-        self._answers: dict[tuple[Request, str], Backend] = {}
-        self._generation = preference.generation()
+        # a training step asks the same few questions over and over
+        self._answers: dict[Hashable, Any] = {}
+        self._generation = _generation()
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
@@ -103,10 +105,7 @@ class Registry:
         Raises:
             BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
         """
-        if self._generation != preference.generation():
-            self._answers.clear()
-            self._generation = preference.generation()
-        known = self._answers.get((request, name))
+        known: Backend | None = self.answers().get((request, name))
         if known is not None:
             return known
         self.check_name(name)
@@ -116,20 +115,38 @@ class Registry:
             if candidate in wanted and not reasons:
                 how = "chosen" if name == "auto" else f"asked for as {name!r}"
                 self.tell_once(f"backend {candidate} ({how}) for {request.describe()}")
-                if len(self._answers) >= _MOST_ANSWERS:
-                    self._answers.clear()
-                self._answers[request, name] = self._backends[candidate]
+                self.remember((request, name), self._backends[candidate])
                 return self._backends[candidate]
         refused = "\n".join(f"  {n}: {'; '.join(reasons)}" for n, reasons in table if n in wanted)
         able = [n for n, reasons in table if not reasons]
         out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
         raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
 
+    def answers(self) -> dict[Hashable, Any]:
+        """What was decided from this table, by all that was asked: of ``select``, and whole calls of the engine.
+
+        Empty after a change of this table, of the measured ones, or of what was detected of the hardware.
+        """
+        if self._generation != (generation := _generation()):
+            self._answers.clear()
+            self._generation = generation
+        return self._answers
+
+    def remember(self, asked: Hashable, answer: Any) -> None:
+        if len(self._answers) >= _MOST_ANSWERS:
+            self._answers.clear()
+        self._answers[asked] = answer
+
     def tell_once(self, line: str) -> None:
         """Log a choice the first time it is made."""
         if line not in self._told:
             self._told.add(line)
             logger.info(line)
+
+
+def _generation() -> int:
+    # both only grow
+    return preference.generation() + hardware.generation()
 
 
 registry = Registry()

@@ -118,8 +118,8 @@ def _block_settings(settings: Settings) -> BlockSettings:
 
 block_sparse_dilated_attention_op.register_fake(new_results)
 block_sparse_dilated_attention_backward_op.register_fake(new_gradients)
+BLOCK_DILATED_OPS = block_sparse_dilated_attention_op, block_sparse_dilated_attention_backward_op
 register_gradients(
-    block_sparse_dilated_attention_op,
-    block_sparse_dilated_attention_backward_op,
+    *BLOCK_DILATED_OPS,
     "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
 )

@@ -118,8 +118,8 @@ def new_gradients(
 
 block_sparse_attention_op.register_fake(new_results)
 block_sparse_attention_backward_op.register_fake(new_gradients)
+BLOCK_OPS = block_sparse_attention_op, block_sparse_attention_backward_op
 register_gradients(
-    block_sparse_attention_op,
-    block_sparse_attention_backward_op,
+    *BLOCK_OPS,
     "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)",
 )

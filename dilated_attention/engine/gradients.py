@@ -3,19 +3,112 @@
     forward(q, k, v, *masks, *settings) -> (out, lse, *extra)
     backward(dout, dlse, q, k, v, out, lse, *extra, *masks, *settings) -> (dq, dk, dv)
 
-Without transforms an op runs as torch.library makes it. Under ``grad``, ``vjp``, ``vmap`` and the like it is the autograd function below,
-which torch.library does not make. Forward mode is refused: a tangent would otherwise be dropped without a word.
+Where nothing looks on (``eager.py``) a call runs outside the dispatcher, as ``Outside`` says, and ``Attention`` is what autograd records.
+Otherwise an op runs as torch.library makes it. Under ``grad``, ``vjp``, ``vmap`` and the like it is an autograd function made here, which
+torch.library does not make. Forward mode is refused: a tangent would otherwise be dropped without a word.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dilated_attention.engine.eager import dispatched_alike, is_eager
 from dilated_attention.engine.transforms import each, folded, on_tangents, on_transforms
-from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern import BlockPattern, pattern_from_spec
+
+Optional = torch.Tensor | None
+
+
+class Outside(ABC):
+    """One call outside the dispatcher: what the op's implementations do, and the op for a backward that something looks on.
+
+    ``inputs`` are the op's tensors, q, k and v first; ``outputs`` are out, lse, and what the backward needs beside them.
+    """
+
+    @abstractmethod
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """The outputs."""
+
+    @abstractmethod
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """(dq, dk, dv)"""
+
+    @abstractmethod
+    def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        """The same by the op."""
+
+    def __call__(self, needs_grad: bool, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), as autograd records them where ``needs_grad``."""
+        out, lse = _record(self, *inputs) if needs_grad else self.forward(*inputs)[:2]
+        return out, lse
+
+
+class Attention(torch.autograd.Function):
+    """A call outside the dispatcher, by whichever op it would have been."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Outside, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        outputs = call.forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *outputs)
+        ctx.call, ctx.num_inputs = call, len(inputs)
+        return outputs[0], outputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Optional, dlse: Optional) -> tuple[Optional, ...]:  # type: ignore[override]
+        # read once: a checkpoint unpacks what is saved one time
+        saved = ctx.saved_tensors
+        inputs, outputs = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        dout = _gradient_of_out(dout, inputs[0], outputs[0])
+        # with a graph of itself (create_graph=True) it is the op, which refuses to be differentiated; a batch of gradients is mapped by it
+        eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
+        eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
+        run = ctx.call.backward if eager else ctx.call.backward_op
+        return None, *run(dout, dlse, inputs, outputs), *(None,) * (len(inputs) - 3)
+
+
+# not Attention.apply, which looks for transforms and what they left behind: is_eager has
+_record = super(torch.autograd.Function, Attention).apply
+
+
+class _OpCall(Outside):
+    """A call of an op that is no more than the functions that it and its backward were made of."""
+
+    def __init__(self, ops: tuple[Any, Any], arguments: tuple[Any, ...], pattern: BlockPattern) -> None:
+        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+        self.ops, self.arguments, self.pattern = ops, arguments, pattern
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = self.ops[0]._init_fn(*inputs, *self.arguments)
+        return outputs
+
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        grads: tuple[torch.Tensor, ...] = self.ops[1]._init_fn(*self._of_backward(dout, dlse, inputs, outputs))
+        return grads
+
+    def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        return self.ops[1](*self._of_backward(dout, dlse, inputs, outputs))
+
+    def _of_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return dout, dlse, *inputs[:3], *outputs, *inputs[3:], *self.arguments
+
+
+def call_op(
+    ops: tuple[Any, Any], needs_grad: bool, pattern: BlockPattern, inputs: tuple[Any, ...], *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of an op and its backward that keep nothing beside them, outside the dispatcher where that is possible."""
+    if is_eager([x for x in inputs if x is not None]):
+        return _OpCall(ops, arguments, pattern)(needs_grad, *inputs)
+    out, lse = ops[0](*inputs, *arguments)
+    return out, lse
+
+
+def _gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(out) if dout is None else dout.to(q.dtype)
 
 
 def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
@@ -41,9 +134,7 @@ def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
         # read once: a checkpoint unpacks what is saved one time
         saved = ctx.saved_tensors
         (q, k, v, *masks), output = saved[:num_tensors], saved[num_tensors:]
-        if dout is None:
-            dout = torch.zeros_like(output[0])
-        dq, dk, dv = backward(dout.to(q.dtype), dlse, q, k, v, *output, *masks, *ctx.settings)
+        dq, dk, dv = backward(_gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
         return dq, dk, dv, *(None,) * (len(arguments) - 3)
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

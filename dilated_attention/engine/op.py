@@ -1,4 +1,4 @@
-"""The custom op of dilated attention: schema, fake, autograd. Opaque to torch.compile, so nothing breaks a graph.
+"""Dilated attention as one operation: its two passes, and the custom op around them, which is opaque to torch.compile.
 
 ``torch.ops.dilated_attention.dilated_attention`` is what a selective-checkpointing policy lists as must-save.
 """
@@ -11,14 +11,80 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import schedule
-from dilated_attention.engine.gradients import register_gradients
+from dilated_attention.engine.gradients import Outside, register_gradients
 from dilated_attention.engine.needs import dilated_need
-from dilated_attention.engine.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare, without_autocast
+from dilated_attention.engine.prepare import Settings, kept_elements, pattern_of, without_autocast
+from dilated_attention.engine.resolve import Resolved, resolve
 from dilated_attention.engine.watched import watched
+
+Optional = torch.Tensor | None
+
+
+def _forward_arguments(resolved: Resolved, *tensors: Optional) -> dict[str, Any]:
+    return dict(zip(_names(dilated_attention_op), (*tensors, *resolved.arguments), strict=True))
+
+
+def _backward_arguments(
+    resolved: Resolved, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
+) -> dict[str, Any]:
+    values = (dout, dlse, *inputs[:3], *outputs, *inputs[3:], *resolved.arguments)
+    return dict(zip(_names(dilated_attention_backward_op), values, strict=True))
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op._opoverload._schema.arguments]
+
+
+@watched(dilated_need, _forward_arguments)
+def forward(
+    resolved: Resolved, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: Optional, cu_seqlens: Optional, seed: Optional
+) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    """(out (B, Nq, H, D), lse (B, H, Nq), what ``prepare.kept_elements`` says is kept for the backward, None for nothing)."""
+    if not q.numel():
+        return _new_like(q), _new_lse(q, -torch.inf), None
+    settings = resolved.settings
+    elements = 0
+    if settings.detached and settings.needs_grad:
+        elements = kept_elements(q, k, resolved.pattern, settings, cu_seqlens, resolved.query_offset)
+    (q, k, v), found = resolved.ready((q, k, v), padding, seed)
+    kept = q.new_empty(elements) if elements else None
+    with without_autocast(q):
+        out, lse = schedule.forward(resolved.pattern, found.shape, q, k, v, found.call, kept, found.tables)
+    return out, lse, kept
+
+
+@watched(dilated_need, _backward_arguments)
+def backward(
+    resolved: Resolved, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
+    (q, k, v, padding, _, seed), (out, lse, kept) = inputs, outputs
+    if not q.numel():
+        return _new_like(q), *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    (q, k, v, dout, out), found = resolved.ready((q, k, v, dout, out), padding, seed)
+    kept = None if kept is None or not kept.numel() else kept
+    with without_autocast(q):
+        return schedule.backward(resolved.pattern, found.shape, (dout, q, k, v, out, lse), found.call, dlse, kept, found.tables)
+
+
+class DilatedCall(Outside):
+    """A call as it runs outside the dispatcher."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        return forward(self.resolved, *tensors)
+
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        return backward(self.resolved, dout, dlse, inputs, outputs)
+
+    def backward_op(self, dout: Any, dlse: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        outputs = (*outputs[:2], dout.new_empty(0) if outputs[2] is None else outputs[2])
+        return dilated_attention_backward_op(*_backward_arguments(self.resolved, dout, dlse, inputs, outputs).values())
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention", mutates_args=())
-@watched(dilated_need)
 def dilated_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,23 +113,17 @@ def dilated_attention_op(
 
     ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller.
     """
-    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
-    if not q.numel():
-        if cu_seqlens is not None:
-            document_ranges(cu_seqlens, k.shape[1])
-        return _new_like(q), _new_lse(q, -torch.inf), q.new_empty(0)
-    kept = q.new_empty(kept_elements(q, k, pattern, settings, cu_seqlens, query_offset))
-    q, k, v = (kernel_ready(x) for x in (q, k, v))
-    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
-    shape, call = prepare(False, (q, k, v), pattern, settings, key_padding_mask, documents, seed, query_offset)
-    with without_autocast(q):
-        out, lse = schedule.forward(pattern, shape, q, k, v, call, kept if kept.numel() else None)
-    return out, lse, kept
+    arguments = (
+        segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset,
+        dropout_p, detached, deterministic, needs_grad, backend, precision,
+    )  # fmt: skip
+    resolved = resolve(q, k, key_padding_mask, arguments)
+    resolved = resolved if cu_seqlens is None else resolved.with_documents(cu_seqlens, k.shape[1])
+    out, lse, kept = forward(resolved, q, k, v, key_padding_mask, cu_seqlens, seed)
+    return out, lse, q.new_empty(0) if kept is None else kept
 
 
 @torch.library.custom_op("dilated_attention::dilated_attention_backward", mutates_args=())
-@watched(dilated_need)
 def dilated_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -94,19 +154,13 @@ def dilated_attention_backward_op(
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, in the inputs' dtype."""
-    if not q.numel():
-        return (
-            _new_like(q),
-            torch.zeros_like(k, memory_format=torch.contiguous_format),
-            torch.zeros_like(v, memory_format=torch.contiguous_format),
-        )
-    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
-    dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
-    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
-    shape, call = prepare(True, (q, k, v, dout), pattern, settings, key_padding_mask, documents, seed, query_offset)
-    with without_autocast(q):
-        dq, dk, dv = schedule.backward(pattern, shape, (dout, q, k, v, out, lse), call, dlse, kept if kept.numel() else None)
+    arguments = (
+        segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset,
+        dropout_p, detached, deterministic, needs_grad, backend, precision,
+    )  # fmt: skip
+    resolved = resolve(q, k, key_padding_mask, arguments)
+    resolved = resolved if cu_seqlens is None else resolved.with_documents(cu_seqlens, k.shape[1])
+    dq, dk, dv = backward(resolved, dout, dlse, (q, k, v, key_padding_mask, cu_seqlens, seed), (out, lse, kept))
     return dq, dk, dv
 
 

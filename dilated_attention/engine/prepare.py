@@ -5,6 +5,7 @@ Shared by the op of one process and that of many.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dilated_attention.pattern import DilatedPattern
 
 # queries a windowed problem holds on a backend that masks instead of skipping
 WINDOW_BLOCK = 512
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Settings(NamedTuple):
@@ -124,6 +126,9 @@ def prepare(
         detached=settings.detached,
         is_causal=settings.is_causal,
         nested=not is_backward and is_nested(request, pattern, views, shape, settings),
+        request=request,
+        named=settings.backend != "auto",
+        needs_grad=settings.needs_grad or is_backward,
     )
     return shape, call
 
@@ -201,6 +206,7 @@ def kernel_ready(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def without_autocast(x: torch.Tensor) -> torch.autocast:
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The caller's autocast stays on inside an op and would round a backend's float32 arithmetic to half precision."""
-    return torch.autocast(x.device.type, enabled=False)
+    device_type = x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request, accumulation_dtype
 from dilated_attention.engine.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
@@ -36,6 +36,8 @@ class Call:
         detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
         is_causal: as asked; of a problem, ``options`` say it.
         nested: a forward visits the pairs of nested branches once.
+        request: what the backend was chosen for; ``named``: it was asked for by name.
+        needs_grad: a backward will follow, or this is one.
         origin, first_head: what to add to positions and heads for those of the whole sequence and model, by which dropout is decided.
     """
 
@@ -48,6 +50,9 @@ class Call:
     detached: bool = False
     is_causal: bool = False
     nested: bool = False
+    request: Request | None = None
+    named: bool = False
+    needs_grad: bool = False
     origin: int = 0
     first_head: int = 0
 

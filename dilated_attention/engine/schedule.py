@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +18,12 @@ from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
+from dilated_attention.engine.tiles_choice import runs_on_tiles
 from dilated_attention.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    # needs triton
+    from dilated_attention.engine.tiles import Share
 
 # on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
 FUSED_DEVICES = {"cuda"}
@@ -32,12 +38,19 @@ def forward(
     v: torch.Tensor,
     call: Call,
     kept: torch.Tensor | None = None,
+    tables: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
 
     Args:
         kept: (``prepare.kept_elements``,), filled with the branches' own outputs for ``backward``.
+        tables: kept by the caller between calls of one kind, for what is made once.
     """
+    shares = _shares(pattern, shape, q, k, call, tables, is_backward=False, is_kept=kept is not None)
+    if shares is not None:
+        from dilated_attention.engine import tiles
+
+        return tiles.forward(shares, q, k, v, call, kept)
     if not _is_fused(shape, q, call):
         out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
         return out, lse.transpose(1, 2).contiguous()
@@ -54,6 +67,28 @@ def forward(
         run = _nested_piece if piece.split is not None else _plain_piece
         run(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
     return out, lse
+
+
+def _shares(
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    call: Call,
+    tables: dict[Any, Any] | None,
+    *,
+    is_backward: bool,
+    is_kept: bool,
+) -> tuple[Share, ...] | None:
+    """Of a call that runs on the kernels over a table of tiles; None of any other."""
+    tables = {} if tables is None else tables
+    if "shares" not in tables:
+        tables["shares"] = None
+        if runs_on_tiles(pattern, shape, q, call, is_backward):
+            from dilated_attention.engine import tiles
+
+            tables["shares"] = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
+    return tables["shares"]  # type: ignore[no-any-return]
 
 
 def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
@@ -140,6 +175,7 @@ def backward(
     call: Call,
     dlse: torch.Tensor | None,
     kept: torch.Tensor | None = None,
+    tables: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) in the inputs' dtype, contiguous. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``.
 
@@ -147,6 +183,11 @@ def backward(
         kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
     """
     dout, q, k, v, out, lse = tensors
+    shares = _shares(pattern, shape, q, k, call, tables, is_backward=True, is_kept=kept is not None)
+    if shares is not None:
+        from dilated_attention.engine import tiles
+
+        return tiles.backward(shares, tensors, call, dlse, kept)
     if not _is_fused(shape, q, call):
         lse = lse.transpose(1, 2).contiguous()
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()

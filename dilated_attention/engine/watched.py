@@ -23,18 +23,20 @@ NeedOf = Callable[[Mapping[str, Any]], Need]
 watchers: list[Callable[[Need], None]] = []
 
 
-def watched(need_of: NeedOf) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def watched(need_of: NeedOf, named: Callable[..., Mapping[str, Any]] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of an op's implementation. Where memory runs out inside, the error's text is put into words (``shortage.py``).
 
     Args:
         need_of: what a call needs, of its arguments by name, tensors as ``TensorFacts``. Asked only when memory has run out, or by a profile.
+        named: those arguments, where the function has others of its own. None: its own.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
         def need(*args: Any, **kwargs: Any) -> Need:
-            return need_of(without_memory(signature.bind(*args, **kwargs).arguments))
+            arguments = named(*args, **kwargs) if named is not None else signature.bind(*args, **kwargs).arguments
+            return need_of(without_memory(arguments))
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,9 +10,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import validation as check
 from dilated_attention.engine import block_flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.block_dilated_op import block_sparse_dilated_attention_op
-from dilated_attention.engine.block_op import block_sparse_attention_op
+from dilated_attention.engine.block_dilated_op import BLOCK_DILATED_OPS
+from dilated_attention.engine.block_op import BLOCK_OPS
 from dilated_attention.engine.choose import choose_blocks_op
+from dilated_attention.engine.gradients import call_op
 from dilated_attention.functional.single import autocast, checked_options, flat_offsets
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple, shown
@@ -88,14 +89,12 @@ def block_sparse_attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = block_sparse_attention_op(
-        q,
-        k,
-        v,
-        key_padding_mask,
-        cu_seqlens,
-        seed,
-        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
+    kept = _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset)
+    out, lse = call_op(
+        BLOCK_OPS,
+        needs_grad,
+        pattern,
+        (q, k, v, key_padding_mask, cu_seqlens, seed, kept),
         pattern.spec(),
         is_causal,
         scale,
@@ -165,14 +164,12 @@ def block_sparse_dilated_attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = block_sparse_dilated_attention_op(
-        q,
-        k,
-        v,
-        key_padding_mask,
-        cu_seqlens,
-        seed,
-        _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset),
+    kept = _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset)
+    out, lse = call_op(
+        BLOCK_DILATED_OPS,
+        needs_grad,
+        pattern,
+        (q, k, v, key_padding_mask, cu_seqlens, seed, kept),
         list(lengths),
         list(rates),
         offset_name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,9 +11,11 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.op import dilated_attention_op
+from dilated_attention.engine.eager import is_eager
+from dilated_attention.engine.op import DilatedCall, dilated_attention_op
+from dilated_attention.engine.resolve import resolve, state
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
-from dilated_attention.pattern.checks import as_int_tuple, one_of
+from dilated_attention.pattern.checks import as_int_tuple, one_of, plain_ints
 
 # a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
 WHOLE_SEQUENCE = MAX_LENGTH
@@ -179,51 +183,70 @@ def _attend(
     precision: str,
 ) -> Any:
     q, k, v = autocast(q, k, v)
-    check.check_tensors(q, k, v)
-    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    one_of("mixture_grad", mixture_grad, ("exact", "detached"))
-    one_of("precision", precision, PRECISIONS)
-    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-        query_offset=query_offset,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    out, lse, _ = dilated_attention_op(
-        q,
-        k,
-        v,
-        key_padding_mask,
-        cu_seqlens,
-        seed,
-        list(lengths),
-        list(rates),
-        offset_name,
-        offset_list,
-        branch_heads,
-        tail,
-        window,
-        is_causal,
-        scale,
-        query_offset,
-        dropout_p,
-        mixture_grad == "detached",
-        deterministic,
-        needs_grad,
-        backend,
-        precision,
-    )
+    key, known, eager = None, None, is_eager([q, k, v, *(x for x in (key_padding_mask, cu_seqlens) if x is not None)])
+    if eager:
+        needs_grad = _needs_grad(q, k, v)
+        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, key_padding_mask is None, needs_grad
+        options = is_causal, return_lse, deterministic, query_offset, dropout_p, scale
+        key = _key((lengths, rates, branch_heads, tail, *window), head_offsets, options, (tensors, backend, precision, mixture_grad))
+        known = None if key is None else registry.answers().get(key)
+    if known is None:
+        check.check_tensors(q, k, v)
+        offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
+        one_of("mixture_grad", mixture_grad, ("exact", "detached"))
+        one_of("precision", precision, PRECISIONS)
+        scale, dropout_p, query_offset, seed, needs_grad = checked_options(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+            query_offset=query_offset,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
+        arguments = (
+            *(list(lengths), list(rates), offset_name, offset_list, branch_heads, tail, window, is_causal, scale, query_offset),
+            *(dropout_p, mixture_grad == "detached", deterministic, needs_grad, backend, precision),
+        )
+        if eager:
+            known = resolve(q, k, key_padding_mask, arguments)
+            if key is not None:
+                registry.remember(key, known)
+    else:
+        check.check_key_padding_mask(key_padding_mask, k)
+        check.check_cu_seqlens(cu_seqlens, q, k)
+        seed = _drawn(dropout_p)
+    if known is None:
+        out, lse, _ = dilated_attention_op(q, k, v, key_padding_mask, cu_seqlens, seed, *arguments)
+    else:
+        known = known if cu_seqlens is None else known.with_documents(cu_seqlens, k.shape[1])
+        out, lse = DilatedCall(known)(needs_grad, q, k, v, key_padding_mask, cu_seqlens, seed)
     if not return_lse:
         return out
     return out, lse.detach() if mixture_grad == "detached" else lse
+
+
+# of is_causal, return_lse, deterministic, query_offset, dropout_p and scale: 1 and True are equal, and a tensor's value may change
+_OPTION_TYPES = frozenset(itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None))))
+_STR = {str}
+
+
+def _key(pattern: tuple[Any, ...], head_offsets: Any, options: tuple[Any, ...], others: tuple[Any, ...]) -> Hashable:
+    """By which a call is found that was checked: all that is asked of it, but the masks; None where its values' equality says too little."""
+    if type(head_offsets) is not str:
+        if type(head_offsets) not in (list, tuple):
+            return None
+        head_offsets = tuple([plain_ints(row) for row in head_offsets])
+        if None in head_offsets:
+            return None
+    if tuple(map(type, options)) not in _OPTION_TYPES or set(map(type, (*pattern[2:4], *others[1:]))) != _STR:
+        return None
+    return pattern, head_offsets, options, others, state(q.dtype)
 
 
 def checked_options(
@@ -250,10 +273,17 @@ def checked_options(
     check.check_key_padding_mask(key_padding_mask, k)
     check.check_cu_seqlens(cu_seqlens, q, k)
     registry.check_name(backend)
-    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return scale, dropout_p, query_offset, seed, needs_grad
+    return scale, dropout_p, query_offset, _drawn(dropout_p), _needs_grad(q, k, v)
+
+
+def _drawn(dropout_p: float) -> torch.Tensor | None:
+    """The seed of a call's dropout."""
+    # from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    return torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+
+
+def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def flat_offsets(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.rows import LOG2_E, between, kept, load_rows, product, read_row, seen, store_rows
+from dilated_attention.backends.tiles.rows import LOG2_E, VARYING, between, kept, load_rows, product, read_row, seen, store_rows
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _query_step(
     return acc0, acc1
 
 
-@triton.jit(do_not_specialize=["num_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=VARYING)
 def query_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
     words_a_ptr, words_c_ptr, words_b_ptr,
@@ -61,7 +61,7 @@ def query_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
     DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS queries of one head, and their δ, by place of the table. OWN: ``out_ptr`` holds each branch's own output by place."""
+    """dq of ROWS queries of one head; for the kernel of keys, by place: δ, lse · log2(e), the words of dropout. OWN: ``out_ptr`` holds each branch's own output by place."""
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
@@ -72,6 +72,7 @@ def query_kernel(
     low, high = 0, count
     if CUT:
         low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     i0 = low + tile * ROWS
     if i0 < high:
         local = tl.arange(0, ROWS)
@@ -103,21 +104,26 @@ def query_kernel(
         if DLSE:
             delta -= tl.load(dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + rows) * dlse_n, mask=inside, other=0.0)
         lse = tl.load(lse_ptr + head_row * num_queries + row + rows, mask=inside, other=float("inf"))
-        # a row without keys weighs its scores with 0
-        lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
-        row_at = stats_ptr + 2 * (head_row * delta_rows) + part + local
-        tl.store(row_at, delta, mask=inside)
-        tl.store(row_at + delta_rows, lse, mask=inside)
-        block = tl.arange(0, BLOCK).to(tl.int64)
-        k_steps, v_steps = block * k_step, block * v_step
-        pad_base, words_base = padding_ptr, words_b_ptr
         word_a, word_c = local, local
-        if PADDING:
-            pad_base = padding_ptr + batch * pad_b + first
         if DROPOUT:
             word_row = head_row * num_queries + row + rows
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
             word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
+        # a row without keys weighs its scores with 0
+        STATS: tl.constexpr = 4 if DROPOUT else 2
+        lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+        row_at = stats_ptr + STATS * (head_row * delta_rows) + part + local
+        tl.store(row_at, delta, mask=inside)
+        tl.store(row_at + delta_rows, lse, mask=inside)
+        if DROPOUT:
+            tl.store(row_at + 2 * delta_rows, word_a.to(tl.float32, bitcast=True), mask=inside)
+            tl.store(row_at + 3 * delta_rows, word_c.to(tl.float32, bitcast=True), mask=inside)
+        block = tl.arange(0, BLOCK).to(tl.int64)
+        k_steps, v_steps = block * k_step, block * v_step
+        pad_base, words_base = padding_ptr, words_b_ptr
+        if PADDING:
+            pad_base = padding_ptr + batch * pad_b + first
+        if DROPOUT:
             words_base = words_b_ptr + head_row * num_keys + first
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
@@ -161,8 +167,8 @@ def query_kernel(
 
 @triton.jit
 def _key_step(
-    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, rate, high, left, right,
-    valid, words_a_ptr, words_c_ptr, word_b, threshold, keep_scale, scale,
+    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, high, left, right,
+    valid, words_base, delta_rows, word_b, threshold, keep_scale, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +194,12 @@ def _key_step(
     dp = product(v0, v1, d0, d1, D1, PRECISION)
     weights = p
     if DROPOUT:
-        word_a = tl.load(words_a_ptr + i.to(tl.int64) * rate, mask=inside, other=0)
-        word_c = tl.load(words_c_ptr + i.to(tl.int64) * rate, mask=inside, other=1)
+        if MASKED:
+            word_a = tl.load(words_base + i, mask=inside, other=0)
+            word_c = tl.load(words_base + delta_rows + i, mask=inside, other=1)
+        else:
+            word_a = tl.load(words_base + i)
+            word_c = tl.load(words_base + delta_rows + i)
         keep = kept(word_a[None, :], word_c[None, :], word_b[:, None], threshold)
         weights = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -203,10 +213,9 @@ def _key_step(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=VARYING)
 def key_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
-    words_a_ptr, words_c_ptr, words_b_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
@@ -225,11 +234,12 @@ def key_kernel(
     offset = tl.load(offsets_ptr + branch * offset_heads + first_head)
     first = start + offset
     count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    low, high = 0, count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     j0 = tile * ROWS
     if j0 < count:
-        low, high = 0, count
-        if CUT:
-            low, high = between(first, rate, count, q_first, q_last)
         local = tl.arange(0, ROWS)
         j = j0 + local
         valid = j < count
@@ -267,30 +277,29 @@ def key_kernel(
             q_row = (first - q_first).to(tl.int64)
             q_base = q_ptr + batch * q_b + head64 * q_h + q_row * q_n
             do_base = dout_ptr + batch * do_b + head64 * do_h + q_row * do_n
-            delta_base = stats_ptr + 2 * (head_row * delta_rows) + delta_place - low
+            STATS: tl.constexpr = 4 if DROPOUT else 2
+            delta_base = stats_ptr + STATS * (head_row * delta_rows) + delta_place - low
             lse_base = delta_base + delta_rows
-            word_a_base, word_c_base = words_a_ptr, words_c_ptr
+            words_base = (delta_base + 2 * delta_rows).to(tl.pointer_type(tl.int32), bitcast=True)
             if DROPOUT:
-                word_a_base += head_row * num_queries + q_row
-                word_c_base += head_row * num_queries + q_row
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
             if RIGHT:
                 for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
                     dk0, dk1, dv0, dv1 = _key_step(
                         a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                        wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                        high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
                         D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                     )  # fmt: skip
             for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
                 dk0, dk1, dv0, dv1 = _key_step(
                     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                    high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
                     D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
             for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
                 dk0, dk1, dv0, dv1 = _key_step(
                     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    wide_rate, high, left, right, loaded, word_a_base, word_c_base, word_b, threshold, keep_scale, scale,
+                    high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
                     D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
         if branch == direct:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.rows import LN_2, LOG2_E
+from dilated_attention.backends.tiles.rows import LN_2, LOG2_E, VARYING
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _place(spans_ptr, starts, documents, positions, first, branch: tl.constexpr,
     return taken, base + segment * places + (positions - begin) // rate
 
 
-@triton.jit(do_not_specialize=["num_heads", "offset_heads", "q_first", "num_queries", "part_rows", "steps"])
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr, spans_ptr, starts_ptr, rates_ptr, offsets_ptr, o_b, o_n, o_h,
     num_batches, num_heads, offset_heads, q_first, num_queries, part_rows, steps,
@@ -120,7 +120,7 @@ def _sum(
     tl.store(grad_at, acc.to(grad_at.dtype.element_ty), mask=written[:, None] & (columns < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_heads", "kv_heads", "offset_heads", "group", "q_first", "num_queries", "num_keys", "q_tiles", "q_part_rows", "k_part_rows", "steps"])
+@triton.jit(do_not_specialize=VARYING)
 def sum_kernel(
     dq_ptr, dk_ptr, dv_ptr, q_parts_ptr, k_parts_ptr, v_parts_ptr, q_spans_ptr, k_spans_ptr, starts_ptr, rates_ptr, offsets_ptr,
     dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.rows import LN_2, between, kept, load_rows, product, read_row, seen, store_rows
+from dilated_attention.backends.tiles.rows import LN_2, VARYING, between, kept, load_rows, product, read_row, seen, store_rows
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _step(
     return highest, total, acc0, acc1
 
 
-@triton.jit(do_not_specialize=["num_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "num_queries", "num_keys", "direct", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr, words_b_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b,
@@ -74,6 +74,7 @@ def forward_kernel(
     low, high = 0, count
     if CUT:
         low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     i0 = low + tile * ROWS
     if i0 < high:
         i = i0 + tl.arange(0, ROWS)

@@ -1,17 +1,20 @@
-"""Launches of a table of tiles: two forward (one where nothing is to merge), three backward."""
+"""Launches of a table of tiles: two forward (one where nothing is to merge), three backward (two where nothing is to be summed)."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
+from dilated_attention.backends.tiles.launch import Launch
 from dilated_attention.backends.tiles.sizes import Sizes, head_blocks, sizes
 from dilated_attention.backends.tiles.table import Walk, make_spans, spans_on, table_on
 
@@ -29,7 +32,6 @@ class TileCall:
         offsets: o of each branch and head, −1 where a head does not run the branch.
         left, right: keys i − left … i + right are seen; None where unbounded. Causal: right = 0. Windows need one branch of rate 1.
         zero_keys: each segment has the zero keys of ``tail="zero_keys"``.
-        keeps_parts: the forward leaves each branch's own output for a backward with detached mixing; ``walk.direct`` is −1 then.
     """
 
     walk: Walk
@@ -38,7 +40,6 @@ class TileCall:
     left: int | None = None
     right: int | None = None
     zero_keys: bool = False
-    keeps_parts: bool = False
     precision: str = "ieee"
 
     @property
@@ -58,30 +59,29 @@ class Prepared:
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
         heads = range(0, self.num_heads, self.group)
         self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
-        self.key_walk = walk if self.shared else Walk(walk.branches, walk.documents, walk.queries)
+        assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
         # of places: what the merge and the sum read, and δ of all branches
-        query_spans, key_spans = make_spans(walk, walk.queries), make_spans(self.key_walk, walk.keys)
+        query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         self.key_part_rows = key_spans.num_places
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
-        self.key_spans = spans_on(device, self.key_walk, True)[0]
-        cut = walk.queries != walk.keys
+        self.key_spans = spans_on(device, walk, True)[0]
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
-            "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": cut,
+            "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
             "PRECISION": call.precision,
         }  # fmt: skip
         self.columns = 1 << (head_dim - 1).bit_length()
+        self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
     def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
         """(table, tile sizes, programs) of a launch."""
         size = sizes(which, self.head_dim, self.dtype, self.longest)
-        walk = self.key_walk if of_keys else self.call.walk
-        table = table_on(self.device, walk, of_keys, size.rows, self.call.right == 0)
+        table = table_on(self.device, self.call.walk, of_keys, size.rows, self.call.right == 0)
         return table, size, len(table) * self.batch * (self.key_heads if of_keys else self.num_heads)
 
     @functools.cached_property
@@ -107,45 +107,66 @@ def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: to
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)
 
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _dropout_arguments(words: Words | None, dropout_p: float, nothing: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int, float]:
-    if words is None:
-        return (nothing, nothing, nothing), 0, 1.0
-    threshold = int(dropout_p * 2**32)
-    # as the kernels' signed integers
-    return words, threshold - 2**32 if threshold >= 2**31 else threshold, 2**32 / (2**32 - threshold)
+def _drawing(dropout_p: float) -> tuple[int, float]:
+    """(threshold as a signed word, factor of what is kept) of dropout."""
+    threshold = threshold_of(dropout_p)
+    return threshold - 2**32 if threshold >= 2**31 else threshold, 2**32 / (2**32 - threshold)
 
 
 def forward(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    *, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
-) -> torch.Tensor | None:  # fmt: skip
-    """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous; the branches' own outputs where they are kept."""
-    call, walk = p.call, p.call.walk
-    B, H, D, rows = p.batch, p.num_heads, p.head_dim, p.part_rows
-    parts = torch.empty(B * H * rows * D, dtype=q.dtype, device=q.device) if rows else out
-    part_lse = torch.empty(B * H * rows, dtype=torch.float32, device=q.device) if rows else lse
-    table, size, programs = p.forward
-    (a, c, b), threshold, keep_scale = _dropout_arguments(words, dropout_p, p.offsets)
+    *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous.
+
+    Returns ``parts`` (B, H, places, D), flat: each branch's own output but that of the direct one.
+    """
+    rows = p.batch * p.num_heads * p.part_rows
+    if parts is None:
+        parts = torch.empty(rows * p.head_dim, dtype=q.dtype, device=q.device) if rows else out
+    part_lse = torch.empty(rows, dtype=torch.float32, device=q.device) if rows else lse
+    key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p
+    launches = p.launches.get(key)
+    if launches is None:
+        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p)
     with on_device(q.device):
-        forward_kernel[(programs,)](
-            q, k, v, out, lse, parts, part_lse, table, p.offsets, p.offsets if padding is None else padding, a, c, b,
+        a, c, b = words or (p.offsets, p.offsets, p.offsets)
+        pad = p.offsets if padding is None else padding
+        launches[0]((q, k, v, out, lse, parts, part_lse, p.forward[0], p.offsets, pad, a, c, b))
+        if rows:
+            launches[1]((out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets))
+    return parts
+
+
+def _forward_launches(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float
+) -> tuple[Launch, ...]:
+    call, walk, size = p.call, p.call.walk, p.forward[1]
+    threshold, keep_scale = _drawing(dropout_p)
+    B, H, rows = p.batch, p.num_heads, p.part_rows
+    tiles = Launch(
+        forward_kernel,
+        p.forward[2],
+        (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], 0 if padding is None else padding.stride(0),
             B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
             call.scale * _LOG2_E, threshold, keep_scale,
-            **p.constants, ROWS=size.rows, BLOCK=size.block, ZERO_KEYS=call.zero_keys, PADDING=padding is not None, DROPOUT=words is not None,
-            STAGES=size.stages, num_warps=size.warps, num_stages=size.stages,
-        )  # fmt: skip
-        if rows:
-            step, programs = p.tiles(_MERGE, p.num_queries, H)
-            combine.merge_kernel[(programs,)](
-                out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets, *out.stride()[:3],
-                B, H, H, p.q_first, p.num_queries, rows, walk.steps,
-                D=D, COLUMNS=p.columns, ROWS=step, BRANCHES=walk.num_branches, DIRECT=walk.direct, num_warps=4,
-            )  # fmt: skip
-    return parts if call.keeps_parts else None
+        ),
+        {
+            **p.constants, "ROWS": size.rows, "BLOCK": size.block, "ZERO_KEYS": call.zero_keys, "PADDING": padding is not None,
+            "DROPOUT": dropout_p > 0, "STAGES": size.stages,
+        },
+        size.warps,
+        size.stages,
+    )  # fmt: skip
+    step, programs = p.tiles(_MERGE, p.num_queries, H)
+    merge = Launch(
+        combine.merge_kernel,
+        programs,
+        (*out.stride()[:3], B, H, H, p.q_first, p.num_queries, rows, walk.steps),
+        {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "DIRECT": walk.direct},
+    )
+    return tiles, merge
 
 
 def backward(
@@ -154,45 +175,72 @@ def backward(
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
-    call, walk = p.call, p.call.walk
     B, H, D = p.batch, p.num_heads, p.head_dim
     dq, dk, dv = grads
-    q_rows, k_rows = p.part_rows, p.key_part_rows
-    q_parts = torch.empty(B * H * q_rows * D, dtype=q.dtype, device=q.device) if q_rows else dq
-    k_parts, v_parts = (torch.empty((2, B * p.key_heads * k_rows * D), dtype=q.dtype, device=q.device) if k_rows else (dk, dv))
-    # δ and lse of each row by place, for the kernel of keys
-    stats = torch.empty(2 * B * H * p.delta_rows, dtype=torch.float32, device=q.device)
-    (a, c, b), threshold, keep_scale = _dropout_arguments(words, dropout_p, p.offsets)
-    pad, pad_stride = (p.offsets, 0) if padding is None else (padding, padding.stride(0))
-    scales = call.scale * _LOG2_E, call.scale
-    flags: dict[str, Any] = {"PADDING": padding is not None, "DROPOUT": words is not None}
+    q_parts, k_parts, v_parts = dq, dk, dv
+    if p.part_rows:
+        q_parts = torch.empty(B * H * p.part_rows * D, dtype=q.dtype, device=q.device)
+    if p.key_part_rows:
+        k_parts, v_parts = (torch.empty(B * p.key_heads * p.key_part_rows * D, dtype=q.dtype, device=q.device) for _ in range(2))
+    # of each query row by place: δ, lse · log2(e), the words of dropout
+    stats = torch.empty((4 if words else 2) * B * H * p.delta_rows, dtype=torch.float32, device=q.device)
+    tensors = (q, k, v, dout, out, *grads)
+    masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p
+    key = (*(x.stride() for x in tensors), *masks)
+    launches = p.launches.get(key)
+    if launches is None:
+        launches = p.launches[key] = _backward_launches(p, tensors, dlse, padding, parts is not None, dropout_p)
     with on_device(q.device):
-        table, size, programs = p.query
-        backward_kernels.query_kernel[(programs,)](
-            q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse, stats, dq, q_parts, table, p.offsets, pad, a, c, b,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-            *((0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))), pad_stride,
-            B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, q_rows, p.delta_rows, walk.direct, *p.bounds,
-            *scales, threshold, keep_scale,
-            **p.constants, **flags, ROWS=size.rows, BLOCK=size.block, OWN=parts is not None, DLSE=dlse is not None, STAGES=size.stages,
-            num_warps=size.warps, num_stages=size.stages,
-        )  # fmt: skip
-        table, size, programs = p.key
-        backward_kernels.key_kernel[(programs,)](
-            q, k, v, dout, stats, dk, dv, k_parts, v_parts, table, p.offsets, pad, a, c, b,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], pad_stride,
-            B, H, p.kv_heads, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, k_rows, p.delta_rows, p.key_walk.direct, *p.bounds,
-            *scales, threshold, keep_scale,
-            **p.constants, **flags, ROWS=size.rows, BLOCK=size.block, SHARED=p.shared, STAGES=size.stages,
-            num_warps=size.warps, num_stages=size.stages,
-        )  # fmt: skip
-        if q_rows or k_rows:
-            step, q_tiles = p.tiles(_SUM, p.num_queries, H if q_rows else 0)
-            _, k_tiles = p.tiles(_SUM, p.num_keys, p.kv_heads if k_rows else 0)
-            combine.sum_kernel[(q_tiles + k_tiles,)](
-                dq, dk, dv, q_parts, k_parts, v_parts, p.spans, p.key_spans, p.starts, p.rates, p.offsets,
-                *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-                B, H, p.kv_heads, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, q_rows, k_rows, walk.steps,
-                D=D, COLUMNS=p.columns, ROWS=step, BRANCHES=walk.num_branches, Q_DIRECT=walk.direct, K_DIRECT=p.key_walk.direct,
-                SHARED=p.shared, QUERIES=q_rows > 0, KEYS=k_rows > 0, num_warps=4,
-            )  # fmt: skip
+        a, c, b = words or (p.offsets, p.offsets, p.offsets)
+        pad = p.offsets if padding is None else padding
+        own, gradient = out if parts is None else parts, lse if dlse is None else dlse
+        launches[0]((q, k, v, own, lse, dout, gradient, stats, dq, q_parts, p.query[0], p.offsets, pad, a, c, b))
+        launches[1]((q, k, v, dout, stats, dk, dv, k_parts, v_parts, p.key[0], p.offsets, pad, b))
+        if p.part_rows or p.key_part_rows:
+            launches[2]((dq, dk, dv, q_parts, k_parts, v_parts, p.spans, p.key_spans, p.starts, p.rates, p.offsets))
+
+
+def _backward_launches(
+    p: Prepared, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, padding: torch.Tensor | None, own: bool, dropout_p: float
+) -> tuple[Launch, ...]:
+    call, walk = p.call, p.call.walk
+    threshold, keep_scale = _drawing(dropout_p)
+    B, H, Hk = p.batch, p.num_heads, p.kv_heads
+    q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
+    pad = 0 if padding is None else padding.stride(0)
+    lse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
+    drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
+    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
+    range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
+    size = p.query[1]
+    queries = Launch(
+        backward_kernels.query_kernel,
+        p.query[2],
+        (*q, *k, *v, *out, *dout, *dq, *lse, pad, B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing),
+        {**p.constants, **masks, "ROWS": size.rows, "BLOCK": size.block, "OWN": own, "DLSE": dlse is not None, "STAGES": size.stages},
+        size.warps,
+        size.stages,
+    )
+    size = p.key[1]
+    keys = Launch(
+        backward_kernels.key_kernel,
+        p.key[2],
+        (*q, *k, *v, *dout, *dk, *dv, pad, B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing),
+        {**p.constants, **masks, "ROWS": size.rows, "BLOCK": size.block, "SHARED": p.shared, "STAGES": size.stages},
+        size.warps,
+        size.stages,
+    )
+    step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
+    _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
+    sums = Launch(
+        combine.sum_kernel,
+        q_tiles + k_tiles,
+        (
+            *dq, *dk, *dv, B, H, Hk, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, p.part_rows, p.key_part_rows, walk.steps,
+        ),
+        {
+            "D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "Q_DIRECT": walk.direct,
+            "K_DIRECT": walk.key_direct, "SHARED": p.shared, "QUERIES": p.part_rows > 0, "KEYS": p.key_part_rows > 0,
+        },
+    )  # fmt: skip
+    return queries, keys, sums

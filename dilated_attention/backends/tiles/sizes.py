@@ -27,19 +27,36 @@ def head_blocks(head_dim: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
+# By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up; the fastest of a sweep on an H200 with Triton
+# 3.6 (benchmarks/results/2026-11-22-h200-tiles.md)
+_SIZES = {
+    ("forward", "half", 64): Sizes(128, 64, 4, 3),
+    ("query", "half", 64): Sizes(64, 64, 4, 3),
+    ("key", "half", 48): Sizes(128, 32, 4, 2),
+    ("key", "half", 64): Sizes(64, 32, 4, 3),
+    ("forward", "half", 128): Sizes(128, 64, 8, 3),
+    ("query", "half", 128): Sizes(128, 64, 8, 2),
+    ("key", "half", 128): Sizes(128, 64, 8, 2),
+    ("forward", "half", 256): Sizes(64, 64, 8, 2),
+    ("query", "half", 256): Sizes(64, 32, 8, 2),
+    ("key", "half", 256): Sizes(64, 32, 8, 1),
+    ("forward", "float32", 64): Sizes(128, 64, 8, 2),
+    ("query", "float32", 64): Sizes(128, 32, 8, 2),
+    ("key", "float32", 64): Sizes(128, 32, 8, 2),
+    ("forward", "float32", 128): Sizes(64, 32, 4, 2),
+    ("query", "float32", 128): Sizes(64, 32, 8, 1),
+    ("key", "float32", 128): Sizes(32, 32, 4, 1),
+    ("forward", "float32", 256): Sizes(32, 32, 4, 1),
+    ("query", "float32", 256): Sizes(32, 32, 4, 1),
+    ("key", "float32", 256): Sizes(32, 16, 4, 1),
+}
+
+
 @functools.lru_cache(maxsize=256)
 def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int) -> Sizes:
     """``which``: "forward", "query" (dq) or "key" (dk, dv). ``longest``: taken positions of the longest segment."""
-    width = sum(head_blocks(head_dim))
-    if dtype is torch.float32:
-        base = {"forward": Sizes(64, 32, 4, 2), "query": Sizes(64, 32, 4, 2), "key": Sizes(64, 32, 4, 2)}[which]
-        if width > 64:
-            base = Sizes(32, 32, 4, 1)
-    elif width <= 64:
-        base = {"forward": Sizes(128, 64, 4, 3), "query": Sizes(128, 64, 8, 3), "key": Sizes(128, 64, 8, 2)}[which]
-    elif width <= 128:
-        base = {"forward": Sizes(128, 64, 8, 3), "query": Sizes(128, 64, 8, 2), "key": Sizes(128, 64, 8, 2)}[which]
-    else:
-        base = {"forward": Sizes(64, 64, 8, 2), "query": Sizes(64, 32, 8, 2), "key": Sizes(64, 32, 8, 1)}[which]
-    rows = min(base.rows, max(16, 1 << (longest - 1).bit_length()))
-    return base._replace(rows=rows, warps=base.warps if rows >= 64 else 4)
+    kind, width = "float32" if dtype is torch.float32 else "half", sum(head_blocks(head_dim))
+    found = min((key for key in _SIZES if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])
+    size = _SIZES[found]
+    rows = min(size.rows, max(16, 1 << (longest - 1).bit_length()))
+    return size if rows == size.rows else size._replace(rows=rows, warps=4)

@@ -28,15 +28,19 @@ class Walk:
 
     Args:
         branches: (w, r) of each branch.
-        documents: (start, end) pairs that partition the keys, none of them empty.
+        documents: (start, end) pairs that partition the positions, none of them empty.
         queries: positions that have a query.
-        direct: the branch, of rate 1, whose results are written where they stay, or −1; its places come after all others.
+        direct: the branch, of rate 1, whose results for queries are written where they stay, or −1; its places come after all others.
+        key_direct: the same of the gradients of keys and values.
+        num_keys: positions [0, num_keys) have a key; None: all.
     """
 
     branches: tuple[tuple[int, int], ...]
     documents: tuple[Range, ...]
     queries: Range
     direct: int = -1
+    key_direct: int = -1
+    num_keys: int | None = None
 
     @property
     def num_branches(self) -> int:
@@ -52,7 +56,13 @@ class Walk:
 
     @property
     def keys(self) -> Range:
-        return 0, self.documents[-1][1]
+        return 0, self.documents[-1][1] if self.num_keys is None else self.num_keys
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some position has no query or no key."""
+        whole = 0, self.documents[-1][1]
+        return self.queries != whole or self.keys != whole
 
     @property
     def steps(self) -> int:
@@ -84,8 +94,9 @@ class Spans:
 
 
 @functools.lru_cache(maxsize=64)
-def make_spans(walk: Walk, positions: Range) -> Spans:
-    """Spans of the results at ``positions``: of queries, or of all keys."""
+def make_spans(walk: Walk, of_keys: bool) -> Spans:
+    """Spans of the results at the queries' positions, or at all keys'."""
+    positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
     starts, ends = walk.document_starts[:, None], walk.document_ends[:, None]
     w = torch.tensor([min(w, 2**31 - 1) for w, _ in walk.branches])
     r = torch.tensor([r for _, r in walk.branches])
@@ -95,22 +106,22 @@ def make_spans(walk: Walk, positions: Range) -> Spans:
     first = (low - starts) // lengths
     counts = torch.where(low < high, (high - 1 - starts) // lengths - first + 1, 0)
     sizes = counts * places
-    order = [b for b in range(walk.num_branches) if b != walk.direct] + [walk.direct] * (walk.direct >= 0)
+    order = [b for b in range(walk.num_branches) if b != direct] + [direct] * (direct >= 0)
     # branch by branch, document by document
     flat = sizes[:, order].T.flatten()
     before = (flat.cumsum(0) - flat).view(len(order), -1).T
     bases = torch.empty_like(sizes)
     bases[:, order] = before
     total = int(flat.sum())
-    direct = int(sizes[:, walk.direct].sum()) if walk.direct >= 0 else 0
-    return Spans(lengths, places, bases - first * places, first, counts, total - direct, total)
+    apart = int(sizes[:, direct].sum()) if direct >= 0 else 0
+    return Spans(lengths, places, bases - first * places, first, counts, total - apart, total)
 
 
 @functools.lru_cache(maxsize=256)
 def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
     """(tiles, 8) int32 on the CPU, those with most pairs first: tiles of queries, or of keys."""
     positions = walk.keys if of_keys else walk.queries
-    spans, by_query = make_spans(walk, positions), make_spans(walk, walk.queries)
+    spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
     tables, costs = [], []
     for branch, (_, rate) in enumerate(walk.branches):
         counts = spans.counts[:, branch]
@@ -150,4 +161,4 @@ def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[torch.Ten
     starts = torch.full((2**walk.steps,), 2**31 - 1)
     starts[: len(walk.documents)] = walk.document_starts
     rates = torch.tensor([rate for _, rate in walk.branches], dtype=torch.int32)
-    return make_spans(walk, walk.keys if of_keys else walk.queries).flat(device), starts.int().to(device), rates.to(device)
+    return make_spans(walk, of_keys).flat(device), starts.int().to(device), rates.to(device)

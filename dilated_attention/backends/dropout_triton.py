@@ -1,0 +1,85 @@
+"""The words of ``dropout`` for whole tensors of consecutive positions, by one Triton kernel: what a kernel of attention reads to drop pairs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.dropout import Words
+
+# words a program: four a thread
+_BLOCK = 512
+_WARPS = 4
+# one compiled kernel for all seeds, sizes and origins
+_VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_origin", "key_origin", "heads", "first_head", "first_batch"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _words_kernel(  # type: ignore[no-untyped-def]
+    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_origin, heads, first_head, first_batch,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program writes BLOCK positions of the queries, or after those of the keys, of one head. Integers come as signed 32-bit words."""
+    query_blocks = tl.cdiv(num_queries, BLOCK)
+    blocks = query_blocks + tl.cdiv(num_keys, BLOCK)
+    block = tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
+    is_key = block >= query_blocks
+    places = tl.where(is_key, block - query_blocks, block) * BLOCK + tl.arange(0, BLOCK)
+    # sums wrap, as positions do
+    positions = places.to(tl.uint32) + tl.where(is_key, key_origin, query_origin).to(tl.uint32)
+    zeros = tl.zeros((BLOCK,), tl.uint32)
+    head = zeros + (first_head + row % heads).to(tl.uint32)
+    batch = zeros + (first_batch + row // heads).to(tl.uint32)
+    seed = (seed_high.to(tl.uint32).to(tl.uint64) << 32) | seed_low.to(tl.uint32).to(tl.uint64)
+    first, second, _third, _fourth = tl.philox(seed, positions, head, batch, zeros + is_key.to(tl.uint32))
+    # 64 bits: all heads of a long sequence are more than 2^31 words
+    if is_key:
+        tl.store(b_ptr + row.to(tl.int64) * num_keys + places, first.to(tl.int32, bitcast=True), mask=places < num_keys)
+    else:
+        target = row.to(tl.int64) * num_queries + places
+        tl.store(a_ptr + target, first.to(tl.int32, bitcast=True), mask=places < num_queries)
+        tl.store(c_ptr + target, (second | 1).to(tl.int32, bitcast=True), mask=places < num_queries)
+
+
+def dropout_words(
+    seed: int,
+    batch: int,
+    heads: int,
+    num_positions: int,
+    device: torch.device | str,
+    *,
+    origin: int = 0,
+    num_keys: int | None = None,
+    key_origin: int | None = None,
+    first_head: int = 0,
+    first_batch: int = 0,
+) -> Words:
+    """(a (B, H, N), c (B, H, N), b (B, H, M)) of batch entries, heads and positions that follow each other, contiguous, in one launch.
+
+    Args:
+        num_positions, origin: the queries are at ``origin`` … ``origin + num_positions − 1``; 0 positions leave a and c empty.
+        num_keys, key_origin: of the keys, where they differ; 0 keys leave b empty.
+        first_head, first_batch: the numbers in the whole model and batch of the first ones here.
+
+    Shapes: B = ``batch``, H = ``heads``, N = ``num_positions``, M = ``num_keys``.
+    """
+    keys = num_positions if num_keys is None else num_keys
+    if max(num_positions, keys) > 2**31 - _BLOCK:
+        raise ValueError(f"words of {max(num_positions, keys)} positions are asked for; a launch writes up to 2**31 − {_BLOCK}: cut them")
+    a, c = (torch.empty((batch, heads, num_positions), dtype=torch.int32, device=device) for _ in range(2))
+    b = torch.empty((batch, heads, keys), dtype=torch.int32, device=device)
+    programs = batch * heads * (triton.cdiv(num_positions, _BLOCK) + triton.cdiv(keys, _BLOCK))
+    if programs:
+        origins = origin, origin if key_origin is None else key_origin
+        varying = (seed, seed >> 32, num_positions, keys, *origins, heads, first_head, first_batch)
+        with on_device(a.device):
+            _words_kernel[(programs,)](a, c, b, *map(_signed, varying), _BLOCK, num_warps=_WARPS)
+    return Words(a, c, b)
+
+
+def _signed(number: int) -> int:
+    """Mod 2³² as a signed word: one type of argument for all values."""
+    return (number + 2**31) % 2**32 - 2**31

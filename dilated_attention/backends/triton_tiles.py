@@ -1,0 +1,104 @@
+"""Own kernels over a table of tiles (``tiles/``): a whole call in two launches forward and three backward, or one dense problem."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Facts, Options, WritingBackend
+
+if TYPE_CHECKING:
+    from dilated_attention.backends.tiles.run import Prepared, TileCall
+
+
+class TilesBackend(WritingBackend):
+    """All that a call may ask for but float64 and fp8. Gradients repeat bit for bit: nothing is added with atomics.
+
+    The backward pass computes scores twice, for dq and for dk and dv: 7 products in place of 5.
+    """
+
+    name = "tiles"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES | {torch.float32},
+        capabilities=((8, 0), (12, 1)),
+        key_mask=True,
+        window=True,
+        native_window=True,
+        dropout=True,
+        lse_grad=True,
+        writes_views=True,
+        aligned_last=True,
+        whole_calls=True,
+        package="triton",
+        install="pip install triton",
+        source="H200, Triton 3.6, benchmarks/short.py",
+    )
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        from dilated_attention.backends.tiles import run
+
+        # the kernel writes rows of lse one after the other
+        dense = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        run.forward(_prepared(q, k, options), q, k, v, out, dense, **_masks(options, k))
+        if dense is not lse:
+            lse.copy_(dense)
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        from dilated_attention.backends.tiles import run
+
+        run.backward(_prepared(q, k, options), dout, q, k, v, out, lse.contiguous(), dlse, grads, **_masks(options, k))
+
+
+def float32_precision() -> str:
+    """Products of float32: three products of tf32 parts, as exact as float32's own; one where torch's setting allows it."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, options: Options) -> Prepared:
+    from dilated_attention.backends.tiles import run
+
+    band = options.mask.band
+    if options.causal:
+        # the last query sees the last key
+        band = (None, k.shape[1] - q.shape[1])
+    call = _dense_call(q.shape[1], k.shape[1], q.shape[2], options.scale, band, float32_precision())
+    return run.prepared(call, q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense_call(
+    num_queries: int, num_keys: int, heads: int, scale: float, band: tuple[int | None, int | None] | None, precision: str
+) -> TileCall:
+    from dilated_attention.backends.tiles.run import TileCall
+    from dilated_attention.backends.tiles.table import Walk
+
+    longest = max(num_queries, num_keys)
+    low, high = band or (None, None)
+    walk = Walk(((longest, 1),), ((0, longest),), (0, num_queries), 0, 0, num_keys)
+    return TileCall(walk, ((0,) * heads,), scale, None if low is None else -low, high, precision=precision)
+
+
+def _masks(options: Options, k: torch.Tensor) -> dict[str, Any]:
+    masks: dict[str, Any] = {}
+    if options.mask.padding is not None:
+        masks["padding"] = options.mask.padding.expand(k.shape[:2])
+    dropout = options.dropout
+    if dropout is not None:
+        masks |= {"words": dropout.words, "dropout_p": dropout.probability}
+    return masks

@@ -1,0 +1,156 @@
+"""A whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
+
+What waits for the merge or the sum is bounded as elsewhere (``chunks.transient_budget``): where it would be more, heads run in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.dropout import Words
+from dilated_attention.backends.dropout_triton import dropout_words
+from dilated_attention.backends.tiles import run as tiles
+from dilated_attention.backends.tiles.run import Prepared, TileCall
+from dilated_attention.backends.tiles.table import Walk, make_spans
+from dilated_attention.backends.triton_tiles import float32_precision
+from dilated_attention.engine.chunks import transient_budget
+from dilated_attention.engine.plan import Range, Shape
+from dilated_attention.engine.run import Call
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Batch entries and query heads that run together; ``whole``: all there are."""
+
+    batch: Range
+    heads: Range
+    whole: bool
+    prepared: Prepared
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
+    """The call of query heads [first, last)."""
+    rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
+    left, right = shape.window or (None, None)
+    if shape.is_causal:
+        right = 0 if right is None else min(right, 0)
+    documents = tuple(document for document in shape.documents if document[0] < document[1])
+    everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
+    group = shape.num_heads // shape.num_kv_heads
+    shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
+    direct = everywhere[0] if everywhere and not keeps_parts else -1
+    key_direct = everywhere[0] if everywhere and shared else -1
+    walk = Walk(pattern.branches, documents, shape.queries, direct, key_direct)
+    zero_keys = pattern.tail == "zero_keys" and not shape.is_causal
+    return TileCall(walk, rows, scale, left, right, zero_keys, precision)
+
+
+def make_shares(
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
+) -> tuple[Share, ...]:
+    """What runs at a time: all where what waits fits the budget, else some heads of one batch entry after the others.
+
+    Args:
+        is_kept: the branches' own outputs are kept from forward to backward, for which both run as one share.
+    """
+    B, _, H, D = q.shape
+    own = call.detached and pattern.num_branches > 1
+    keeps_parts = own if is_backward else is_kept
+    precision = float32_precision() if q.dtype is torch.float32 else "ieee"
+    walk = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, (0, H)).walk
+    row_bytes = make_spans(walk, False).num_places * (D * q.element_size() + 4) * (3 + own if is_backward else 1)
+    budget = transient_budget((q.numel() + 2 * k.numel()) * q.element_size())
+    group = H // shape.num_kv_heads
+    ranges: list[tuple[Range, Range]] = [((0, B), (0, H))]
+    if not is_kept and B * H * row_bytes > budget:
+        count = min(H, max(1, budget // max(1, group * row_bytes)) * group)
+        ranges = [((b, b + 1), (h, min(h + count, H))) for b in range(B) for h in range(0, H, count)]
+    shares = []
+    for batch, heads in ranges:
+        found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
+        prepared = tiles.prepared(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
+        shares.append(Share(batch, heads, len(ranges) == 1, prepared))
+    return tuple(shares)
+
+
+def forward(
+    shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept``: filled with the branches' own outputs for ``backward``."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    for share in shares:
+        _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, kept)
+    return out, lse
+
+
+def backward(
+    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``.
+
+    Args:
+        kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
+    """
+    dout, q, k, v, out, lse = tensors
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for share in shares:
+        p = share.prepared
+        dout_, q_, k_, v_, out_, dq, dk, dv = _narrow(share, q.shape[2], dout, q, k, v, out, *grads)
+        lse_, dlse_ = _rows_of(share, lse), None if dlse is None else _rows_of(share, dlse)
+        parts = None
+        if call.detached and p.call.walk.num_branches > 1:
+            parts = _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call) if kept is None else kept
+        padding, words = _padding(call, share), _words(call, share)
+        tiles.backward(
+            p, dout_, q_, k_, v_, out_, lse_, dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p
+        )
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def _forward(share: Share, tensors: Tensors, lse: torch.Tensor, call: Call, parts: torch.Tensor | None = None) -> torch.Tensor:
+    q, k, v, out = tensors
+    padding, words = _padding(call, share), _words(call, share)
+    return tiles.forward(share.prepared, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
+
+
+def _narrow(share: Share, num_heads: int, *tensors: torch.Tensor) -> Tensors:
+    """Views of a share's batch entries and heads; of the key/value heads where a tensor has only those."""
+    if share.whole:
+        return tensors
+    return tuple(x[slice(*share.batch), :, slice(*(h * x.shape[2] // num_heads for h in share.heads))] for x in tensors)
+
+
+def _rows_of(share: Share, x: torch.Tensor) -> torch.Tensor:
+    return x if share.whole else x[slice(*share.batch), slice(*share.heads)]
+
+
+def _padding(call: Call, share: Share) -> torch.Tensor | None:
+    return None if call.padding is None else call.padding[slice(*share.batch)]
+
+
+def _words(call: Call, share: Share) -> Words | None:
+    """Words of the queries and keys of a share, by which dropout decides (``backends/dropout.py``)."""
+    if not call.dropout_p:
+        return None
+    p = share.prepared
+    return dropout_words(
+        call.seed,
+        p.batch,
+        p.num_heads,
+        p.num_queries,
+        p.device,
+        origin=call.origin + p.q_first,
+        num_keys=p.num_keys,
+        key_origin=call.origin,
+        first_head=call.first_head + share.heads[0],
+        first_batch=share.batch[0],
+    )

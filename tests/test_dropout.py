@@ -1,0 +1,235 @@
+"""Dropout by position: the definition, its Triton kernel, and that the pairs it drops look independent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention.backends import Dropout, dropout
+from dilated_attention.backends.dropout import Words, keep_mask, philox, threshold_of, words_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = (0, 7, 2**31, 2**32 - 1, 2**32 + 5, 2**62 - 1, 2**64 - 1)
+# of Random123's file kat_vectors, philox4x32 10: counter, key, result
+ONES = 0xFFFFFFFF
+PUBLISHED = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def scalar_philox(seed: int, *counter: int) -> tuple[int, ...]:
+    """As the paper writes it, in Python's integers."""
+    c, k = list(counter), [seed % 2**32, seed // 2**32]
+    for _ in range(10):
+        (high_0, low_0), (high_1, low_1) = divmod(0xD2511F53 * c[0], 2**32), divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [high_1 ^ c[1] ^ k[0], low_1, high_0 ^ c[3] ^ k[1], low_0]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return tuple(c)
+
+
+def is_kept(p: float, seed: int, batch: int, head: int, query: int, key: int) -> bool:
+    a, c = scalar_philox(seed, query % 2**32, head, batch, 0)[:2]
+    b = scalar_philox(seed, key % 2**32, head, batch, 1)[0]
+    return (a ^ b) * (c | 1) % 2**32 >= int(p * 2**32)
+
+
+def span(start: int, count: int, step: int = 1) -> torch.Tensor:
+    return torch.arange(count, device=DEVICE) * step + start
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), PUBLISHED)
+def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, int], result: tuple[int, ...]) -> None:
+    words = philox(key[0] + key[1] * 2**32, *(torch.tensor([word], device=DEVICE) for word in counter))
+    assert tuple(int(word) for word in words) == result
+    assert scalar_philox(key[0] + key[1] * 2**32, *counter) == result
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-40])
+@pytest.mark.parametrize("seed", [3, 2**61 + 9])
+def test_a_pair_is_kept_by_its_definition(p: float, seed: int) -> None:
+    batch, heads, queries, keys = (4, 9), (0, 3, 17), (0, 5, 2**31 + 1, 2**32 + 5, 2**40), (2, 2**31 - 1, 2**32 - 1, 77, 5)
+    tensors = (torch.tensor(x, device=DEVICE) for x in (batch, heads))
+    found = keep_mask(Dropout(p, seed, *tensors, *(torch.tensor([x] * 2, device=DEVICE) for x in (queries, keys))), slice(None))
+    wanted = [is_kept(p, seed, *pair) for pair in itertools.product(batch, heads, queries, keys)]
+    assert found.shape == (2, 3, 5, 5) and found.flatten().tolist() == wanted
+    assert p == 1 - 2**-40 or 0 < sum(wanted) < len(wanted)
+
+
+def test_the_same_pair_has_the_same_fate_however_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows, parts of batch and heads, a branch's positions, keys of another process, words made in smaller parts."""
+    one = Dropout(0.4, 11, span(0, 3), span(0, 5), span(100, 40).repeat(3, 1), span(0, 90).repeat(3, 1))
+    whole = keep_mask(one, slice(None))
+    assert torch.equal(torch.cat([keep_mask(one, slice(start, start + 7)) for start in range(0, 40, 7)], dim=2), whole)
+    assert torch.equal(keep_mask(replace(one, queries=one.queries[:1], keys=one.keys[:1]), slice(None)), whole)
+    for rows, keys in ((slice(3, None, 4), slice(1, None, 4)), (slice(10, 30), slice(45, 90)), (slice(39, 40), slice(0, 0))):
+        part = replace(one, batch=one.batch[1:], heads=one.heads[1::2], queries=one.queries[1:, rows], keys=one.keys[1:, keys])
+        assert torch.equal(keep_mask(part, slice(None)), whole[1:, 1::2, rows, keys])
+    # documents or segments of one batch entry as problems of their own
+    folded = replace(one, batch=one.batch[[2, 2]], queries=one.queries[2].view(2, 20), keys=one.keys[2].view(2, 45))
+    blocks = torch.stack([whole[2, :, :20, :45], whole[2, :, 20:, 45:]])
+    assert torch.equal(keep_mask(folded, slice(None)), blocks)
+    monkeypatch.setattr(dropout, "_CPU_CHUNK", 100)
+    monkeypatch.setattr(dropout, "_GPU_CHUNK", 100)
+    assert torch.equal(keep_mask(replace(one), slice(None)), whole)
+
+
+def test_words_of_all_rows_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Philox over a long sequence's keys would cost more than the few rows of a block."""
+    calls = []
+    monkeypatch.setattr(dropout, "philox", lambda *args: calls.append(1) or philox(*args))
+    one = Dropout(0.4, 11, span(0, 1), span(0, 2), span(0, 64)[None], span(0, 64)[None])
+    for start in range(0, 64, 8):
+        keep_mask(one, slice(start, start + 8))
+    assert len(calls) == 1
+
+
+def same_words(found: Words, wanted: Words) -> bool:
+    return all(torch.equal(x, y) and x.is_contiguous() for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("origin", [0, 1, 2**31 - 300, 2**32 - 5, 2**40 + 123])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kernel_writes_the_same_words(seed: int, origin: int) -> None:
+    kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
+    batch, heads = span(2**20, 2), span(1000, 3)
+    found = kernel.dropout_words(seed, 2, 3, 700, DEVICE, origin=origin, first_head=1000, first_batch=2**20)
+    assert same_words(found, words_of(seed, batch, heads, span(origin, 700)[None], span(origin, 700)[None]))
+    assert bool((found.c & 1 == 1).all())
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 5), (5, 0), (0, 0), (512, 513), (1, 1300)])
+def test_the_kernel_takes_other_keys_than_queries(queries: int, keys: int) -> None:
+    kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
+    found = kernel.dropout_words(5, 1, 2, queries, DEVICE, origin=40, num_keys=keys, key_origin=2**31)
+    assert same_words(found, words_of(5, span(0, 1), span(0, 2), span(40, queries)[None], span(2**31, keys)[None]))
+
+
+def test_the_kernel_refuses_more_positions_than_it_counts() -> None:
+    kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
+    with pytest.raises(ValueError, match=r"words of 2147483648 positions are asked for.*cut them"):
+        kernel.dropout_words(5, 1, 1, 1, "meta", num_keys=2**31)
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dilated_attention.backends.dropout_triton import _words_kernel as kernel
+
+plain = [x.name for x in kernel.params if not x.name.endswith("_ptr") and not x.is_constexpr]
+assert plain and all(x.do_not_specialize for x in kernel.params if x.name in plain), plain
+signature = {x.name: "constexpr" if x.is_constexpr else "*i32" if x.name.endswith("_ptr") else "i32" for x in kernel.params}
+for capability in (80, 90, 100):
+    source = ASTSource(kernel, signature, {(len(signature) - 1,): 512}, {(i,): [["tt.divisibility", 16]] for i in range(3)})
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+    assert "st.global" in ptx and "st.local" not in ptx
+"""
+
+
+def test_the_kernel_compiles_once_for_all_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No argument is specialised, and all are of one type whatever their values: signed 32-bit words."""
+    kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int]) -> Recorder:
+            return self
+
+        def __call__(self, *args: object, **options: int) -> None:
+            launched.extend(x for x in args if not isinstance(x, torch.Tensor))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_words_kernel", Recorder())
+        for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
+            kernel.dropout_words(seed, 1, 1, 3, DEVICE, origin=origin, first_head=2**31, first_batch=1)
+    assert len(launched) == 10 * 4 * len(SEEDS) and all(type(x) is int and -(2**31) <= x < 2**31 for x in launched)
+    # by a process of its own, since this one's kernels may be the interpreter's
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_one_compiled_kernel_serves_all_numbers() -> None:
+    from dilated_attention.backends.dropout_triton import _words_kernel, dropout_words
+
+    for seed, count, origin in ((0, 1, 0), (2**62 - 1, 1, 1), (1, 700, 2**31), (2**40, 4096, 2**33)):
+        dropout_words(seed, count, 2, count, "cuda", origin=origin, num_keys=count + 1)
+    assert len(_words_kernel.device_caches[torch.cuda.current_device()][0]) == 1
+
+
+def drops(p: float, seed: int, step: int, batch: int = 0, head: int = 0, count: int = 1024) -> torch.Tensor:
+    """Decisions (queries, keys) of one head, centred and of variance 1."""
+    positions = span(17, count, step)[None]
+    kept = keep_mask(Dropout(p, seed, span(batch, 1), span(head, 1), positions, positions), slice(None))[0, 0]
+    share = threshold_of(p) / 2**32
+    return ((~kept).float() - share) / math.sqrt(share * (1 - share))
+
+
+def deviations(x: torch.Tensor) -> float:
+    """The mean in standard deviations: of products of independent decisions, which have variance 1 and are uncorrelated."""
+    return float(x.mean(dtype=torch.float64)) * math.sqrt(x.numel())
+
+
+@pytest.mark.parametrize("step", [1, 2, 16, 4096])
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5])
+@pytest.mark.parametrize("seed", [1, 2**61 + 7])
+def test_pairs_are_dropped_independently(seed: int, p: float, step: int) -> None:
+    """The share of dropped pairs, and products of two, three and four decisions, within 5 standard deviations of independent ones."""
+    x = drops(p, seed, step)
+    seen = {"share": x}
+    for k in (1, 2, 512):
+        row, column = x[:, k:] * x[:, :-k], x[k:] * x[:-k]
+        seen |= {f"row {k}": row, f"column {k}": column, f"diagonal {k}": x[k:, k:] * x[:-k, :-k], f"anti {k}": x[k:, :-k] * x[:-k, k:]}
+        for n in (1, 2, 512):
+            seen |= {f"corners {k} {n}": row[n:] * row[:-n], f"three {k} {n}": row[n:] * x[:-n, k:]}
+    for k in (1, 2, 64):
+        seen |= {f"three of a row {k}": x[:, 2 * k :] * x[:, k:-k] * x[:, : -2 * k]}
+        seen |= {f"three of a column {k}": x[2 * k :] * x[k:-k] * x[: -2 * k]}
+    above = torch.ones_like(x, dtype=torch.bool).triu(1)
+    seen |= {"transposed": (x * x.T)[above], "of a query and its own key": x.diagonal()}
+    for name, other in (
+        ("head", (seed, step, 0, 1)),
+        ("batch", (seed, step, 1, 0)),
+        ("seed", (seed + 1, step)),
+        ("key", (seed + 2**32, step)),
+    ):
+        seen[f"next {name}"] = x * drops(p, *other)
+    found = {name: deviations(y) for name, y in seen.items()}
+    assert all(abs(value) < 5 for value in found.values()), {name: value for name, value in found.items() if abs(value) >= 5}
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_no_two_rows_or_columns_are_alike(p: float) -> None:
+    """Correlations of single pairs of rows and of columns scatter as those of independent ones, and no pair stands out."""
+    x = drops(p, 5, 1)
+    for lines in (x, x.T):
+        correlations = (lines @ lines.T / math.sqrt(lines.shape[1]))[torch.ones_like(x, dtype=torch.bool).triu(1)].double()
+        assert abs(float(correlations.var()) - 1) < 0.01
+        # of half a million; p = 0.1 has tails longer than a normal distribution's
+        assert float(correlations.abs().max()) < 7.5
+        # and so do their shares
+        assert abs(float((lines.sum(1) / math.sqrt(lines.shape[1])).var()) - 1) < 5 * math.sqrt(2 / len(lines))
+
+
+def test_all_patterns_of_a_block_are_equally_frequent() -> None:
+    """χ² of the 65,536 patterns of 4 × 4 pairs at p = 0.5."""
+    dropped = torch.stack([drops(0.5, seed, 1, count=2048) > 0 for seed in range(8)])
+    bits = dropped.view(8, 512, 4, 512, 4).transpose(2, 3).reshape(-1, 16).long()
+    counts = torch.bincount((bits << torch.arange(16, device=DEVICE)).sum(1), minlength=2**16).double()
+    expected = bits.shape[0] / 2**16
+    assert abs(float(((counts - expected) ** 2 / expected).sum()) - 65535) < 5 * math.sqrt(2 * 65535)
