@@ -28,11 +28,14 @@ from dilated_attention.backends.tiles.gluon_rows import (
     exp2,
     operand,
     pass_turn,
+    query_row,
     read_segment,
     scores,
     store_tile,
     take_turn,
 )
+
+from dilated_attention.backends.tiles.rows import VARYING
 
 
 @gluon.jit
@@ -55,19 +58,20 @@ def _key_row(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """What producer and consumers know of a row of the table of keys."""
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last = shape
+    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys = shape
     left, right = bounds
     heads = kv_heads if SHARED else num_heads
     own_head = index % heads
     batch = (index // heads % num_batches).to(gl.int64)
     first_head = own_head * group if SHARED else own_head
-    branch, rate, first, count, tile, place, delta_place = read_segment(
+    branch, rate, first, count, tile, place, _places, delta_place = read_segment(
         rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head
     )
     low = 0
     high = count
     if CUT:
         low, high = between(first, rate, count, q_first, q_last)
+        count = gl.minimum(count, (gl.maximum(num_keys - first, 0) + rate - 1) // rate)
     j0 = tile * ROWS
     begin, steps = _key_range(j0, count, low, high, left, right, ROWS, BLOCK, LEFT, RIGHT)
     return batch, own_head, first_head, branch, rate.to(gl.int64), first, count, j0, low, high, begin, steps, place, delta_place
@@ -181,7 +185,7 @@ def _key_consume(
     RIGHT: gl.constexpr = FLAGS[1]
     CUT: gl.constexpr = FLAGS[2]
     SHARED: gl.constexpr = FLAGS[3]
-    IN_REGISTERS: gl.constexpr = FLAGS[4]
+    RESIDENT: gl.constexpr = FLAGS[4]
     FENCE: gl.constexpr = FLAGS[5]
     GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -208,14 +212,14 @@ def _key_consume(
         tile_phase ^= 1
         if FENCE:
             fence_async_shared()
-        k0 = operand(k_smem.index(PART), a_layout, 0, D0, IN_REGISTERS > 0)
-        v0 = operand(v_smem.index(PART), a_layout, 0, D0, IN_REGISTERS > 1)
+        k0 = operand(k_smem.index(PART), a_layout, 0, D0, RESIDENT > 0)
+        v0 = operand(v_smem.index(PART), a_layout, 0, D0, RESIDENT > 1)
         k1 = k0
         v1 = v0
         if D1 > 0:
-            k1 = operand(k_smem.index(PART), a_layout, D0, D1, IN_REGISTERS > 0)
-            v1 = operand(v_smem.index(PART), a_layout, D0, D1, IN_REGISTERS > 1)
-        if IN_REGISTERS > 1:
+            k1 = operand(k_smem.index(PART), a_layout, D0, D1, RESIDENT > 0)
+            v1 = operand(v_smem.index(PART), a_layout, D0, D1, RESIDENT > 1)
+        if RESIDENT > 1:
             mbarrier.arrive(tile_empty, count=1)
         dk = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         dv = gl.zeros([64, COLUMNS], gl.float32, o_layout)
@@ -278,7 +282,7 @@ def _key_consume(
         dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk_running,))
         mbarrier.arrive(empty.index(last), count=1)
-        if IN_REGISTERS < 2:
+        if RESIDENT < 2:
             mbarrier.arrive(tile_empty, count=1)
         row = first.to(gl.int64) + j0 * rate
         kv_head = (first_head // group).to(gl.int64)
@@ -298,16 +302,18 @@ def _key_consume(
         store_tile(dv_base, dv_step, count - j0, dv, D)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "total"])
+@gluon.jit(do_not_specialize=[*VARYING, "total"])
 def key_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
-    scale, natural_scale, total,
+    scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, FLAGS: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 128 keys. FLAGS: (LEFT, RIGHT, CUT, SHARED, how many of keys and values are in registers, fence)."""
+    """dk and dv of 64 keys a warpgroup. RESIDENT: how many of the tiles of keys and values a warpgroup holds in registers."""
+    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, SHARED, RESIDENT, FENCE)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     block_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
@@ -336,7 +342,7 @@ def key_kernel(
     part2: gl.constexpr = 2
     buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
     barriers = (tile_full, tile_empty, full, empty, turns)
-    shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last)
+    shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
     out_strides = (dk_b, dk_n, dk_h, dv_b, dv_n, dv_h)
@@ -367,36 +373,6 @@ def key_kernel(
 
 
 @gluon.jit
-def _query_row(
-    index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
-    """What producer and consumers know of a row of the table of queries; ``begin``: the first key that its tile sees."""
-    num_batches, num_heads, offset_heads, group, q_first, q_last = shape
-    left, right = bounds
-    head = index % num_heads
-    batch = (index // num_heads % num_batches).to(gl.int64)
-    branch, rate, first, count, tile, place, _ = read_segment(rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head)
-    low = 0
-    high = count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-    i0 = low + tile * ROWS
-    last = gl.minimum(i0 + ROWS, high) - 1
-    begin = 0
-    end = count
-    if RIGHT:
-        end = gl.maximum(gl.minimum(count, last + right + 1), 0)
-    if LEFT:
-        begin = gl.minimum(gl.maximum(i0 - left, 0), end)
-    # a tile without queries takes one block too, all of it masked
-    steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
-    wide_rate = rate.to(gl.int64)
-    row = (first - q_first).to(gl.int64) + i0 * wide_rate
-    return batch, head, branch, wide_rate, first, count, i0, high, row, begin, gl.where(i0 < high, steps, 1), place + tile * ROWS
-
-
-@gluon.jit
 def _query_produce(
     inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr
 ):
@@ -419,7 +395,7 @@ def _query_produce(
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part = _query_row(
+        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part, places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
         )
         head64 = head.to(gl.int64)
@@ -514,7 +490,7 @@ def _query_consume(
     RIGHT: gl.constexpr = FLAGS[1]
     CUT: gl.constexpr = FLAGS[2]
     DLSE: gl.constexpr = FLAGS[4]
-    IN_REGISTERS: gl.constexpr = FLAGS[5]
+    RESIDENT: gl.constexpr = FLAGS[5]
     FENCE: gl.constexpr = FLAGS[6]
     GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -533,7 +509,7 @@ def _query_consume(
     phase = 0
     tile_phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part = _query_row(
+        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part, places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
         )
         i0 += PART * 64
@@ -567,14 +543,14 @@ def _query_consume(
         gl.store(row_at + delta_rows, lse, mask=inside)
         if FENCE:
             fence_async_shared()
-        q0 = operand(q_smem.index(PART), a_layout, 0, D0, IN_REGISTERS > 0)
-        d0 = operand(do_smem.index(PART), a_layout, 0, D0, IN_REGISTERS > 1)
+        q0 = operand(q_smem.index(PART), a_layout, 0, D0, RESIDENT > 0)
+        d0 = operand(do_smem.index(PART), a_layout, 0, D0, RESIDENT > 1)
         q1 = q0
         d1 = d0
         if D1 > 0:
-            q1 = operand(q_smem.index(PART), a_layout, D0, D1, IN_REGISTERS > 0)
-            d1 = operand(do_smem.index(PART), a_layout, D0, D1, IN_REGISTERS > 1)
-        if IN_REGISTERS > 1:
+            q1 = operand(q_smem.index(PART), a_layout, D0, D1, RESIDENT > 0)
+            d1 = operand(do_smem.index(PART), a_layout, D0, D1, RESIDENT > 1)
+        if RESIDENT > 1:
             mbarrier.arrive(tile_empty, count=1)
         a = begin
         mbarrier.wait(full.index(stage), phase)
@@ -621,7 +597,7 @@ def _query_consume(
             dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
             mbarrier.arrive(empty.index(last), count=1)
             last = now
-        if IN_REGISTERS < 2:
+        if RESIDENT < 2:
             mbarrier.arrive(tile_empty, count=1)
         dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq_running,))
@@ -634,16 +610,19 @@ def _query_consume(
         store_tile(dq_base, dq_step, high - i0, dq * natural_scale, D)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "offset_heads", "group", "q_first", "q_last", "part_rows", "delta_rows", "num_queries", "num_keys", "direct", "left", "right", "total"])
+@gluon.jit(do_not_specialize=[*VARYING, "total"])
 def query_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
+    words_a_ptr, words_c_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
-    scale, natural_scale, total,
+    scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, FLAGS: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, OWN: gl.constexpr, DLSE: gl.constexpr,
 ):  # fmt: skip
-    """δ and dq of 128 queries. FLAGS: (LEFT, RIGHT, CUT, OWN, DLSE, how many of q and dout are in registers, fence)."""
+    """δ and dq of 64 queries a warpgroup. RESIDENT: how many of the tiles of q and dout a warpgroup holds in registers."""
+    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, OWN, DLSE, RESIDENT, FENCE)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -670,7 +649,7 @@ def query_kernel(
     part2: gl.constexpr = 2
     buffers = (q_smem, do_smem, lse_smem, k_smem, v_smem)
     barriers = (tile_full, tile_empty, full, empty, turns)
-    shape = (num_batches, num_heads, offset_heads, group, q_first, q_last)
+    shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h)
     out_strides = (dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h)

@@ -29,7 +29,7 @@ def exp2(x):
 
 @gluon.jit
 def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
-    """(branch, rate, first position, positions, tile, place of the first result, other place) of a table's row, for one head."""
+    """(branch, rate, first position, positions, tile, place of the first result, places a segment, other place) of a table's row, for one head."""
     at = rows_ptr + row * WIDTH
     branch = gl.load(at)
     rate = gl.load(at + 1)
@@ -37,10 +37,11 @@ def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
     length = gl.load(at + 3)
     tile = gl.load(at + 4)
     place = gl.load(at + 5)
+    places = gl.load(at + 6)
     other = gl.load(at + 7)
     offset = gl.load(offsets_ptr + branch * offset_heads + head)
     count = gl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
-    return branch, rate, start + offset, count, tile, place, other
+    return branch, rate, start + offset, count, tile, place, places, other
 
 
 @gluon.jit
@@ -134,3 +135,36 @@ def pass_turn(turns, PART: gl.constexpr):
     GROUPS: gl.constexpr = turns.shape[0]
     if GROUPS > 1:
         mbarrier.arrive(turns.index((PART + 1) % GROUPS), count=1)
+
+
+@gluon.jit
+def query_row(
+    index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """What producer and consumers know of a row of the table of queries; ``begin``: the first key that its tile sees."""
+    num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys = shape
+    left, right = bounds
+    head = index % num_heads
+    batch = (index // num_heads % num_batches).to(gl.int64)
+    branch, rate, first, count, tile, place, places, _ = read_segment(
+        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head
+    )
+    low = 0
+    high = count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+        count = gl.minimum(count, (gl.maximum(num_keys - first, 0) + rate - 1) // rate)
+    i0 = low + tile * ROWS
+    last = gl.minimum(i0 + ROWS, high) - 1
+    begin = 0
+    end = count
+    if RIGHT:
+        end = gl.maximum(gl.minimum(count, last + right + 1), 0)
+    if LEFT:
+        begin = gl.minimum(gl.maximum(i0 - left, 0), end)
+    # a tile without queries takes one block too, all of it masked
+    steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
+    wide_rate = rate.to(gl.int64)
+    row = (first - q_first).to(gl.int64) + i0 * wide_rate
+    return batch, head, branch, wide_rate, first, count, i0, high, row, begin, gl.where(i0 < high, steps, 1), place + tile * ROWS, places
