@@ -27,12 +27,10 @@ from dilated_attention.backends.tiles.gluon_rows import (
     copy_rows,
     exp2,
     operand,
-    pass_turn,
     query_row,
     read_segment,
     scores,
     store_tile,
-    take_turn,
 )
 
 from dilated_attention.backends.tiles.rows import VARYING
@@ -85,7 +83,7 @@ def _key_produce(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
-    tile_full, tile_empty, full, empty, _turns = barriers
+    tile_full, tile_empty, full, empty = barriers
     num_heads = shape[1]
     group = shape[4]
     q_first = shape[5]
@@ -177,7 +175,7 @@ def _key_consume(
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr = outputs
     dk_b, dk_n, dk_h, dv_b, dv_n, dv_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
-    tile_full, tile_empty, full, empty, turns = barriers
+    tile_full, tile_empty, full, empty = barriers
     kv_heads = shape[2]
     group = shape[4]
     left, right = bounds
@@ -199,7 +197,6 @@ def _key_consume(
     by_query: gl.constexpr = gl.SliceLayout(0, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-    done = 0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -224,64 +221,84 @@ def _key_consume(
         dk = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         dv = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         a = begin
-        mbarrier.wait(full.index(stage), phase)
-        if FENCE:
-            fence_async_shared()
-        take_turn(turns, PART, done)
-        s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
-        dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
-        pass_turn(turns, PART)
-        done += 1
-        lse = lse_smem.index(stage).load(by_query)
-        delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
-        s = warpgroup_mma_wait(PIECES, deps=(s_running,))
-        p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
-        weights = gl.convert_layout(p.to(dtype), p_layout)
-        dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp_running,))
-        ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
         total_steps = steps * group if SHARED else steps
-        last = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        mbarrier.wait(full.index(stage), phase, pred=total_steps > 1)
-        dv, ds = warpgroup_mma_wait(0, deps=(dv_running, ds))
-        for t in range(1, total_steps):
-            a += BLOCK
-            if SHARED:
-                # the next query head
-                a = gl.where(t % steps == 0, begin, a)
+        if GROUPS == 2:
+            mbarrier.wait(full.index(stage), phase)
             if FENCE:
                 fence_async_shared()
-            take_turn(turns, PART, done)
             s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
             dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
-            dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
-            pass_turn(turns, PART)
-            done += 1
-            s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
             lse = lse_smem.index(stage).load(by_query)
+            delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
+            s = warpgroup_mma_wait(PIECES, deps=(s_running,))
             p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
             weights = gl.convert_layout(p.to(dtype), p_layout)
             dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
-            delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
-            dp = warpgroup_mma_wait(2, deps=(dp_running,))
-            new_ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
-            now = stage
+            dp = warpgroup_mma_wait(1, deps=(dp_running,))
+            ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
+            last = stage
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            # This wait's branch, and the new factor passing through the next wait, keep ptxas from sinking its computation below it.
-            mbarrier.wait(full.index(stage), phase, pred=t + 1 < total_steps)
-            dv, dk, ds = warpgroup_mma_wait(0, deps=(dv_running, dk_running, new_ds))
+            mbarrier.wait(full.index(stage), phase, pred=total_steps > 1)
+            dv, ds = warpgroup_mma_wait(0, deps=(dv_running, ds))
+            for t in range(1, total_steps):
+                a += BLOCK
+                if SHARED:
+                    # the next query head
+                    a = gl.where(t % steps == 0, begin, a)
+                if FENCE:
+                    fence_async_shared()
+                s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
+                dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
+                dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
+                s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
+                lse = lse_smem.index(stage).load(by_query)
+                p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
+                weights = gl.convert_layout(p.to(dtype), p_layout)
+                dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
+                delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
+                dp = warpgroup_mma_wait(2, deps=(dp_running,))
+                new_ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
+                now = stage
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+                # This wait's branch, and the new factor passing through the next wait, keep ptxas from sinking its computation below it.
+                mbarrier.wait(full.index(stage), phase, pred=t + 1 < total_steps)
+                dv, dk, ds = warpgroup_mma_wait(0, deps=(dv_running, dk_running, new_ds))
+                mbarrier.arrive(empty.index(last), count=1)
+                last = now
+            dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, deps=(dk_running,))
             mbarrier.arrive(empty.index(last), count=1)
-            last = now
-        dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
-        dk = warpgroup_mma_wait(0, deps=(dk_running,))
-        mbarrier.arrive(empty.index(last), count=1)
+        else:
+            for t in range(total_steps):
+                mbarrier.wait(full.index(stage), phase)
+                if FENCE:
+                    fence_async_shared()
+                s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
+                dp_running = scores(v0, v1, do_smem.index(stage), zeros, D0, D1)
+                s = warpgroup_mma_wait(PIECES, deps=(s_running,))
+                lse = lse_smem.index(stage).load(by_query)
+                p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
+                weights = gl.convert_layout(p.to(dtype), p_layout)
+                dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
+                delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
+                dp = warpgroup_mma_wait(1, deps=(dp_running,))
+                ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
+                dk_running = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+                dv, dk = warpgroup_mma_wait(0, deps=(dv_running, dk_running))
+                mbarrier.arrive(empty.index(stage), count=1)
+                a += BLOCK
+                if SHARED:
+                    a = gl.where((t + 1) % steps == 0, begin, a)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
         if RESIDENT < 2:
             mbarrier.arrive(tile_empty, count=1)
         row = first.to(gl.int64) + j0 * rate
@@ -309,7 +326,7 @@ def key_kernel(
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
+    GROUPS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys a warpgroup. RESIDENT: how many of the tiles of keys and values a warpgroup holds in registers."""
@@ -328,20 +345,17 @@ def key_kernel(
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS if TURNS else 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tile_full, count=COPIERS)
     mbarrier.init(tile_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=COPIERS)
         mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS if TURNS else 1):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     part2: gl.constexpr = 2
     buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
-    barriers = (tile_full, tile_empty, full, empty, turns)
+    barriers = (tile_full, tile_empty, full, empty)
     shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
@@ -380,7 +394,7 @@ def _query_produce(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty, _turns = barriers
+    tile_full, tile_empty, full, empty = barriers
     num_heads = shape[1]
     group = shape[3]
     LEFT: gl.constexpr = FLAGS[0]
@@ -483,7 +497,7 @@ def _query_consume(
     stats_ptr, dq_ptr, parts_ptr = outputs
     dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty, turns = barriers
+    tile_full, tile_empty, full, empty = barriers
     num_heads = shape[1]
     left, right = bounds
     LEFT: gl.constexpr = FLAGS[0]
@@ -504,7 +518,6 @@ def _query_consume(
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-    done = 0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -553,55 +566,72 @@ def _query_consume(
         if RESIDENT > 1:
             mbarrier.arrive(tile_empty, count=1)
         a = begin
-        mbarrier.wait(full.index(stage), phase)
-        if FENCE:
-            fence_async_shared()
-        k = k_smem.index(stage)
-        take_turn(turns, PART, done)
-        s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
-        dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
-        pass_turn(turns, PART)
-        done += 1
-        dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
-        s = warpgroup_mma_wait(PIECES, deps=(s_running,))
-        p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
-        dp = warpgroup_mma_wait(0, deps=(dp_running,))
-        ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
-        last = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        mbarrier.wait(full.index(stage), phase, pred=steps > 1)
-        for t in range(1, steps):
-            a += BLOCK
+        if GROUPS == 2:
+            mbarrier.wait(full.index(stage), phase)
             if FENCE:
                 fence_async_shared()
-            take_turn(turns, PART, done)
+            k = k_smem.index(stage)
             s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
             dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
-            dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
-            pass_turn(turns, PART)
-            done += 1
-            s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
+            dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
+            s = warpgroup_mma_wait(PIECES, deps=(s_running,))
             p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
-            dp = warpgroup_mma_wait(1, deps=(dp_running,))
-            new_ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
-            now = stage
+            dp = warpgroup_mma_wait(0, deps=(dp_running,))
+            ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
+            last = stage
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            # as in _key_consume
-            mbarrier.wait(full.index(stage), phase, pred=t + 1 < steps)
-            dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
+            mbarrier.wait(full.index(stage), phase, pred=steps > 1)
+            for t in range(1, steps):
+                a += BLOCK
+                if FENCE:
+                    fence_async_shared()
+                s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
+                dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
+                dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
+                s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
+                p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
+                dp = warpgroup_mma_wait(1, deps=(dp_running,))
+                new_ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
+                now = stage
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+                # as in _key_consume
+                mbarrier.wait(full.index(stage), phase, pred=t + 1 < steps)
+                dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
+                mbarrier.arrive(empty.index(last), count=1)
+                last = now
+            if RESIDENT < 2:
+                mbarrier.arrive(tile_empty, count=1)
+            dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq_running,))
             mbarrier.arrive(empty.index(last), count=1)
-            last = now
-        if RESIDENT < 2:
-            mbarrier.arrive(tile_empty, count=1)
-        dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq_running,))
-        mbarrier.arrive(empty.index(last), count=1)
+        else:
+            dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
+            for _ in range(steps):
+                mbarrier.wait(full.index(stage), phase)
+                if FENCE:
+                    fence_async_shared()
+                s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
+                dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
+                s = warpgroup_mma_wait(PIECES, deps=(s_running,))
+                p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
+                dp = warpgroup_mma_wait(0, deps=(dp_running,))
+                ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
+                dq_running = warpgroup_mma(ds, k_smem.index(stage), dq, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=(dq_running,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                a += BLOCK
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+            if RESIDENT < 2:
+                mbarrier.arrive(tile_empty, count=1)
         dq_base = parts_ptr + (head_row * part_rows + part) * D
         dq_step = rate * 0 + D
         if branch == direct:
@@ -618,7 +648,7 @@ def query_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
+    GROUPS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, OWN: gl.constexpr, DLSE: gl.constexpr,
 ):  # fmt: skip
     """δ and dq of 64 queries a warpgroup. RESIDENT: how many of the tiles of q and dout a warpgroup holds in registers."""
@@ -635,20 +665,17 @@ def query_kernel(
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS if TURNS else 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tile_full, count=COPIERS)
     mbarrier.init(tile_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=COPIERS)
         mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS if TURNS else 1):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     part2: gl.constexpr = 2
     buffers = (q_smem, do_smem, lse_smem, k_smem, v_smem)
-    barriers = (tile_full, tile_empty, full, empty, turns)
+    barriers = (tile_full, tile_empty, full, empty)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h)

@@ -19,11 +19,9 @@ from dilated_attention.backends.tiles.gluon_rows import (
     copy_rows,
     exp2,
     operand,
-    pass_turn,
     query_row,
     scores,
     store_tile,
-    take_turn,
 )
 from dilated_attention.backends.tiles.rows import VARYING
 
@@ -34,7 +32,7 @@ def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.con
     q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
     q_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, k_full, v_full, k_empty, v_empty, _turns = barriers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
     group = shape[3]
     LEFT: gl.constexpr = FLAGS[0]
     RIGHT: gl.constexpr = FLAGS[1]
@@ -118,7 +116,7 @@ def _consume(
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
     o_b, o_n, o_h = strides
     q_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, k_full, v_full, k_empty, v_empty, turns = barriers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
     num_heads = shape[1]
     left, right = bounds
     LEFT: gl.constexpr = FLAGS[0]
@@ -139,7 +137,6 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-    done = 0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -164,10 +161,7 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         if FENCE:
             fence_async_shared()
-        take_turn(turns, PART, done)
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
-        pass_turn(turns, PART)
-        done += 1
         o = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         m = gl.full([64], -float("inf"), gl.float32, by_row)
         total = gl.zeros([64], gl.float32, by_row)
@@ -186,14 +180,11 @@ def _consume(
             a += BLOCK
             if FENCE:
                 fence_async_shared()
-            take_turn(turns, PART, done)
             s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
             mbarrier.wait(v_full.index(last), last_phase)
             if FENCE:
                 fence_async_shared()
             o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
-            pass_turn(turns, PART)
-            done += 1
             s = warpgroup_mma_wait(1, deps=(s_running,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
@@ -251,7 +242,7 @@ def forward_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold, keep_scale,
     total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
+    GROUPS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, ZERO_KEYS: gl.constexpr,
 ):  # fmt: skip
     """64 queries a warpgroup. RESIDENT: 1 if a warpgroup holds them in registers."""
@@ -267,7 +258,6 @@ def forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS if TURNS else 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tile_full, count=COPIERS)
     mbarrier.init(tile_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
@@ -275,14 +265,12 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=COPIERS)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS if TURNS else 1):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     part2: gl.constexpr = 2
     buffers = (q_smem, k_smem, v_smem)
-    barriers = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty, turns)
+    barriers = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h)

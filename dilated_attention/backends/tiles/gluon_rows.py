@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -121,20 +121,6 @@ def store_tile(base, step, left, x, D: gl.constexpr):
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     mask = gl.expand_dims(rows < left, 1) & gl.expand_dims(columns < D, 0)
     gl.store(base + copy_offsets(step, ROWS, COLUMNS), x, mask=mask)
-
-
-@gluon.jit
-def take_turn(turns, PART: gl.constexpr, step):
-    """Wait until the warpgroup before has started its products, so that one exponentiates while another multiplies."""
-    if turns.shape[0] > 1:
-        mbarrier.wait(turns.index(PART), (step & 1) ^ (PART == 0))
-
-
-@gluon.jit
-def pass_turn(turns, PART: gl.constexpr):
-    GROUPS: gl.constexpr = turns.shape[0]
-    if GROUPS > 1:
-        mbarrier.arrive(turns.index((PART + 1) % GROUPS), count=1)
 
 
 @gluon.jit

@@ -19,13 +19,12 @@ _KERNELS = {"forward": gluon_forward.forward_kernel, "query": gluon_backward.que
 
 
 class HopperSizes(NamedTuple):
-    """Rows that the ring takes at a time, its stages, tiles in registers; warpgroups of 64 rows, and whether they take turns."""
+    """Rows that the ring takes at a time, its stages, tiles in registers; warpgroups of 64 rows."""
 
     block: int
     stages: int
     resident: int
     groups: int = 2
-    takes_turns: bool = False
     fence: bool = False
 
 
@@ -44,7 +43,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     total = len(table_of(p, of_keys, size)) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {
-        **kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages, "GROUPS": size.groups, "TURNS": size.takes_turns,
+        **kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages, "GROUPS": size.groups,
         "RESIDENT": size.resident, "FENCE": size.fence,
     }  # fmt: skip
     return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants)
