@@ -28,6 +28,16 @@ class HopperSizes(NamedTuple):
     fence: bool = False
 
 
+_SIZES = {
+    ("forward", 64): HopperSizes(128, 2, 1),
+    ("query", 64): HopperSizes(64, 4, 2),
+    ("key", 64): HopperSizes(64, 4, 0),
+    ("forward", 128): HopperSizes(64, 3, 0),
+    ("query", 128): HopperSizes(64, 3, 0),
+    ("key", 128): HopperSizes(32, 3, 0),
+}
+
+
 @functools.lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -47,3 +57,26 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
         "RESIDENT": size.resident, "FENCE": size.fence,
     }  # fmt: skip
     return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants)
+
+
+def sizes(which: str, head_dim: int) -> HopperSizes:
+    """Measured on an H200 with Triton 3.6."""
+    return _SIZES[which, 64 if head_dim <= 64 else 128]
+
+
+def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Reasons against the Hopper kernels for these tensors (B, N, H, D), which have neither padding nor dropout."""
+    reasons = []
+    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9:
+        reasons.append("needs a Hopper GPU")
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
+    if p.head_dim % 16 or p.head_dim > 128:
+        reasons.append(f"needs a head dim that is a multiple of 16 and at most 128, got {p.head_dim}")
+    rate = max(rate for _, rate in p.call.walk.branches)
+    for x in tensors:
+        if x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]):
+            reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
+        elif 192 * rate * x.stride(1) >= 2**31:
+            reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
+    return reasons
