@@ -18,7 +18,6 @@ from dilated_attention.backends.tiles.gluon_rows import (
     copy_offsets,
     copy_rows,
     exp2,
-    operand,
     query_row,
     scores,
     store_tile,
@@ -45,7 +44,7 @@ def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.con
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part, places = query_row(
+        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, _part, _places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
         )
         mbarrier.wait(tile_empty, tile_phase)
@@ -123,8 +122,6 @@ def _consume(
     RIGHT: gl.constexpr = FLAGS[1]
     CUT: gl.constexpr = FLAGS[2]
     ZERO_KEYS: gl.constexpr = FLAGS[3]
-    RESIDENT: gl.constexpr = FLAGS[4]
-    FENCE: gl.constexpr = FLAGS[5]
     GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
@@ -132,7 +129,6 @@ def _consume(
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -141,7 +137,7 @@ def _consume(
     phase = 0
     tile_phase = 0
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
-        batch, head, branch, rate, first, count, i0, high, row, begin, steps, part, places = query_row(
+        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
         )
         i0 += PART * 64
@@ -149,18 +145,14 @@ def _consume(
         part += PART * 64
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
-        if FENCE:
-            fence_async_shared()
-        q0 = operand(q_smem.index(PART), a_layout, 0, D0, RESIDENT > 0)
+        fence_async_shared()
+        q0 = q_smem.index(PART).slice(0, D0, dim=1)
         q1 = q0
         if D1 > 0:
-            q1 = operand(q_smem.index(PART), a_layout, D0, D1, RESIDENT > 0)
-        if RESIDENT > 0:
-            mbarrier.arrive(tile_empty, count=1)
+            q1 = q_smem.index(PART).slice(D0, D1, dim=1)
         a = begin
         mbarrier.wait(k_full.index(stage), phase)
-        if FENCE:
-            fence_async_shared()
+        fence_async_shared()
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
         o = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         m = gl.full([64], -float("inf"), gl.float32, by_row)
@@ -178,12 +170,10 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase, pred=steps > 1)
         for t in range(1, steps):
             a += BLOCK
-            if FENCE:
-                fence_async_shared()
+            fence_async_shared()
             s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
             mbarrier.wait(v_full.index(last), last_phase)
-            if FENCE:
-                fence_async_shared()
+            fence_async_shared()
             o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_running,))
             mbarrier.arrive(k_empty.index(stage), count=1)
@@ -202,11 +192,9 @@ def _consume(
             weights = gl.convert_layout(p.to(dtype), p_layout)
             last = now
             last_phase = now_phase
-        if RESIDENT == 0:
-            mbarrier.arrive(tile_empty, count=1)
+        mbarrier.arrive(tile_empty, count=1)
         mbarrier.wait(v_full.index(last), last_phase)
-        if FENCE:
-            fence_async_shared()
+        fence_async_shared()
         o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
         if ZERO_KEYS:
             # keys of score 0 and value 0
@@ -242,11 +230,11 @@ def forward_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold, keep_scale,
     total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, RESIDENT: gl.constexpr, FENCE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, ZERO_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """64 queries a warpgroup. RESIDENT: 1 if a warpgroup holds them in registers."""
-    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, ZERO_KEYS, RESIDENT, FENCE)
+    """64 queries a warpgroup."""
+    GROUPS: gl.constexpr = 2
+    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, ZERO_KEYS)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, COLUMNS], tile_layout)
@@ -268,7 +256,6 @@ def forward_kernel(
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
-    part2: gl.constexpr = 2
     buffers = (q_smem, k_smem, v_smem)
     barriers = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
@@ -278,24 +265,12 @@ def forward_kernel(
     inputs = (q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr)
     outputs = (out_ptr, lse_ptr, parts_ptr, part_lse_ptr)
     tables = (rows_ptr, offsets_ptr)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-                (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-                (_produce, (inputs, strides, shape, bounds, buffers, barriers, total, D, FLAGS)),
-            ],
-            [4, 4],
-            [224, 56],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-                (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-                (_consume, (part2, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-                (_produce, (inputs, strides, shape, bounds, buffers, barriers, total, D, FLAGS)),
-            ],
-            [4, 4, 4],
-            [160, 160, 32],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
+            (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
+            (_produce, (inputs, strides, shape, bounds, buffers, barriers, total, D, FLAGS)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip

@@ -92,16 +92,6 @@ def copy_numbers(smem, base, step, left):
 
 
 @gluon.jit
-def operand(smem, layout: gl.constexpr, START: gl.constexpr, COLUMNS: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """The left factor of products: columns [START, START + COLUMNS) of a tile, in registers or where they are."""
-    part = smem.slice(START, COLUMNS, dim=1)
-    if IN_REGISTERS:
-        return part.load(layout)
-    else:
-        return part
-
-
-@gluon.jit
 def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
     """Start a·tileᵀ over the columns that hold data."""
     x = warpgroup_mma(a0, tile.slice(0, D0, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -129,7 +119,7 @@ def query_row(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What producer and consumers know of a row of the table of queries; ``begin``: the first key that its tile sees."""
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys = shape
+    num_batches, num_heads, offset_heads, _group, q_first, q_last, num_keys = shape
     left, right = bounds
     head = index % num_heads
     batch = (index // num_heads % num_batches).to(gl.int64)

@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends.tiles import gluon_backward, gluon_forward
+from dilated_attention.backends.tiles import gluon_forward, gluon_key, gluon_query
 from dilated_attention.backends.tiles.launch import Launch
 from dilated_attention.backends.tiles.table import table_on
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.run import Prepared
 
-_KERNELS = {"forward": gluon_forward.forward_kernel, "query": gluon_backward.query_kernel, "key": gluon_backward.key_kernel}
+_KERNELS = {"forward": gluon_forward.forward_kernel, "query": gluon_query.query_kernel, "key": gluon_key.key_kernel}
 
 
 class HopperSizes(NamedTuple):
-    """Rows that the ring takes at a time, its stages, tiles in registers; warpgroups of 64 rows."""
+    """Rows that a stage of the ring holds, stages (3 at least in the backward, whose consumers hold two and wait for a third)."""
 
     block: int
     stages: int
-    resident: int
-    groups: int = 2
-    fence: bool = False
 
 
+# of a program: two warpgroups of 64
+_ROWS = 128
+# By kernel and head dim rounded up, only where this kernel is faster than Triton's on an H200 with Triton 3.6
+# (benchmarks/results/2026-11-22-h200-tiles-gluon.md)
 _SIZES = {
-    ("forward", 64): HopperSizes(128, 2, 1),
-    ("query", 64): HopperSizes(64, 4, 2),
-    ("key", 64): HopperSizes(64, 4, 0),
-    ("forward", 128): HopperSizes(64, 3, 0),
-    ("query", 128): HopperSizes(64, 3, 0),
-    ("key", 128): HopperSizes(32, 3, 0),
+    ("key", 48): HopperSizes(64, 4),
+    ("key", 64): HopperSizes(64, 4),
+    ("key", 128): HopperSizes(32, 3),
+    ("query", 128): HopperSizes(64, 3),
+    ("forward", 128): HopperSizes(128, 2),
 }
 
 
@@ -44,7 +44,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def table_of(p: Prepared, of_keys: bool, size: HopperSizes) -> torch.Tensor:
-    return table_on(p.device, p.call.walk, of_keys, 64 * size.groups, p.call.right == 0)
+    return table_on(p.device, p.call.walk, of_keys, _ROWS, p.call.right == 0)
 
 
 def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
@@ -52,16 +52,13 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     of_keys = which == "key"
     total = len(table_of(p, of_keys, size)) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
-    constants = {
-        **kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages, "GROUPS": size.groups,
-        "RESIDENT": size.resident, "FENCE": size.fence,
-    }  # fmt: skip
+    constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
     return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants)
 
 
-def sizes(which: str, head_dim: int) -> HopperSizes:
-    """Measured on an H200 with Triton 3.6."""
-    return _SIZES[which, 64 if head_dim <= 64 else 128]
+def sizes(which: str, head_dim: int) -> HopperSizes | None:
+    """Sizes for ``which`` of the kernels ("forward", "query", "key"), or None where Triton's is faster, or nothing was measured."""
+    return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
 def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -77,6 +74,6 @@ def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
     for x in tensors:
         if x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]):
             reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
-        elif 192 * rate * x.stride(1) >= 2**31:
+        elif _ROWS * rate * x.stride(1) >= 2**31:
             reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
     return reasons
