@@ -78,9 +78,7 @@ def _key_row(
 
 
 @gluon.jit
-def _key_produce(
-    inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr
-):
+def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``key_kernel``: keys and values of each row's tile, then blocks of queries with what belongs to them."""
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides

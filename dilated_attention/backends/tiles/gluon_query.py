@@ -33,9 +33,7 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 
 @gluon.jit
-def _query_produce(
-    inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr
-):
+def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``query_kernel``: each tile's queries, dout and lse, its out as the ring's first stage, then blocks of keys and values."""
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
