@@ -10,7 +10,6 @@ import torch
 
 from dilated_attention.backends.tiles import gluon_forward, gluon_key, gluon_query
 from dilated_attention.backends.tiles.launch import Launch
-from dilated_attention.backends.tiles.table import table_on
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.run import Prepared
@@ -43,17 +42,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def table_of(p: Prepared, of_keys: bool, size: HopperSizes) -> torch.Tensor:
-    return table_on(p.device, p.call.walk, of_keys, _ROWS, p.call.right == 0)
-
-
 def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
     """``numbers``: those of the kernel that this one replaces; ``flags``: ZERO_KEYS; OWN and DLSE; SHARED."""
     of_keys = which == "key"
-    total = len(table_of(p, of_keys, size)) * p.batch * (p.key_heads if of_keys else p.num_heads)
+    table = p.table(of_keys, _ROWS)
+    total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
-    return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants)
+    return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
@@ -62,17 +58,15 @@ def sizes(which: str, head_dim: int) -> HopperSizes | None:
 
 
 def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Reasons against the Hopper kernels for these tensors (B, N, H, D), which have neither padding nor dropout."""
+    """Reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D) without padding and dropout."""
     reasons = []
-    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9:
-        reasons.append("needs a Hopper GPU")
     if p.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
     if p.head_dim % 16 or p.head_dim > 128:
         reasons.append(f"needs a head dim that is a multiple of 16 and at most 128, got {p.head_dim}")
     rate = max(rate for _, rate in p.call.walk.branches)
     for x in tensors:
-        if x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]):
+        if any(stride % 16 for stride in x.stride()[:3]):
             reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
         elif _ROWS * rate * x.stride(1) >= 2**31:
             reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
