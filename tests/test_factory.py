@@ -175,6 +175,7 @@ def test_list_backends_names_all() -> None:
         "gluon",
         "cudnn_fe",
         "triton",
+        "tiles",
         "flex",
         "xformers",
         "math",

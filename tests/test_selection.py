@@ -43,7 +43,11 @@ EXPECTED = [
     ("hopper", False, BF16, 48, {}, "sdpa_cudnn", "sdpa_cudnn"),
     ("hopper", False, BF16, 256, {}, "sdpa_flash", "sdpa_flash"),
     ("hopper", True, BF16, 64, {"deterministic": True}, "flash4", "flash4"),
-    ("hopper", True, BF16, 64, {"dropout": True}, "math", "math"),
+    ("ampere", True, BF16, 64, {"key_mask": True}, "tiles", "tiles"),
+    ("hopper", True, BF16, 64, {"dropout": True}, "tiles", "tiles"),
+    ("hopper", False, BF16, 64, {"dropout": True}, "math", "math"),
+    ("hopper", True, BF16, 64, {"key_mask": True, "deterministic": True}, "tiles", "tiles"),
+    ("hopper", True, F64, 64, {"dropout": True}, "math", "math"),
     ("hopper", False, F32, 64, {}, "sdpa_efficient", "sdpa_efficient"),
     ("hopper", False, F64, 64, {}, "math", "math"),
     ("blackwell", True, BF16, 128, {}, "flash4", "flash4"),
@@ -63,6 +67,13 @@ def test_each_machine_takes_its_fastest_that_can(
     assert chosen(hardware, dtype, head_dim, needs_grad=True, **flags) == backward
 
 
+def has_tiles(request: Request) -> bool:
+    """Whether the own kernels over a table of tiles run here at all: of each option they can do everything."""
+    hardware = request.hardware
+    recent = hardware.device_type == "cuda" and not hardware.is_rocm and (hardware.capability or (0, 0)) >= (8, 0)
+    return recent and request.dtype is not F64
+
+
 GRID = list(itertools.product(sorted(EXAMPLES), (HALF, BF16, F32, F64), (8, 24, 59, 64, 256)))
 
 
@@ -80,7 +91,7 @@ def test_a_choice_has_no_reason_against_it_and_nothing_before_it_can(machine: st
             if dtype is BF16 and (request.hardware.capability or (9, 0)) < (8, 0):
                 assert able == ["math"]
             if flags.get("dropout"):
-                assert able == ["math"]
+                assert able == ["tiles", "math"][not has_tiles(request) :]
 
 
 def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could() -> None:

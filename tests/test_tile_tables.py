@@ -1,0 +1,210 @@
+"""Tables of tiles and places of results, by brute force: every result has one place, and the kernels' arithmetic finds it again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl
+
+from dilated_attention.backends.tiles.combine import _document_of, _place
+from dilated_attention.backends.tiles.launch import Launch, Workspace
+from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# (branch, offset, position) → place
+Places = dict[tuple[int, int, int], int]
+
+
+def random_walk(seed: int) -> Walk:
+    rng = random.Random(seed)
+    N = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)])
+    cuts = sorted({rng.randint(1, N) for _ in range(rng.randint(0, 4))} | {N}) if rng.random() < 0.6 else [N]
+    branches = []
+    for _ in range(rng.randint(1, 3)):
+        w = rng.choice([rng.randint(1, 8), rng.randint(1, 2 * N), 2**40])
+        branches.append((w, rng.choice([1, rng.randint(1, min(w, 7))])))
+    queries, num_keys = (0, N), None
+    if len(cuts) == 1 and rng.random() < 0.2:
+        # a dense problem: as many positions as the longer side has
+        queries, num_keys = rng.choice([((0, N), rng.randint(1, N)), ((0, rng.randint(1, N)), N)])
+    elif rng.random() < 0.4:
+        first = rng.randint(0, N - 1)
+        queries = first, rng.randint(first + 1, N)
+    whole = [b for b, (_, rate) in enumerate(branches) if rate == 1]
+    direct, key_direct = (rng.choice(whole) if whole and rng.random() < 0.6 else -1 for _ in range(2))
+    return Walk(tuple(branches), tuple(zip([0, *cuts], cuts, strict=False)), queries, direct, key_direct, num_keys)
+
+
+def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
+    """Every (branch, offset, position) with a result, by the definition of a pattern."""
+    low, high = walk.keys if of_keys else walk.queries
+    found = set()
+    for branch, (w, rate) in enumerate(walk.branches):
+        for start, end in walk.documents:
+            length = min(w, end - start)
+            found |= {(branch, (p - start) % length % rate, p) for p in range(max(start, low), min(end, high))}
+    return found
+
+
+def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
+    """What programs write, read from their rows as the kernels do; that no two rows write one result is asserted."""
+    low, high = walk.keys if of_keys else walk.queries
+    places: Places = {}
+    for branch, rate, start, length, index, place, _, query_place in make_table(walk, of_keys, tile, is_causal).tolist():
+        w, r = walk.branches[branch]
+        assert rate == r and length <= w and index >= 0
+        for offset in range(rate):
+            run = [p for p in range(start + offset, start + length, rate) if low <= p < high]
+            if not of_keys:
+                assert place == query_place
+            for t, position in list(enumerate(run))[index * tile : (index + 1) * tile]:
+                assert (branch, offset, position) not in places
+                places[branch, offset, position] = place + t
+    return places
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_every_result_has_one_place_and_one_tile(first: int) -> None:
+    for seed in range(first, first + 25):
+        walk = random_walk(seed)
+        for of_keys, tile, is_causal in ((False, 16, False), (True, 2, True), (False, 3, True), (True, 16, False)):
+            spans, direct = make_spans(walk, of_keys), walk.key_direct if of_keys else walk.direct
+            places = by_table(walk, of_keys, tile, is_causal)
+            assert set(places) == taken(walk, of_keys), (seed, walk)
+            # a head has one offset in each branch: of those with equal places no two meet in one head
+            heads: dict[int, set[tuple[int, int]]] = {}
+            for (branch, offset, _), place in places.items():
+                assert (branch, offset) not in heads.setdefault(place, set()), (seed, walk)
+                heads[place].add((branch, offset))
+            assert all(len({branch for branch, _ in owners}) == 1 for owners in heads.values())
+            assert min(heads) >= 0 and max(heads) < spans.all_places
+            # what need not wait in memory comes last
+            assert all((place >= spans.num_places) == (branch == direct) for (branch, _, _), place in places.items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_with_most_pairs_come_first(seed: int) -> None:
+    walk, tile = random_walk(seed), 4
+    if walk.is_cut:
+        walk = Walk(walk.branches, walk.documents, (0, walk.documents[-1][1]))
+    for of_keys in (False, True):
+        pairs = []
+        for _, rate, _, length, index, *_ in make_table(walk, of_keys, tile, False).tolist():
+            rows = -(-length // rate)
+            pairs.append(min(tile, rows - index * tile) * rows)
+        assert pairs == sorted(pairs, reverse=True)
+
+
+def test_tables_of_keys_know_where_statistics_of_queries_lie() -> None:
+    for seed in range(60):
+        walk = random_walk(seed)
+        of_queries = by_table(walk, False, 16, False)
+        for branch, rate, start, length, _, _, _, query_place in make_table(walk, True, 16, False).tolist():
+            for offset in range(rate):
+                run = [p for p in range(start + offset, start + length, rate) if walk.queries[0] <= p < walk.queries[1]]
+                assert [query_place + t for t in range(len(run))] == [of_queries[branch, offset, p] for p in run]
+
+
+@triton.jit(do_not_specialize=["first", "steps", "offset"])
+def places_kernel(
+    out_ptr, starts_ptr, spans_ptr, rates_ptr, first, steps, offset, BRANCH: tl.constexpr, BRANCHES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Document, whether taken, and place of ROWS positions from ``first`` on."""
+    rows = tl.arange(0, ROWS)
+    positions = rows + first
+    documents = _document_of(starts_ptr, positions, steps)
+    starts = tl.load(starts_ptr + documents)
+    rate = tl.load(rates_ptr + BRANCH)
+    found, place = _place(spans_ptr, starts, documents, positions, first, BRANCH, BRANCHES, rate, offset)
+    tl.store(out_ptr + rows * 3, documents)
+    tl.store(out_ptr + rows * 3 + 1, found.to(tl.int32))
+    tl.store(out_ptr + rows * 3 + 2, place)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_merge_and_sum_find_the_places_by_bisection(seed: int) -> None:
+    walk, rows = random_walk(seed), 64
+    device = torch.device(DEVICE)
+    for of_keys in (False, True):
+        places = by_table(walk, of_keys, 16, False)
+        spans, starts, rates = spans_on(device, walk, of_keys)
+        first, last = walk.keys if of_keys else walk.queries
+        for branch, (_, rate) in enumerate(walk.branches):
+            # −1: a head that does not run the branch
+            for offset in {-1, 0, rate - 1}:
+                out = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
+                places_kernel[(1,)](out, starts, spans, rates, first, walk.steps, offset, branch, walk.num_branches, rows)
+                for position, (document, found, place) in zip(range(first, last), out.tolist(), strict=False):
+                    start, end = walk.documents[document]
+                    assert start <= position < end
+                    wanted = places.get((branch, offset, position))
+                    assert bool(found) == (wanted is not None)
+                    assert wanted is None or place == wanted
+
+
+class Compiled:
+    """What a compiled kernel is to a launch."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[object, ...]] = []
+
+    def run(self, *args: object) -> None:
+        self.runs.append(args)
+
+
+class Kernel:
+    """A kernel before it is compiled, which counts how often Triton would bind its arguments."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "SECOND", "FIRST")
+
+    def __init__(self) -> None:
+        self.bound: list[tuple[tuple[int, ...], tuple[object, ...], dict[str, object]]] = []
+        self.compiled: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        def bind(*args: object, **kwargs: object) -> Compiled:
+            self.bound.append((grid, args, kwargs))
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return bind
+
+
+def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    kernel, made = Kernel(), []
+    launch = Launch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
+
+    def tensors() -> list[str]:
+        made.append(len(made))
+        return ["x", "y"]
+
+    call = [((32, 8), 1), ((32, 64), 2), ((48, 160), 2), ((48, 161), 3), ((16, 16), 3)]
+    for pointers, bound in call:
+        launch(pointers, tensors, 1)  # type: ignore[arg-type]
+        # the first pointers were not aligned, so that their kernel may not serve others
+        assert len(kernel.bound) == len(made) == bound
+    options = {"FIRST": 1, "SECOND": 2, "num_warps": 8, "num_stages": 3}
+    assert kernel.bound == [((7,), ("x", "y", 5), options)] * 3
+    first, second, third = (compiled.runs for compiled in kernel.compiled)
+    assert not first and not third
+    # constants in the order of the kernel's own signature
+    fixed = (7, 1, 1, 101, "function", "metadata", None, None, None)
+    assert second == [(*fixed, 48, 160, 5, 2, 1), (*fixed, 16, 16, 5, 2, 1)]
+
+
+def test_parts_of_a_workspace_are_apart_and_aligned() -> None:
+    space = Workspace(torch.device(DEVICE), (5, torch.float32), (0, torch.bfloat16), (67, torch.bfloat16), (3, torch.float32))
+    parts = space.tensors()
+    assert [(x.numel(), x.dtype) for x in parts] == [(5, torch.float32), (0, torch.bfloat16), (67, torch.bfloat16), (3, torch.float32)]
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    assert [x.unique().tolist() for x in parts] == [[0], [], [2], [3]]
+    assert [part.data_ptr() for part in parts if part.numel()] == [at for at, part in zip(space.pointers, parts, strict=True) if part.numel()]
+    assert all((at - space.pointers[0]) % 128 == 0 for at in space.pointers)
