@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from dilated_attention.backends import Request, preference, registry
+from dilated_attention.backends import BackendUnavailable, Request, preference, registry
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
@@ -37,12 +38,83 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
         return False
     # with detached mixing both passes go one way, as the backward reads what the forward kept
     both = call.detached and call.needs_grad
-    return _is_faster(pattern, shape, request, q.shape[0], call.backend.name, is_backward, both, call.nested, preference.generation())
+    return _is_faster(pattern, shape, request, q.shape[0], call.backend.name, is_backward, both, preference.generation())
+
+
+class Choice(NamedTuple):
+    """Of one pass: the backend that the registry prefers, whether tiles run instead, and the estimates for both in ms, 0 where none was made."""
+
+    library: str
+    tiles: bool
+    tiles_ms: float = 0.0
+    library_ms: float = 0.0
+
+
+def choices_of(
+    pattern: DilatedPattern,
+    shape: Shape,
+    request: Request,
+    batch: int,
+    *,
+    needs_grad: bool,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[Choice, ...]:
+    """What ``runs_on_tiles`` will say of the forward and, with ``needs_grad``, of the backward of a call that need not be there.
+
+    Raises:
+        BackendUnavailable: nothing can compute it.
+    """
+    found = []
+    for is_backward in (False, True)[: 1 + needs_grad]:
+        asked = replace(request, needs_grad=is_backward)
+        chosen = registry.select(asked, backend)
+        if chosen.facts.whole_calls or backend != "auto" or asked.hardware.device_type != "cuda":
+            found.append(Choice(chosen.name, chosen.facts.whole_calls))
+            continue
+        both = detached and needs_grad
+        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward, both, preference.generation())
+        times = _tiles_ms(pattern, shape, asked, batch, is_backward), _library_ms(pattern, shape, asked, batch, chosen.name, is_backward)
+        found.append(Choice(chosen.name, is_faster, *times))
+    return tuple(found)
+
+
+def whole_shape(request: Request, num_positions: int) -> Shape:
+    """The attention of one sequence to itself."""
+    whole = 0, num_positions
+    return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
+
+
+def tiles_passes(
+    pattern: DilatedPattern,
+    request: Request,
+    batch: int,
+    num_positions: int,
+    needs_grad: bool,
+    *,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[bool, bool]:
+    """Whether forward and backward of the attention of a sequence to itself run on tiles; never where nothing can compute it."""
+    length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
+    try:
+        found = choices_of(
+            pattern,
+            whole_shape(request, num_positions),
+            replace(request, length=length),
+            batch,
+            needs_grad=needs_grad,
+            detached=detached,
+            backend=backend,
+        )
+    except BackendUnavailable:
+        return False, False
+    return found[0].tiles, needs_grad and found[-1].tiles
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
-    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, is_backward: bool, both: bool, nested: bool, _: int
+    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, is_backward: bool, both: bool, _: int
 ) -> bool:
     tiles = registry.get(NAME)
     if tiles.why_not(request):
@@ -51,7 +123,7 @@ def _is_faster(
         return True
     passes = (False, True) if both else (is_backward,)
     return sum(_tiles_ms(pattern, shape, request, batch, which) for which in passes) < sum(
-        _library_ms(pattern, shape, request, batch, library, which, nested) for which in passes
+        _library_ms(pattern, shape, request, batch, library, which) for which in passes
     )
 
 
@@ -70,9 +142,7 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: in
     return _operations(pattern, shape, request.head_dim, batch, is_backward) / rate / 1e9 + 0.1
 
 
-def _library_ms(
-    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, is_backward: bool, nested: bool
-) -> float:
+def _library_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, is_backward: bool) -> float:
     rate = _rate(library, request, is_backward) or _LIBRARY_TFLOPS[is_backward][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request.head_dim, batch, is_backward) / rate / 1e9
     # every document has launches of its own, and planning many takes longer than this answer is worth

@@ -15,6 +15,7 @@ from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace
+from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import Sizes, head_blocks, sizes
 from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
 from dilated_attention.fork import cached_property
@@ -66,6 +67,7 @@ class Prepared:
         query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         self.key_part_rows = key_spans.num_places
+        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
         self.key_spans = spans_on(device, walk, True)[0]
@@ -136,7 +138,7 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p)
     given, tables = (q, k, v, out, lse), p.tables(p.forward[0], padding, words)
-    space = Workspace(q.device, (0 if parts is not None else rows * p.head_dim, q.dtype), (rows, torch.float32)) if rows else None
+    space = Workspace(q.device, *p.extent.forward(q.dtype, is_kept=parts is not None)) if rows else None
 
     def waiting() -> tuple[torch.Tensor, torch.Tensor]:
         if space is None:
@@ -192,17 +194,15 @@ def backward(
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
-    rows = p.batch * p.num_heads
-    q_size, k_size = rows * p.part_rows * p.head_dim, p.batch * p.key_heads * p.key_part_rows * p.head_dim
     shapes = (q, k, v, dout, out, *grads)
     masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p
     key = (*[x.stride() for x in shapes], *masks)
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p)
-    # of each query row by place: δ, lse · log2(e), the words of dropout
-    stats = (4 if words else 2) * rows * p.delta_rows, torch.float32
-    space = Workspace(q.device, stats, (q_size, q.dtype), (k_size, q.dtype), (k_size, q.dtype))
+    parts_of = p.extent.backward(q.dtype, dropout=words is not None)
+    _, (q_size, _), (k_size, _), _ = parts_of
+    space = Workspace(q.device, *parts_of)
 
     def waiting() -> tuple[torch.Tensor, ...]:
         stats, *sums = space.tensors()
