@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from dilated_attention.backends import Request, preference, registry
+from dilated_attention.backends import BackendUnavailable, Request, preference, registry
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import Call
+from dilated_attention.engine.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "tiles"
@@ -44,6 +46,76 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
     return _is_faster(pattern, shape, request, q.shape[0], is_backward, both, call.nested and not both, preference.generation())
 
 
+class Choice(NamedTuple):
+    """Of one pass: the backend that the registry prefers, whether tiles run instead, and the estimates for both in ms, 0 where none was made."""
+
+    library: str
+    tiles: bool
+    tiles_ms: float = 0.0
+    library_ms: float = 0.0
+
+
+def choices_of(
+    pattern: DilatedPattern,
+    shape: Shape,
+    request: Request,
+    batch: int,
+    *,
+    needs_grad: bool,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[Choice, ...]:
+    """What ``runs_on_tiles`` will say of the forward and, with ``needs_grad``, of the backward of a call that need not be there.
+
+    Raises:
+        BackendUnavailable: nothing can compute it.
+    """
+    both, found = detached and needs_grad, []
+    for is_backward in (False, True)[: 1 + needs_grad]:
+        asked = replace(request, needs_grad=is_backward, extent=0)
+        chosen = registry.select(asked, backend)
+        if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.facts.whole_calls and not both):
+            found.append(Choice(chosen.name, chosen.facts.whole_calls))
+            continue
+        is_faster = _is_faster(pattern, shape, asked, batch, is_backward, both, False, preference.generation())
+        times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
+        found.append(Choice(chosen.name, is_faster, *times))
+    return tuple(found)
+
+
+def whole_shape(request: Request, num_positions: int) -> Shape:
+    """The attention of one sequence to itself."""
+    whole = 0, num_positions
+    return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
+
+
+def tiles_passes(
+    pattern: DilatedPattern,
+    request: Request,
+    batch: int,
+    num_positions: int,
+    needs_grad: bool,
+    *,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[bool, bool]:
+    """Whether forward and backward of the attention of a sequence to itself run on tiles; never where nothing can compute it."""
+    length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
+    try:
+        found = choices_of(
+            pattern,
+            whole_shape(request, num_positions),
+            replace(request, length=length),
+            batch,
+            needs_grad=needs_grad,
+            detached=detached,
+            backend=backend,
+        )
+    except BackendUnavailable:
+        return False, False
+    return found[0].tiles, needs_grad and found[-1].tiles
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
     pattern: DilatedPattern, shape: Shape, request: Request, batch: int, is_backward: bool, both: bool, nested: bool, _: int
@@ -51,6 +123,8 @@ def _is_faster(
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if both else (is_backward,))]
     if any(tiles.why_not(request) for request in passes):
+        return False
+    if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, both) for request in passes):
         return False
     mine = theirs = 0.0
     for request in passes:

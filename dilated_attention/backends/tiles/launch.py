@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.tiles.scratch import aligned_bytes
+
 # what a compiled kernel assumes of the pointers that it was compiled with
 ALIGNMENT = 16
 
@@ -68,7 +70,7 @@ class Workspace:
         self.parts, self.starts, size = parts, [], 0
         for elements, dtype in parts:
             self.starts.append(size)
-            size += -(-elements * dtype.itemsize // 128) * 128
+            size += aligned_bytes(elements, dtype)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         first = self.memory.data_ptr()
         self.pointers = [first + start for start in self.starts]

@@ -16,6 +16,7 @@ from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace, all_aligned
+from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks, sizes
 from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
 
@@ -68,6 +69,7 @@ class Prepared:
         query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         self.key_part_rows = key_spans.num_places
+        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
         self.key_spans = spans_on(device, walk, True)[0]
@@ -93,6 +95,9 @@ class Prepared:
     def here(self) -> None:
         """Before launches: on another stream than that of the copies, which they then wait for, and whose memory they keep."""
         if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            # a graph waits for nothing outside of it: what it is captured from ran before
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._copied)
@@ -178,7 +183,7 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
     tables = p.tables(launches[0].table, padding, words)
-    space = Workspace(q.device, (0 if parts is not None else rows * p.head_dim, q.dtype), (rows, torch.float32)) if rows else None
+    space = Workspace(q.device, *p.extent.forward(q.dtype, is_kept=parts is not None)) if rows else None
 
     def waiting() -> tuple[torch.Tensor, torch.Tensor]:
         if space is None:
@@ -228,8 +233,6 @@ def backward(
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
-    rows = p.batch * p.num_heads
-    q_size, k_size = rows * p.part_rows * p.head_dim, p.batch * p.key_heads * p.key_part_rows * p.head_dim
     shapes = (q, k, v, dout, out, *grads)
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
     addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
@@ -239,9 +242,9 @@ def backward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned)
-    # of each query row by place: δ, lse · log2(e), the words of dropout
-    stats = (4 if words else 2) * rows * p.delta_rows, torch.float32
-    space = Workspace(q.device, stats, (q_size, q.dtype), (k_size, q.dtype), (k_size, q.dtype))
+    parts_of = p.extent.backward(q.dtype, dropout=words is not None)
+    _, (q_size, _), (k_size, _), _ = parts_of
+    space = Workspace(q.device, *parts_of)
 
     def waiting() -> tuple[torch.Tensor, ...]:
         stats, *sums = space.tensors()
