@@ -10,6 +10,12 @@ beside it are the allocator's reserve (as measured: ``tests/test_gpu_engine.py``
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, and the chunk's lse, and what a launch sums
               in float32: dq, and dk and dv where query heads share them (FlashAttention's kernels)
 
+On a GPU where a pass runs on a table of tiles (``tiles_choice.py``), with P places of all branches but the direct one, of rate 1 (``tiles_layout.py``):
+
+    forward   inputs (Q + 2K)·e + out Q·e + lse R·4 + B·H·P·(D·e + 4)
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·4 + dq, dk, dv (Q + 2K)·e + dq, dk, dv at the places, P·D·e a head, and 8 bytes
+              (16 with dropout) for each head and place of all branches
+
 On a CPU (``run.py``):
 
     forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the one before it
@@ -18,6 +24,7 @@ On a CPU (``run.py``):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +37,7 @@ from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES
 from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys
+from dilated_attention.engine.tiles_layout import tiles_scratch
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
 
@@ -99,6 +107,10 @@ def attention_memory(
     needs_grad: bool = True,
     key_padding_mask: bool = False,
     nested: bool = False,
+    tiles: tuple[bool, bool] = (False, False),
+    detached: bool = False,
+    dropout: bool = False,
+    kept: int = 0,
 ) -> MemoryEstimate:
     """Peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
@@ -117,7 +129,10 @@ def attention_memory(
         device_type: ``"cpu"``, ``"cuda"``: it sets how much one launch may return.
         is_causal, key_padding_mask: as in the call.
         nested: the forward visits pairs of nested branches once (``families.py``), where they nest: it has no parts of theirs.
-        needs_grad: with the backward. Its gradient is the exact one (``mixture_grad="exact"``), no gradient enters through lse.
+        tiles: whether the forward and the backward run on a table of tiles (``tiles_choice.choices_of``).
+        detached, dropout: of the call; counted where a pass runs on tiles, elsewhere as exact mixing without dropout.
+        kept: bytes of the branches' own outputs that the forward keeps for the backward (``needs.kept_bytes``).
+        needs_grad: with the backward. No gradient enters through lse.
 
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
     """
@@ -137,12 +152,20 @@ def attention_memory(
     keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
 
     if device_type in FUSED_DEVICES and dtype is not torch.float64:
+        scratch = functools.partial(tiles_scratch, pattern, shape, B, D, dtype, detached=detached, is_kept=kept > 0, dropout=dropout)
+        common.append(("the branches' own outputs", kept))
         terms = [*common, ("out", Q * e), ("lse", R * a)]
-        pieces = make_pieces(pattern, H, N) if nested else (Piece(0, N, None),)
-        terms.append(("parts", max(_forward_parts(pattern, piece, shape, queries, keys, a) for piece in pieces)))
+        if tiles[0]:
+            terms.append(("scratch of the tiles", scratch(is_backward=False)))
+        else:
+            pieces = make_pieces(pattern, H, N) if nested else (Piece(0, N, None),)
+            terms.append(("parts", max(_forward_parts(pattern, piece, shape, queries, keys, a) for piece in pieces)))
         if not needs_grad:
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
         grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
+        if tiles[1]:
+            grads.append(("scratch of the tiles", scratch(is_backward=True)))
+            return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
         if has_own_keys(pattern, shape):
             cut = backward_cut(pattern, shape, queries, keys)
             grads.append(("parts", _parts(pattern, shape, lambda tier: backward_cut(tier, shape, queries, keys), B, 3 * D * e, 0)))

@@ -6,11 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
+from dilated_attention.backends import Request, detect
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.need import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes, of_training, shapes_text
 from dilated_attention.engine.prepare import pattern_of
 from dilated_attention.engine.schedule import FUSED_DEVICES, kept_budget
+from dilated_attention.engine.tiles_choice import tiles_passes
 from dilated_attention.pattern import DilatedPattern
 
 # ways to need less that rooms further up know of: each is told the call's arguments and gives what ``Need.ways`` takes
@@ -36,13 +40,15 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
     pattern = pattern_among(x)
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= k.shape[1]
     whole = q.shape[1] == k.shape[1] and not x["query_offset"]
-    # of a GPU the account is that of the fused engine
+    # of a GPU the account is that of the fused engine and of the tiles
     plain = not (x["window"] or x["dropout_p"] or x["cu_seqlens"] is not None)
     exact = whole and (plain or q.device.type == "cpu")
+    needs_grad = x["needs_grad"] or "dout" in x
 
     def terms(setting: Setting) -> Terms:
         if not exact:
-            return results(setting, q, k, x["needs_grad"] or "dout" in x)
+            return results(setting, q, k, needs_grad)
+        kept = kept_bytes(pattern, setting, q, k) if setting.detached and needs_grad else 0
         estimate = attention_memory(
             pattern,
             setting.length,
@@ -53,12 +59,13 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
             dtype=setting.dtype,
             device_type=q.device.type,
             is_causal=x["is_causal"],
-            needs_grad=x["needs_grad"] or "dout" in x,
+            needs_grad=needs_grad,
             key_padding_mask=x["key_padding_mask"] is not None,
+            tiles=_on_tiles(x, pattern, setting, needs_grad),
+            detached=setting.detached,
+            kept=kept,
         )
-        most = max(estimate.forward, estimate.backward, key=lambda side: sum(size for _, size in side))
-        kept = kept_bytes(pattern, setting, q, k) if setting.detached else 0
-        return (*most, ("the branches' own outputs", kept)) if kept else most
+        return max(estimate.forward, estimate.backward, key=lambda side: sum(size for _, size in side))
 
     return Need(
         op="attention" if is_dense else "dilated_attention",
@@ -71,6 +78,27 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
         least=not exact or bool(x["dropout_p"]),
         ways=tuple(way(x) for way in more_ways),
     )
+
+
+def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, needs_grad: bool) -> tuple[bool, bool]:
+    """Whether the forward and the backward of an op would run on a table of tiles at a setting."""
+    q, k = x["q"], x["k"]
+    # the account of a GPU may be asked for on a machine without one
+    if q.device.type != "cuda" or not torch.cuda.is_available():
+        return False, False
+    request = Request(
+        hardware=detect(q.device),
+        dtype=setting.dtype,
+        head_dim=q.shape[3],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        causal=x["is_causal"],
+        key_mask=x["key_padding_mask"] is not None,
+        deterministic=x["deterministic"] or torch.are_deterministic_algorithms_enabled(),
+        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=x["precision"],
+    )
+    return tiles_passes(pattern, request, setting.batch, setting.length, needs_grad, detached=setting.detached, backend=x["backend"])
 
 
 def kept_bytes(pattern: DilatedPattern, setting: Setting, q: TensorFacts, k: TensorFacts) -> int:

@@ -19,6 +19,7 @@ from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
 from dilated_attention.engine.tiles_choice import runs_on_tiles
+from dilated_attention.engine.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -95,9 +96,7 @@ def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, ca
     """Elements of the branches' own outputs that a forward over packed documents keeps; 0 where its backward makes them again."""
     if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
         return 0
-    from dilated_attention.engine import tiles
-
-    elements = tiles.num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
+    elements = num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
     return elements if elements * q.element_size() <= kept_budget() else 0
 
 

@@ -1,7 +1,4 @@
-"""A whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
-
-What waits for the merge or the sum is bounded as elsewhere (``chunks.transient_budget``): where it would be more, heads run in turn.
-"""
+"""A whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run as tiles
 from dilated_attention.backends.tiles.run import Prepared, TileCall
-from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.backends.triton_tiles import float32_precision
-from dilated_attention.engine.chunks import transient_budget
 from dilated_attention.engine.plan import Range, Shape
-from dilated_attention.engine.run import Call
-from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+from dilated_attention.engine.run import Call, without_padding
+from dilated_attention.engine.tiles_layout import layout_of, ranges_of
+from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -34,49 +30,30 @@ class Share:
     prepared: Prepared
 
 
-def num_places(pattern: DilatedPattern, shape: Shape) -> int:
-    """Rows of one head over all branches, each branch's own output."""
-    return make_spans(tile_call(pattern, shape, 1.0, True, "ieee", (0, shape.num_heads)).walk, False).num_places
-
-
 @functools.lru_cache(maxsize=256)
 def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
     """The call of query heads [first, last)."""
-    rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
     left, right = shape.window or (None, None)
     if shape.is_causal:
         right = 0 if right is None else min(right, 0)
-    documents = tuple(document for document in shape.documents if document[0] < document[1])
-    everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
-    group = shape.num_heads // shape.num_kv_heads
-    shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
-    direct = everywhere[0] if everywhere and not keeps_parts else -1
-    key_direct = everywhere[0] if everywhere and shared else -1
-    walk = Walk(pattern.branches, documents, shape.queries, direct, key_direct)
+    layout = layout_of(pattern, shape, keeps_parts, heads)
     zero_keys = pattern.tail == "zero_keys" and not shape.is_causal
-    return TileCall(walk, rows, scale, left, right, zero_keys, precision)
+    return TileCall(layout.walk, layout.offsets, scale, left, right, zero_keys, precision)
 
 
 def make_shares(
     pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
 ) -> tuple[Share, ...]:
-    """What runs at a time: all where what waits fits the budget, else some heads of one batch entry after the others.
+    """What runs at a time (``tiles_layout.ranges_of``), each with what its launches share.
 
     Args:
-        is_kept: the branches' own outputs are kept from forward to backward, for which both run as one share.
+        is_kept: the branches' own outputs are kept from forward to backward.
     """
     B, _, H, D = q.shape
-    own = call.detached and pattern.num_branches > 1
-    keeps_parts = own if is_backward else is_kept
+    keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_kept
     precision = float32_precision() if q.dtype is torch.float32 else "ieee"
-    walk = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, (0, H)).walk
-    row_bytes = make_spans(walk, False).num_places * (D * q.element_size() + 4) * (3 + own if is_backward else 1)
-    budget = transient_budget((q.numel() + 2 * k.numel()) * q.element_size())
     group = H // shape.num_kv_heads
-    ranges: list[tuple[Range, Range]] = [((0, B), (0, H))]
-    if not is_kept and B * H * row_bytes > budget:
-        count = min(H, max(1, budget // max(1, group * row_bytes)) * group)
-        ranges = [((b, b + 1), (h, min(h + count, H))) for b in range(B) for h in range(0, H, count)]
+    ranges = ranges_of(pattern, shape, B, D, q.dtype, is_backward=is_backward, detached=call.detached, is_kept=is_kept)
     shares = []
     for batch, heads in ranges:
         found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
@@ -91,6 +68,7 @@ def forward(
     shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept``: filled with the branches' own outputs for ``backward``."""
+    k, v = without_padding(k, v, call.padding)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in shares:
@@ -107,6 +85,7 @@ def backward(
         kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
     """
     dout, q, k, v, out, lse = tensors
+    k, v = without_padding(k, v, call.padding)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for share in shares:
         p = share.prepared

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import NESTED, NESTED_FACTS, PRECISIONS, BackendUnavailable, Hardware, Request, detect, reasons_of, registry
+from dilated_attention.engine import tiles_choice
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.block import checked_block_size
 from dilated_attention.pattern.checks import one_of
 
@@ -50,6 +52,7 @@ class Explanation:
         forward_basis, backward_basis: what put it first: ``measured here (file, date)``, ``shipped table (source, date)``,
             ``architecture order`` or ``order of registration``; ``asked for by name``; empty if none can.
         nested_reasons: every reason against ``backend="nested"`` that does not depend on the branches and the length.
+        tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
 
     request: Request
@@ -59,6 +62,7 @@ class Explanation:
     forward_basis: str = ""
     backward_basis: str = ""
     nested_reasons: tuple[str, ...] = ()
+    tiles: str = ""
 
     @property
     def chosen(self) -> str | None:
@@ -74,6 +78,7 @@ class Explanation:
             "forward_basis": self.forward_basis,
             "backward_basis": self.backward_basis,
             "nested": {"usable": not self.nested_reasons, "reasons": list(self.nested_reasons)},
+            "tiles": self.tiles,
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
@@ -99,6 +104,8 @@ class Explanation:
         nested = "; ".join(self.nested_reasons)
         can = "can: auto takes it in the forward of long sequences whose branches nest, and visits the pairs they share once"
         lines.append(f"  {'✗' if nested else '·'} {NESTED:<{width}}  {nested or can}")
+        if self.tiles:
+            lines.append(f"tiles: {self.tiles}")
         lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference.")
         return "\n".join(lines)
 
@@ -122,6 +129,8 @@ def explain_backend(
     length: int = 0,
     block_size: int | tuple[int, int] | None = None,
     block_masks: str = "none",
+    pattern: DilatedPattern | None = None,
+    num_positions: int | None = None,
 ) -> Explanation:
     """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
 
@@ -135,6 +144,7 @@ def explain_backend(
         block_size: of block-sparse attention, as of a pattern; None: dense or dilated attention.
         block_masks: what is masked inside its blocks: ``"none"``: they are kept whole · ``"interval"``: windows, documents, causality ·
             ``"bits"``: anything else.
+        pattern, num_positions: of a dilated call on one sequence, to be told whether it runs on a table of tiles; ``length`` follows from them.
 
     The other arguments are those of ``dilated_attention``.
     """
@@ -145,6 +155,10 @@ def explain_backend(
         dtype = torch.float32
         if machine.device_type == "cuda":
             dtype = torch.bfloat16 if (machine.capability or (0, 0)) >= (8, 0) else torch.float16
+    if (pattern is None) != (num_positions is None):
+        raise ValueError("pattern or num_positions is given without the other; give both to ask about a call, or neither")
+    if pattern is not None and num_positions is not None:
+        length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     request = Request(
         hardware=machine,
@@ -182,7 +196,29 @@ def explain_backend(
         _basis(replace(request, needs_grad=False), forward, backend),
         _basis(request, backward, backend),
     )
-    return Explanation(request, rows, forward, backward, *bases, tuple(reasons_of(NESTED_FACTS, replace(request, needs_grad=False))))
+    nested = tuple(reasons_of(NESTED_FACTS, replace(request, needs_grad=False)))
+    return Explanation(request, rows, forward, backward, *bases, nested, _tiles(request, backend, pattern, num_positions))
+
+
+def _tiles(request: Request, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
+    """By which rule a whole call runs on a table of tiles, with its estimates where the call is known."""
+    if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).why_not(request):
+        return ""
+    rule = "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the library is a slow one"
+    if pattern is None or num_positions is None:
+        return f"{rule}, as in short ones; pattern= and num_positions= give the estimates"
+    shape = tiles_choice.whole_shape(request, num_positions)
+    try:
+        choices = tiles_choice.choices_of(pattern, shape, request, 1, needs_grad=request.needs_grad)
+    except BackendUnavailable:
+        return ""
+    parts = []
+    for name, choice in zip(("forward", "backward"), choices, strict=False):
+        taken = tiles_choice.NAME if choice.tiles else choice.library
+        parts.append(f"{name} {choice.tiles_ms:.2f} ms against {choice.library_ms:.2f} on {choice.library}: {taken}")
+        if choice.library == tiles_choice.NAME:
+            parts[-1] = f"{name} {taken}, preferred for dense problems, too"
+    return f"{rule}: {' · '.join(parts)}"
 
 
 def _basis(request: Request, taken: str | None, backend: str) -> str:

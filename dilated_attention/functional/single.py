@@ -61,7 +61,8 @@ def dilated_attention(
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale's) · ``"zero"`` ·
             one list of H integers per branch.
         branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches (fkodom's layout).
-        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each starts its own segments at its own position 0.
+        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each starts its own segments at its own position 0. Read to
+            the host once for a tensor, and again after a change in place, for which a GPU is waited for.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
         tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part (non-causal only).
         mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).

@@ -19,6 +19,7 @@ from dilated_attention.backends.selection import NESTED_FACTS
 from dilated_attention.engine.families import MIN_OPERATIONS, chunk_family, make_pieces
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.engine.schedule import FUSED_DEVICES
+from dilated_attention.engine.tiles_choice import tiles_passes
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, BlockCounts, block_counts, parabola
 from dilated_attention.planning.problem import WHOLE, Problem
@@ -61,7 +62,17 @@ def memory_of(problem: Problem) -> MemoryEstimate:
         is_causal=problem.is_causal,
         needs_grad=problem.training,
         nested=is_nested(problem),
+        tiles=on_tiles(problem),
     )
+
+
+def on_tiles(problem: Problem) -> tuple[bool, bool]:
+    """Whether forward and backward run on a table of tiles, as ``backend="auto"`` decides it."""
+    pattern = problem.pattern
+    if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
+        return False, False
+    request = problem.request(backward=False, length=0)
+    return tiles_passes(pattern, request, problem.batch_size, problem.num_positions, problem.training)
 
 
 def is_nested(problem: Problem) -> bool:

@@ -25,17 +25,18 @@ def _query_step(
     """What keys [a, a + BLOCK) add to dq."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
-    if PADDING:
-        valid = valid & (tl.load(padding_ptr + j.to(tl.int64) * rate, mask=valid, other=1) == 0)
-    CHECK: tl.constexpr = MASKED or PADDING
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
-    k0, v0 = load_rows(k_at, k_steps, valid, 0, D0, D, CHECK), load_rows(v_at, v_steps, valid, 0, D0, D, CHECK)
+    k0, v0 = load_rows(k_at, k_steps, valid, 0, D0, D, MASKED), load_rows(v_at, v_steps, valid, 0, D0, D, MASKED)
     k1, v1 = k0, v0
     if D1 > 0:
-        k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, CHECK), load_rows(v_at, v_steps, valid, D0, D1, D, CHECK)
+        k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
     p = tl.exp2(product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None])
-    if CHECK:
-        good = valid[None, :]
+    if MASKED or PADDING:
+        shown = valid
+        if PADDING:
+            # not in the masks of the loads, which would wait for it: padded rows of k and v are zero
+            shown = valid & (tl.load(padding_ptr + j.to(tl.int64) * rate, mask=valid, other=1) == 0)
+        good = shown[None, :]
         if MASKED:
             good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
         p = tl.where(good, p, 0.0)

@@ -20,17 +20,19 @@ def _step(
     """Keys [a, a + BLOCK) of the segment; MASKED: not every row sees all of them."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
-    if PADDING:
-        valid = valid & (tl.load(padding_ptr + j.to(tl.int64) * pad_step, mask=valid, other=1) == 0)
     CHECK: tl.constexpr = MASKED or PADDING
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
-    k0 = load_rows(k_at, k_steps, valid, 0, D0, D, CHECK)
+    k0 = load_rows(k_at, k_steps, valid, 0, D0, D, MASKED)
     k1 = k0
     if D1 > 0:
-        k1 = load_rows(k_at, k_steps, valid, D0, D1, D, CHECK)
+        k1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED)
     x = product(q0, q1, k0, k1, D1, PRECISION)
     if CHECK:
-        good = valid[None, :]
+        shown = valid
+        if PADDING:
+            # not in the masks of the loads, which would wait for it: padded rows of k and v are zero
+            shown = valid & (tl.load(padding_ptr + j.to(tl.int64) * pad_step, mask=valid, other=1) == 0)
+        good = shown[None, :]
         if MASKED:
             good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
         x = tl.where(good, x, -float("inf"))
@@ -45,11 +47,11 @@ def _step(
     if DROPOUT:
         word_b = tl.load(words_ptr + j.to(tl.int64) * word_step, mask=valid, other=0)
         p = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), p, 0.0)
-    v0 = load_rows(v_at, v_steps, valid, 0, D0, D, CHECK)
+    v0 = load_rows(v_at, v_steps, valid, 0, D0, D, MASKED)
     p = p.to(v0.dtype)
     acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=PRECISION)
     if D1 > 0:
-        v1 = load_rows(v_at, v_steps, valid, D0, D1, D, CHECK)
+        v1 = load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
         acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)
     return highest, total, acc0, acc1
 

@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.tiles.scratch import aligned_bytes
+
 # what a compiled kernel assumes of the pointers that it was compiled with
 ALIGNMENT = 16
+
+
+def all_aligned(pointers: Sequence[int]) -> bool:
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return bits % ALIGNMENT == 0
 
 
 class Launch:
@@ -17,12 +26,23 @@ class Launch:
     Triton decides at each launch which compiled kernel fits the arguments. Numbers and constants are the same here in every call, and of
     tensors only their dtypes, which are the caller's to keep, and their alignment count; so the first choice holds, and later launches are
     those that Triton's JITFunction.run ends in.
+
+    Args:
+        table: that its programs walk, if any; one of its tensors.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], warps: int = 4, stages: int = 1
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: Sequence[float],
+        constants: dict[str, Any],
+        warps: int = 4,
+        stages: int = 1,
+        *,
+        table: torch.Tensor | None = None,
     ) -> None:
-        self.kernel, self.programs = kernel, programs
+        self.kernel, self.programs, self.table = kernel, programs, table
         self.numbers, self.constants = tuple(numbers), constants
         self.options = {"num_warps": warps, "num_stages": stages}
         self._compiled: Any = None
@@ -30,17 +50,14 @@ class Launch:
 
     def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[torch.Tensor]], device: int) -> None:
         """``pointers`` are those of ``tensors()``, on the current device."""
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        compiled = self._compiled
-        if compiled is not None and bits % ALIGNMENT == 0:
+        aligned, compiled = all_aligned(pointers), self._compiled
+        if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
             return
         compiled = self.kernel[(self.programs,)](*tensors(), *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
-        if compiled is not None and bits % ALIGNMENT == 0:
+        if compiled is not None and aligned:
             names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             self._compiled = compiled
@@ -53,7 +70,7 @@ class Workspace:
         self.parts, self.starts, size = parts, [], 0
         for elements, dtype in parts:
             self.starts.append(size)
-            size += -(-elements * dtype.itemsize // 128) * 128
+            size += aligned_bytes(elements, dtype)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         first = self.memory.data_ptr()
         self.pointers = [first + start for start in self.starts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import Launch, Workspace
-from dilated_attention.backends.tiles.sizes import Sizes, head_blocks, sizes
+from dilated_attention.backends.tiles.launch import Launch, Workspace, all_aligned
+from dilated_attention.backends.tiles.scratch import Extent
+from dilated_attention.backends.tiles.sizes import head_blocks, sizes
 from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
-from dilated_attention.fork import cached_property
 
+HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
+Tensors = tuple[torch.Tensor, ...]
 _LOG2_E = 1.4426950408889634
 # of merge and sum: elements of a program
 _MERGE, _SUM = 4096, 4096
@@ -66,42 +69,73 @@ class Prepared:
         query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         self.key_part_rows = key_spans.num_places
+        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
         self.spans, self.starts, self.rates = spans_on(device, walk, False)
         self.key_spans = spans_on(device, walk, True)[0]
+        self._shared = [self.offsets, self.spans, self.starts, self.rates, self.key_spans]
+        self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
             "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
-            "PRECISION": call.precision,
         }  # fmt: skip
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = device.index or 0
+        self._tables: dict[tuple[bool, int], torch.Tensor] = {}
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
-    def tables(self, rows: torch.Tensor, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
+    def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
         """What a kernel reads beside the rows of q, k and v; a mask that is not there stands for by something that is never read."""
+        assert rows is not None
         nothing = self.offsets
         return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
-    def kernel(self, which: str, of_keys: bool) -> tuple[torch.Tensor, Sizes, int]:
-        """(table, tile sizes, programs) of a launch."""
+    def here(self) -> None:
+        """Before launches: on another stream than that of the copies, which they then wait for, and whose memory they keep."""
+        if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            # a graph waits for nothing outside of it: what it is captured from ran before
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._copied)
+        for table in self._shared:
+            table.record_stream(stream)
+
+    def table(self, of_keys: bool, rows: int) -> torch.Tensor:
+        """On the device: tiles of ``rows`` queries, or keys."""
+        found = self._tables.get((of_keys, rows))
+        if found is None:
+            found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0).to(self.device)
+            self._shared.append(found)
+            if self._copied is not None:
+                self._stream = torch._C._cuda_getCurrentRawStream(self.index)
+                self._copied.record(torch.cuda.current_stream(self.device))
+        return found
+
+    def launch(
+        self, which: str, kernel: Any, numbers: Sequence[float], flags: dict[str, Any], masks: dict[str, Any], tensors: Tensors | None
+    ) -> Launch:
+        """One of the three launches over tiles: "forward", "query" or "key".
+
+        Args:
+            flags, masks: constants of this kernel; ``masks`` are those that Hopper's kernels do not have, PADDING, DROPOUT.
+            tensors: what is read by rows, aligned; None where something is not.
+        """
+        of_keys = which == "key"
+        heads = self.batch * (self.key_heads if of_keys else self.num_heads)
+        hopper = None
+        if tensors is not None and not any(masks.values()):
+            hopper = hopper_launch(self, which, tensors, numbers, flags)
+        if hopper is not None:
+            return hopper
         size = sizes(which, self.head_dim, self.dtype, self.longest)
-        table = make_table(self.call.walk, of_keys, size.rows, self.call.right == 0).to(self.device)
-        return table, size, len(table) * self.batch * (self.key_heads if of_keys else self.num_heads)
-
-    @cached_property
-    def forward(self) -> tuple[torch.Tensor, Sizes, int]:
-        return self.kernel("forward", False)
-
-    @cached_property
-    def query(self) -> tuple[torch.Tensor, Sizes, int]:
-        return self.kernel("query", False)
-
-    @cached_property
-    def key(self) -> tuple[torch.Tensor, Sizes, int]:
-        return self.kernel("key", True)
+        table = self.table(of_keys, size.rows)
+        blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": self.call.precision, "STAGES": size.stages}
+        constants = {**self.constants, **flags, **masks, **blocks}
+        return Launch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """(rows of a program, programs) of a launch over all rows."""
@@ -113,6 +147,16 @@ class Prepared:
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
     """Kept for calls to come; what holds packed documents, whose bounds change, is better made by the class."""
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)
+
+
+def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> Launch | None:
+    """On Hopper, where its own kernel is faster; None elsewhere."""
+    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not HAS_GLUON:
+        return None
+    from dilated_attention.backends.tiles import gluon_run
+
+    size = gluon_run.sizes(which, p.head_dim)
+    return None if size is None or gluon_run.why_not(p, tensors) else gluon_run.launch(p, which, size, numbers, flags)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -131,12 +175,15 @@ def forward(
         parts: (B, H, places, D), flat: filled with each branch's own output but that of the direct one; None: they are not kept.
     """
     rows = p.batch * p.num_heads * p.part_rows
-    key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p
+    given = q, k, v, out, lse
+    addresses = [x.data_ptr() for x in given]
+    aligned = all_aligned(addresses)
+    key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p)
-    given, tables = (q, k, v, out, lse), p.tables(p.forward[0], padding, words)
-    space = Workspace(q.device, (0 if parts is not None else rows * p.head_dim, q.dtype), (rows, torch.float32)) if rows else None
+        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
+    tables = p.tables(launches[0].table, padding, words)
+    space = Workspace(q.device, *p.extent.forward(q.dtype, is_kept=parts is not None)) if rows else None
 
     def waiting() -> tuple[torch.Tensor, torch.Tensor]:
         if space is None:
@@ -144,10 +191,11 @@ def forward(
         own, part_lse = space.tensors()
         return own if parts is None else parts, part_lse
 
-    addresses, fixed = [x.data_ptr() for x in given], [x.data_ptr() for x in tables]
+    fixed = [x.data_ptr() for x in tables]
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
+        p.here()
         launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
             tables = p.spans, p.starts, p.rates, p.offsets
@@ -156,26 +204,19 @@ def forward(
 
 
 def _forward_launches(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float
-) -> tuple[Launch, ...]:
-    call, walk, size = p.call, p.call.walk, p.forward[1]
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float,
+    aligned: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
+    call, walk = p.call, p.call.walk
     threshold, keep_scale = _drawing(dropout_p)
     B, H, rows = p.batch, p.num_heads, p.part_rows
-    tiles = Launch(
-        forward_kernel,
-        p.forward[2],
-        (
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], 0 if padding is None else padding.stride(0),
-            B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
-            call.scale * _LOG2_E, threshold, keep_scale,
-        ),
-        {
-            **p.constants, "ROWS": size.rows, "BLOCK": size.block, "ZERO_KEYS": call.zero_keys, "PADDING": padding is not None,
-            "DROPOUT": dropout_p > 0, "STAGES": size.stages,
-        },
-        size.warps,
-        size.stages,
+    numbers = (
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], 0 if padding is None else padding.stride(0),
+        B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
+        call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
+    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
+    tiles = p.launch("forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
     step, programs = p.tiles(_MERGE, p.num_queries, H)
     merge = Launch(
         combine.merge_kernel,
@@ -192,17 +233,18 @@ def backward(
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
-    rows = p.batch * p.num_heads
-    q_size, k_size = rows * p.part_rows * p.head_dim, p.batch * p.key_heads * p.key_part_rows * p.head_dim
     shapes = (q, k, v, dout, out, *grads)
-    masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p
+    given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
+    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
+    aligned = all_aligned((*addresses, *results))
+    masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p, aligned
     key = (*[x.stride() for x in shapes], *masks)
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p)
-    # of each query row by place: δ, lse · log2(e), the words of dropout
-    stats = (4 if words else 2) * rows * p.delta_rows, torch.float32
-    space = Workspace(q.device, stats, (q_size, q.dtype), (k_size, q.dtype), (k_size, q.dtype))
+        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned)
+    parts_of = p.extent.backward(q.dtype, dropout=words is not None)
+    _, (q_size, _), (k_size, _), _ = parts_of
+    space = Workspace(q.device, *parts_of)
 
     def waiting() -> tuple[torch.Tensor, ...]:
         stats, *sums = space.tensors()
@@ -216,14 +258,13 @@ def backward(
         stats, _, k_parts, v_parts = waiting()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
-    given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
-    tables, key_tables = p.tables(p.query[0], padding, words), p.tables(p.key[0], padding, words)
+    tables, key_tables = p.tables(launches[0].table, padding, words), p.tables(launches[1].table, padding, words)
     # the kernel of keys finds the words of queries in the statistics
     key_tables = *key_tables[:3], key_tables[-1]
-    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
+        p.here()
         launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
         launches[1](pointers, keys, p.index)
@@ -233,9 +274,11 @@ def backward(
 
 
 def _backward_launches(
-    p: Prepared, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, padding: torch.Tensor | None, own: bool, dropout_p: float
-) -> tuple[Launch, ...]:
+    p: Prepared, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, padding: torch.Tensor | None, own: bool, dropout_p: float,
+    aligned: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
+    read = tuple(tensors) if aligned else None
     threshold, keep_scale = _drawing(dropout_p)
     B, H, Hk = p.batch, p.num_heads, p.kv_heads
     q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
@@ -244,24 +287,12 @@ def _backward_launches(
     drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
-    size = p.query[1]
-    queries = Launch(
-        backward_kernels.query_kernel,
-        p.query[2],
-        (*q, *k, *v, *out, *dout, *dq, *lse, pad, B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing),
-        {**p.constants, **masks, "ROWS": size.rows, "BLOCK": size.block, "OWN": own, "DLSE": dlse is not None, "STAGES": size.stages},
-        size.warps,
-        size.stages,
-    )
-    size = p.key[1]
-    keys = Launch(
-        backward_kernels.key_kernel,
-        p.key[2],
-        (*q, *k, *v, *dout, *dk, *dv, pad, B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing),
-        {**p.constants, **masks, "ROWS": size.rows, "BLOCK": size.block, "SHARED": p.shared, "STAGES": size.stages},
-        size.warps,
-        size.stages,
-    )
+    numbers = (*q, *k, *v, *out, *dout, *dq, *lse, pad, B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing)
+    queries = p.launch("query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
+    numbers = (
+        *q, *k, *v, *dout, *dk, *dv, pad, B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
+    )  # fmt: skip
+    keys = p.launch("key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
     step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
     _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
     sums = Launch(

@@ -1,0 +1,146 @@
+"""What the Hopper kernels of a table share: the row of a program, copies of strided rows into shared memory, products, stores.
+
+A program holds one producer of four warps, which fills a ring of shared-memory stages with cp.async, and warpgroups of consumers, 64 rows
+each, which multiply with wgmma. Rows that are not valid and columns beyond the head dim are filled with zeros.
+"""
+
+# kernels have no types that mypy knows
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+WIDTH = gl.constexpr(8)
+# threads of the producer, each of which arrives at a stage's barrier when its copies have landed
+COPIERS = gl.constexpr(128)
+_EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def exp2(x):
+    # the instruction that flushes denormals: gl.exp2 spends three more to keep them
+    return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
+    """(branch, rate, first position, positions, tile, place of the first result, places a segment, other place) of a table's row, for one head."""
+    at = rows_ptr + row * WIDTH
+    branch = gl.load(at)
+    rate = gl.load(at + 1)
+    start = gl.load(at + 2)
+    length = gl.load(at + 3)
+    tile = gl.load(at + 4)
+    place = gl.load(at + 5)
+    places = gl.load(at + 6)
+    other = gl.load(at + 7)
+    offset = gl.load(offsets_ptr + branch * offset_heads + head)
+    count = gl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    return branch, rate, start + offset, count, tile, place, places, other
+
+
+@gluon.jit
+def between(first, rate, count, low, high):
+    """Indices [a, b) of the ``count`` positions first, first + rate, … that lie in [low, high)."""
+    a = (gl.maximum(low - first, 0) + rate - 1) // rate
+    b = (gl.maximum(high - first, 0) + rate - 1) // rate
+    return a, gl.minimum(b, count)
+
+
+@gluon.constexpr_function
+def copy_layout(columns):
+    """16 bytes a thread, whole rows by neighbouring threads."""
+    return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Offsets of the elements of ROWS rows, ``step`` apart; in 32 bits, which saves registers."""
+    layout: gl.constexpr = copy_layout(COLUMNS)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return gl.expand_dims(rows * step.to(gl.int32), 1) + gl.expand_dims(columns, 0)
+
+
+@gluon.jit
+def copy_rows(smem, base, offsets, left, D: gl.constexpr):
+    """Start the copy of a tile's first ``left`` rows; the others become 0."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = copy_layout(COLUMNS)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    mask = gl.expand_dims(rows < left, 1)
+    if COLUMNS > D:
+        columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        mask = mask & gl.expand_dims(columns < D, 0)
+    else:
+        mask = mask & gl.full([ROWS, COLUMNS], True, gl.int1, layout)
+    async_copy.async_copy_global_to_shared(smem, base + offsets, mask=mask)
+
+
+@gluon.jit
+def copy_numbers(smem, base, step, left):
+    """Start the copy of a row of 32-bit numbers, ``step`` apart; those from ``left`` on become 0."""
+    COUNT: gl.constexpr = smem.shape[0]
+    i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    async_copy.async_copy_global_to_shared(smem, base + i.to(gl.int64) * step, mask=i < left)
+
+
+@gluon.jit
+def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
+    """Start a·tileᵀ over the columns that hold data."""
+    x = warpgroup_mma(a0, tile.slice(0, D0, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if D1 > 0:
+        x = warpgroup_mma(a1, tile.slice(D0, D1, dim=1).permute((1, 0)), x, is_async=True)
+    return x
+
+
+@gluon.jit
+def store_tile(base, step, left, x, D: gl.constexpr):
+    """Write the first ``left`` rows of x, in 16-byte pieces."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = copy_layout(COLUMNS)
+    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    mask = gl.expand_dims(rows < left, 1) & gl.expand_dims(columns < D, 0)
+    gl.store(base + copy_offsets(step, ROWS, COLUMNS), x, mask=mask)
+
+
+@gluon.jit
+def query_row(
+    index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """What producer and consumers know of a row of the table of queries; ``begin``: the first key that its tile sees."""
+    num_batches, num_heads, offset_heads, _group, q_first, q_last, num_keys = shape
+    left, right = bounds
+    head = index % num_heads
+    batch = (index // num_heads % num_batches).to(gl.int64)
+    branch, rate, first, count, tile, place, places, _ = read_segment(
+        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head
+    )
+    low = 0
+    high = count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+        count = gl.minimum(count, (gl.maximum(num_keys - first, 0) + rate - 1) // rate)
+    i0 = low + tile * ROWS
+    last = gl.minimum(i0 + ROWS, high) - 1
+    begin = 0
+    end = count
+    if RIGHT:
+        end = gl.maximum(gl.minimum(count, last + right + 1), 0)
+    if LEFT:
+        begin = gl.minimum(gl.maximum(i0 - left, 0), end)
+    # a tile without queries takes one block too, all of it masked
+    steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
+    wide_rate = rate.to(gl.int64)
+    row = (first - q_first).to(gl.int64) + i0 * wide_rate
+    return batch, head, branch, wide_rate, first, count, i0, high, row, begin, gl.where(i0 < high, steps, 1), place + tile * ROWS, places

@@ -1,0 +1,73 @@
+"""Launches of the Hopper kernels of a table of tiles, in place of those of ``run.py`` where ``why_not`` gives no reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dilated_attention.backends.tiles import gluon_forward, gluon_key, gluon_query
+from dilated_attention.backends.tiles.launch import Launch
+
+if TYPE_CHECKING:
+    from dilated_attention.backends.tiles.run import Prepared
+
+_KERNELS = {"forward": gluon_forward.forward_kernel, "query": gluon_query.query_kernel, "key": gluon_key.key_kernel}
+
+
+class HopperSizes(NamedTuple):
+    """Rows that a stage of the ring holds, stages (3 at least in the backward, whose consumers hold two and wait for a third)."""
+
+    block: int
+    stages: int
+
+
+# of a program: two warpgroups of 64
+_ROWS = 128
+# By kernel and head dim rounded up, only where this kernel is faster than Triton's on an H200 with Triton 3.6
+# (benchmarks/results/2026-11-22-h200-tiles-gluon.md)
+_SIZES = {
+    ("key", 48): HopperSizes(64, 4),
+    ("key", 64): HopperSizes(64, 4),
+    ("key", 128): HopperSizes(32, 3),
+    ("query", 128): HopperSizes(64, 3),
+    ("forward", 128): HopperSizes(128, 2),
+}
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
+    """``numbers``: those of the kernel that this one replaces; ``flags``: ZERO_KEYS; OWN and DLSE; SHARED."""
+    of_keys = which == "key"
+    table = p.table(of_keys, _ROWS)
+    total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
+    kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
+    constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
+    return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
+
+
+def sizes(which: str, head_dim: int) -> HopperSizes | None:
+    """Sizes for ``which`` of the kernels ("forward", "query", "key"), or None where Triton's is faster, or nothing was measured."""
+    return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
+
+
+def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D) without padding and dropout."""
+    reasons = []
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
+    if p.head_dim % 16 or p.head_dim > 128:
+        reasons.append(f"needs a head dim that is a multiple of 16 and at most 128, got {p.head_dim}")
+    rate = max(rate for _, rate in p.call.walk.branches)
+    for x in tensors:
+        if any(stride % 16 for stride in x.stride()[:3]):
+            reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
+        elif _ROWS * rate * x.stride(1) >= 2**31:
+            reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
+    return reasons
