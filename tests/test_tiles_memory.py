@@ -66,9 +66,9 @@ def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pyte
     whole = account()
     monkeypatch.setattr("dilated_attention.engine.chunks.TRANSIENT_BYTES", 2**20)
     cut = account()
-    # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, three of them backward
+    # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, two of them backward
     budget = int(0.05 * 3 * 2 * N * H * D * 2)
-    assert cut[0] <= budget < whole[0] and cut == (whole[0] // 2, whole[1] * 3 // 16)
+    assert cut[0] <= budget < whole[0] and cut == (whole[0] // 2, whole[1] * 2 // 16)
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -43,7 +43,8 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
     if q.device.type != "cuda":
         return False
     request = replace(call.request, extent=0)
-    return _is_faster(pattern, shape, request, q.shape[0], is_backward, both, call.nested and not both, preference.generation())
+    library = None if both else call.backend.name
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.nested and not both, preference.generation())
 
 
 class Choice(NamedTuple):
@@ -77,7 +78,7 @@ def choices_of(
         if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.facts.whole_calls and not both):
             found.append(Choice(chosen.name, chosen.facts.whole_calls))
             continue
-        is_faster = _is_faster(pattern, shape, asked, batch, is_backward, both, False, preference.generation())
+        is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, preference.generation())
         times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
         found.append(Choice(chosen.name, is_faster, *times))
     return tuple(found)
@@ -118,22 +119,23 @@ def tiles_passes(
 
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
-    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, is_backward: bool, both: bool, nested: bool, _: int
+    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str | None, is_backward: bool, nested: bool, _: int
 ) -> bool:
+    """Of one pass, of which the library is known, or of both together."""
     tiles = registry.get(NAME)
-    passes = [replace(request, needs_grad=which) for which in ((False, True) if both else (is_backward,))]
+    passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
     if any(tiles.why_not(request) for request in passes):
         return False
-    if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, both) for request in passes):
+    if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, library is None) for request in passes):
         return False
     mine = theirs = 0.0
     for request in passes:
-        library = registry.select(request).name
-        if library in _SLOWER or (library in _SLOWER_HALF and request.dtype is not torch.float32):
+        name = library or registry.select(request).name
+        if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
             return True
         own = _tiles_ms(pattern, shape, request, batch)
         mine += own
-        theirs += own if library == NAME else _library_ms(pattern, shape, request, batch, library, nested)
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested)
     return mine <= theirs
 
 

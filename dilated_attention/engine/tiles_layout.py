@@ -86,8 +86,8 @@ def _of_head(
     lengths = [end - start for start, end in (shape.queries, shape.keys)]
     budget = transient_budget(batch * (lengths[0] * H + 2 * lengths[1] * Hk) * width)
     if is_backward:
-        # dq, dk, dv and outputs of the branches; δ, lse and words of dropout of each row
-        return spans.num_places * width * (3 + own) + spans.all_places * 16, budget
+        # dq, dk, dv and outputs of the branches; δ and lse of each row
+        return spans.num_places * width * (3 + own) + spans.all_places * 8, budget
     return spans.num_places * (width + 4), budget
 
 
