@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Mask, Options, registry
-from dilated_attention.engine import tiles
+from dilated_attention.engine import tiles, tiles_layout
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
 
@@ -116,7 +116,7 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
         return shares[-1]
 
     monkeypatch.setattr(tiles, "make_shares", counted)
-    monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
+    monkeypatch.setattr(tiles_layout, "transient_budget", lambda _: 1)
     registry.answers().clear()
     in_turn = run(tensors, [24, 24], [1, 2], **options)
     # both passes
