@@ -25,7 +25,14 @@ def machine(*packages: str, hardware: Hardware = EXAMPLES["hopper"]) -> Hardware
 
 
 def is_chosen(
-    N: int, request: Request = REQUEST, *, is_backward: bool = False, documents: int = 1, device: str = "cuda", backend: str = "auto", **changes: Any
+    N: int,
+    request: Request = REQUEST,
+    *,
+    is_backward: bool = False,
+    documents: int = 1,
+    device: str = "cuda",
+    backend: str = "auto",
+    **changes: Any,
 ) -> bool:
     """What a pass is told that runs on N positions in equal documents."""
     ranges = tuple((N * i // documents, N * (i + 1) // documents) for i in range(documents))
