@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 
 from dilated_attention.backends.tiles.scratch import aligned_bytes
 
 # what a compiled kernel assumes of the pointers that it was compiled with
 ALIGNMENT = 16
+# releases of Triton whose compiled kernels are launched as below; with others every launch goes the long way
+_KNOWN = ("3.6.", "3.7.")
 
 
 def all_aligned(pointers: Sequence[int]) -> bool:
@@ -57,7 +60,7 @@ class Launch:
             return
         compiled = self.kernel[(self.programs,)](*tensors(), *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
-        if compiled is not None and aligned:
+        if compiled is not None and aligned and triton.__version__.startswith(_KNOWN):
             names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             self._compiled = compiled
