@@ -71,7 +71,7 @@ def has_tiles(request: Request) -> bool:
     """Whether the own kernels over a table of tiles run here at all: of each option they can do everything."""
     hardware = request.hardware
     recent = hardware.device_type == "cuda" and not hardware.is_rocm and (hardware.capability or (0, 0)) >= (8, 0)
-    return recent and request.dtype is not F64
+    return recent and request.dtype is not F64 and (request.dtype is not F32 or request.head_dim <= 128)
 
 
 GRID = list(itertools.product(sorted(EXAMPLES), (HALF, BF16, F32, F64), (8, 24, 59, 64, 256)))

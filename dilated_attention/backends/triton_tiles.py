@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options, WritingBackend
+from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.run import Prepared, TileCall
+
+
+_MAX_FLOAT32 = 128
 
 
 class TilesBackend(WritingBackend):
@@ -36,6 +39,11 @@ class TilesBackend(WritingBackend):
         install="pip install triton",
         source="H200, Triton 3.6, benchmarks/short.py",
     )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        if request.dtype is torch.float32 and request.head_dim > _MAX_FLOAT32:
+            return [f"float32 of head_dim {request.head_dim} spills its registers; up to {_MAX_FLOAT32} it does not"]
+        return []
 
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor

@@ -33,7 +33,8 @@ class Share:
 @functools.lru_cache(maxsize=256)
 def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
     """The call of query heads [first, last)."""
-    left, right = shape.window or (None, None)
+    # no further than the positions reach: a window of any width is one kernel's
+    left, right = (None if side is None else min(side, shape.keys[1]) for side in shape.window or (None, None))
     if shape.is_causal:
         right = 0 if right is None else min(right, 0)
     layout = layout_of(pattern, shape, keeps_parts, heads)

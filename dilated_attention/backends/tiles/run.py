@@ -18,9 +18,11 @@ from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace, all_aligned
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks, sizes
-from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
+from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
+# compute capabilities with 163 KiB of shared memory for a program, or more
+_LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 Tensors = tuple[torch.Tensor, ...]
 _LOG2_E = 1.4426950408889634
 # of merge and sum: elements of a program
@@ -68,6 +70,11 @@ class Prepared:
         # of places: what the merge and the sum read, and δ of all branches
         query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
+        if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
+            raise ValueError(
+                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions of a head; the tiles count to {MAX_PLACES:,}: "
+                'use backend="auto", or shorter sequences'
+            )
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
@@ -83,6 +90,8 @@ class Prepared:
         }  # fmt: skip
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = device.index or 0
+        # shared memory of a program: 99 KiB where it is not 163 or 227
+        self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
         self._tables: dict[tuple[bool, int], torch.Tensor] = {}
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
@@ -131,7 +140,7 @@ class Prepared:
             hopper = hopper_launch(self, which, tensors, numbers, flags)
         if hopper is not None:
             return hopper
-        size = sizes(which, self.head_dim, self.dtype, self.longest)
+        size = sizes(which, self.head_dim, self.dtype, self.longest, self.small)
         table = self.table(of_keys, size.rows)
         blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": self.call.precision, "STAGES": size.stages}
         constants = {**self.constants, **flags, **masks, **blocks}

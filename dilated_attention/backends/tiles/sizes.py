@@ -47,17 +47,24 @@ _SIZES = {
     ("forward", "float32", 128): Sizes(128, 32, 8, 1),
     ("query", "float32", 128): Sizes(32, 32, 4, 1),
     ("key", "float32", 128): Sizes(32, 32, 4, 1),
-    ("forward", "float32", 256): Sizes(32, 32, 4, 1),
-    ("query", "float32", 256): Sizes(32, 32, 4, 1),
-    ("key", "float32", 256): Sizes(32, 32, 4, 1),
+}
+# where a program has 99 KiB of shared memory (sm_86, sm_89, sm_120): what does not fit there; chosen by what ptxas makes of them, not timed
+_SMALL_SIZES = {
+    ("forward", "half", 256): Sizes(64, 32, 8, 2),
+    ("query", "half", 256): Sizes(32, 32, 4, 2),
+    ("key", "half", 256): Sizes(32, 32, 8, 1),
+    ("forward", "float32", 64): Sizes(64, 32, 4, 2),
+    ("query", "float32", 64): Sizes(64, 32, 8, 1),
+    ("key", "float32", 64): Sizes(64, 32, 8, 1),
+    ("forward", "float32", 128): Sizes(64, 32, 8, 1),
 }
 
 
 @functools.lru_cache(maxsize=256)
-def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int) -> Sizes:
-    """``which``: "forward", "query" (dq) or "key" (dk, dv). ``longest``: taken positions of the longest segment."""
+def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int, small: bool = False) -> Sizes:
+    """``which``: "forward", "query" (dq) or "key" (dk, dv). ``longest``: taken positions of the longest segment. ``small``: 99 KiB."""
     kind, width = "float32" if dtype is torch.float32 else "half", sum(head_blocks(head_dim))
     found = min((key for key in _SIZES if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])
-    size = _SIZES[found]
+    size = _SMALL_SIZES.get(found, _SIZES[found]) if small else _SIZES[found]
     rows = min(size.rows, max(16, 1 << (longest - 1).bit_length()))
     return size if rows == size.rows else size._replace(rows=rows, warps=4)
