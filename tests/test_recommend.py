@@ -200,7 +200,7 @@ def test_lines_for_transformers_run() -> None:
 def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
     kinds = {n: recommend("training", n, gpu="H200").kind for n in (100, 4096, 8191, 8192, 2**20)}
     assert kinds == {100: "dense", 4096: "dense", 8191: "dense", 8192: "dilated", 2**20: "dilated"}
-    assert "0.38 to 0.43 of dense attention's speed" in recommend("training", 4096, gpu="H200").setting("kind").reason
+    assert "cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward" in recommend("training", 4096, gpu="H200").setting("kind").reason
     asked = recommend("training", 2**20, gpu="H200", attention="dense")
     assert asked.kind == "dense" and asked.setting("kind").reason.startswith("asked for")
     with pytest.raises(KeyError, match="no setting is called 'branches'; there are kind"):

@@ -182,17 +182,19 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
     kernel, made = Kernel(), []
     launch = Launch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
 
-    def tensors() -> list[str]:
+    x, y = torch.empty(1), torch.empty(1)
+
+    def tensors() -> list[torch.Tensor]:
         made.append(len(made))
-        return ["x", "y"]
+        return [x, y]
 
     call = [((32, 8), 1), ((32, 64), 2), ((48, 160), 2), ((48, 161), 3), ((16, 16), 3)]
     for pointers, bound in call:
-        launch(pointers, tensors, 1)  # type: ignore[arg-type]
+        launch(pointers, tensors, 1)
         # the first pointers were not aligned, so that their kernel may not serve others
         assert len(kernel.bound) == len(made) == bound
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 8, "num_stages": 3}
-    assert kernel.bound == [((7,), ("x", "y", 5), options)] * 3
+    assert all(grid == (7,) and args == (x, y, 5) and named == options for grid, args, named in kernel.bound)
     first, second, third = (compiled.runs for compiled in kernel.compiled)
     assert not first and not third
     # constants in the order of the kernel's own signature

@@ -10,13 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.backends.dropout import Words, words_of
 from dilated_attention.backends.hardware import Hardware
+from dilated_attention.fork import cached_property
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 
+from dilated_attention.backends.blocks import on_device
 from dilated_attention.backends.tiles.scratch import aligned_bytes
 
 # what a compiled kernel assumes of the pointers that it was compiled with
@@ -58,7 +59,9 @@ class Launch:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
             return
-        compiled = self.kernel[(self.programs,)](*tensors(), *self.numbers, **self.constants, **self.options)
+        given = tensors()
+        with on_device(given[0].device):
+            compiled = self.kernel[(self.programs,)](*given, *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
         if compiled is not None and aligned and triton.__version__.startswith(_KNOWN):
             names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
