@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention.backends import registry
+from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine import schedule
 from dilated_attention.engine.plan import Range, Shape
 from dilated_attention.engine.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare
@@ -55,7 +56,6 @@ class Resolved:
     documents: tuple[Range, ...] | None = None
     outside: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Pass] = field(default_factory=dict)
-
     packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Resolved]] = field(default_factory=dict)
 
     def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> Resolved:
@@ -101,10 +101,7 @@ class Resolved:
         """Strides in ``passes`` are those that kernels take; what they cannot say is where a tensor begins."""
         if self.device_type != "cuda":
             return True
-        first = 0
-        for x in tensors:
-            first |= x.data_ptr()
-        return first % 16 == 0
+        return all_aligned([x.data_ptr() for x in tensors])
 
     def _make(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> Pass:
         shape, call = prepare(len(tensors) > 3, tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset)

@@ -84,11 +84,13 @@ def _shares(
     """Of a call that runs on the kernels over a table of tiles; None of any other."""
     tables = {} if tables is None else tables
     if "shares" not in tables:
-        tables["shares"] = None
+        found = None
         if runs_on_tiles(pattern, shape, q, call, is_backward):
             from dilated_attention.engine import tiles
 
-            tables["shares"] = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
+            found = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
+        # at once: another thread that found None here meanwhile would go the other way, with outputs kept in another order
+        tables["shares"] = found
     return tables["shares"]  # type: ignore[no-any-return]
 
 

@@ -9,19 +9,10 @@ import torch
 import triton
 
 from dilated_attention.backends.blocks import on_device
-from dilated_attention.backends.tiles.scratch import aligned_bytes
+from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
-# what a compiled kernel assumes of the pointers that it was compiled with
-ALIGNMENT = 16
 # releases of Triton whose compiled kernels are launched as below; with others every launch goes the long way
 _KNOWN = ("3.6.", "3.7.")
-
-
-def all_aligned(pointers: Sequence[int]) -> bool:
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer
-    return bits % ALIGNMENT == 0
 
 
 class Launch:

@@ -15,8 +15,8 @@ from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import Launch, Workspace, all_aligned
-from dilated_attention.backends.tiles.scratch import Extent
+from dilated_attention.backends.tiles.launch import Launch, Workspace
+from dilated_attention.backends.tiles.scratch import Extent, all_aligned
 from dilated_attention.backends.tiles.sizes import head_blocks, sizes
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
 
@@ -96,7 +96,7 @@ class Prepared:
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
     def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
-        """What a kernel reads beside the rows of q, k and v; a mask that is not there stands for by something that is never read."""
+        """What a kernel reads beside the rows of q, k and v; in place of a mask that is not there, something that is never read."""
         assert rows is not None
         nothing = self.offsets
         return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))

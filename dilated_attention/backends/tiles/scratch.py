@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,14 @@ class Extent:
         keys = self.batch * self.key_heads * self.key_part_rows * self.head_dim
         stats = (4 if dropout else 2) * self.batch * self.heads * self.delta_rows
         return (stats, torch.float32), (self.own_outputs(), dtype), (keys, dtype), (keys, dtype)
+
+
+def all_aligned(pointers: Sequence[int]) -> bool:
+    """To 16 bytes, as a compiled kernel assumes of the pointers that it was compiled with."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return bits % 16 == 0
 
 
 def aligned_bytes(elements: int, dtype: torch.dtype) -> int:
