@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run
 from dilated_attention.backends.tiles.table import Walk
 from dilated_attention.pattern import DilatedPattern
@@ -31,6 +32,9 @@ CASES: dict[str, tuple[DilatedPattern, int, int, int, dict[str, Any]]] = {
     "cut": (CYCLIC, 6, 6, 64, {"right": 0}),
     # each branch's own output in place of the merged one, and a gradient of the lse
     "own": (BLOCKED, 4, 4, 64, {}),
+    "padding": (BLOCKED, 4, 4, 64, {}),
+    "padding, dropout": (CYCLIC, 6, 6, 48, {"right": 0}),
+    "dropout": (CYCLIC, 6, 6, 128, {}),
 }
 
 
@@ -41,6 +45,7 @@ CASES: dict[str, tuple[DilatedPattern, int, int, int, dict[str, Any]]] = {
 def test_as_the_triton_kernels(name: str, dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, heads, kv_heads, head_dim, fields = CASES[name]
     cut, own = name == "cut", name == "own"
+    dropout_p = 0.2 if "dropout" in name else 0.0
     direct = -1 if own else 0
     documents = ((0, N // 3), (N // 3, N)) if cut else ((0, N),)
     walk = Walk(pattern.branches, documents, (300, N - 200) if cut else (0, N), direct, direct, N - 100 if cut else None)
@@ -58,9 +63,15 @@ def test_as_the_triton_kernels(name: str, dtype: torch.dtype, batch: int, monkey
         parts = torch.empty(batch * heads * p.part_rows * head_dim, device=device, dtype=dtype) if own else None
         dlse = torch.randn(batch, heads, p.num_queries, device=device) if own else None
         grads = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
+        masks: dict[str, Any] = {"dropout_p": dropout_p}
+        if "padding" in name:
+            masks["padding"] = torch.rand(batch, p.num_keys, device=device) < torch.linspace(0.0, 1.0, p.num_keys, device=device)
+            k, v = (x.masked_fill(masks["padding"][:, :, None, None], 0) for x in (k, v))
+        if dropout_p:
+            masks["words"] = dropout_words(7, batch, heads, p.num_keys, device)
         for _ in range(repeats):
-            run.forward(p, q, k, v, out, lse, parts=parts)
-            run.backward(p, dout, q, k, v, out, lse, dlse, grads, parts=parts)
+            run.forward(p, q, k, v, out, lse, parts=parts, **masks)
+            run.backward(p, dout, q, k, v, out, lse, dlse, grads, parts=parts, **masks)
         taken = [launch.kernel.__module__ for launches in p.launches.values() for launch in launches]
         assert any("gluon" in module for module in taken) == is_hopper, taken
         return [out, lse, *grads]
@@ -70,5 +81,8 @@ def test_as_the_triton_kernels(name: str, dtype: torch.dtype, batch: int, monkey
     theirs = passes(False, 1)
     for what, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), mine, again, theirs, strict=True):
         assert torch.equal(x, y), f"{what} differs between runs"
+        # rows whose keys are all padded
+        assert torch.equal(x == -torch.inf, z == -torch.inf)
+        x, z = (y.masked_fill(y == -torch.inf, 0) for y in (x, z))
         error = ((x.double() - z.double()).norm() / z.double().norm()).item()
         assert error < 3e-3, f"{what}: {error:.1e}"

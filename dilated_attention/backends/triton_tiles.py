@@ -70,7 +70,11 @@ class TilesBackend(WritingBackend):
     ) -> None:
         from dilated_attention.backends.tiles import run
 
-        run.backward(_prepared(q, k, options), dout, q, k, v, out, lse.contiguous(), dlse, grads, **_masks(options, k))
+        masks = _masks(options, k)
+        if "padding" in masks:
+            # the kernel of dq counts on it
+            k, v = (x.masked_fill(masks["padding"][:, :, None, None], 0) for x in (k, v))
+        run.backward(_prepared(q, k, options), dout, q, k, v, out, lse.contiguous(), dlse, grads, **masks)
 
 
 def float32_precision() -> str:

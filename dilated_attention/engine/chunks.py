@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dilated_attention.engine.parts import make_layers
+from dilated_attention.engine.run import PART_BYTES
 from dilated_attention.pattern import DilatedPattern
 
 # a call keeps its transient memory to this, or to this share of q, k and v where that is more
@@ -81,6 +82,22 @@ def make_cut(
     # as many chunks as that makes, all of the same size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
     return Cut(kv_heads * group, period, LANES, part_bytes(kv_heads * group, period) <= budget)
+
+
+def backward_layers_cut(
+    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> Cut:
+    """Chunks of a backward whose shares wait in layers: a part keeps dq, dk and dv; beside them each lane's launch accumulates dq in float32."""
+    inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
+    return make_cut(
+        pattern,
+        batch=batch,
+        num_positions=num_positions,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        row_bytes=3 * head_dim * itemsize,
+        budget=transient_budget(inputs) - LANES * PART_BYTES["cuda"],
+    )
 
 
 def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPattern], Cut]) -> list[DilatedPattern]:

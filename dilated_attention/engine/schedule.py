@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine import fused
-from dilated_attention.engine.chunks import LANES, Chunk, Cut, make_cut, make_tiers, transient_budget
+from dilated_attention.engine.chunks import LANES, Chunk, Cut, backward_layers_cut, make_cut, make_tiers, transient_budget
 from dilated_attention.engine.families import Piece, chunk_family, make_pieces
 from dilated_attention.engine.lanes import Lanes
 from dilated_attention.engine.merge import has_kernels
@@ -265,10 +265,12 @@ def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch
 
 
 def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
-    """Chunks of a backward: a part keeps dq, dk and dv; beside them each lane's launch accumulates dq in float32."""
-    budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
+    """Chunks of a backward, ``in_layers`` or problem by problem."""
     if in_layers:
-        return _cut(pattern, q, k, 3 * q.shape[3] * q.element_size(), budget)
+        B, N, H, D = q.shape
+        sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
+        return backward_layers_cut(pattern, **sizes)
+    budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
     # problem by problem, dq, dk and dv of the chunk are summed in float32: as much as one layer that takes everything
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
     return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)

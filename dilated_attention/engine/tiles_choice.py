@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention.backends import BackendUnavailable, Request, preference, registry
+from dilated_attention.engine.chunks import backward_layers_cut
 from dilated_attention.engine.plan import Shape, make_plan
-from dilated_attention.engine.run import Call
+from dilated_attention.engine.run import PART_BYTES, Call
 from dilated_attention.engine.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
 
@@ -157,10 +158,23 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: in
 def _library_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, nested: bool) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
+    launches = _launches(pattern, shape, request, batch)
+    return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
+
+
+def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> int:
+    """How often a library's kernels are called."""
     # every document has launches of its own, and planning many takes longer than this answer is worth
     few = len(shape.documents) <= 8
     problems = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
-    return max(kernels, problems * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
+    if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
+        return problems
+    # memory cuts a long backward into chunks, each with all problems, and these once more by what accumulates in float32
+    N, H, D = shape.queries[1], shape.num_heads, request.head_dim
+    sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
+    cut = backward_layers_cut(pattern, batch=batch, **sizes)
+    accumulated = 4 * D * batch * H * sum(-(-N // rate) for _, rate in pattern.branches)
+    return problems * -(-N // cut.positions) * -(-H // cut.heads) + accumulated // PART_BYTES["cuda"]
 
 
 def _rate(name: str, request: Request) -> float | None:

@@ -12,13 +12,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.rows import LOG2_E, VARYING, between, kept, load_rows, product, read_row, seen, store_rows
+from dilated_attention.backends.tiles.rows import (
+    LOG2_E,
+    VARYING,
+    between,
+    class_words,
+    drop,
+    hide,
+    kept,
+    load_rows,
+    product,
+    read_row,
+    seen,
+    store_rows,
+)
 
 
 @triton.jit
 def _query_step(
     a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, words_ptr, rate, word_a, word_c, threshold, keep_scale, scale,
+    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -30,20 +43,22 @@ def _query_step(
     k1, v1 = k0, v0
     if D1 > 0:
         k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
-    p = tl.exp2(product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None])
-    if MASKED or PADDING:
-        shown = valid
-        if PADDING:
-            # not in the masks of the loads, which would wait for it: padded rows of k and v are zero
-            shown = valid & (tl.load(padding_ptr + j.to(tl.int64) * rate, mask=valid, other=1) == 0)
-        good = shown[None, :]
-        if MASKED:
-            good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
-        p = tl.where(good, p, 0.0)
+    # Padded keys are all zeros, so that any finite number for ds adds nothing to dq. With weights of at most 1 it is finite where dq is, but
+    # in float16, whose range is short.
+    BOUNDED: tl.constexpr = PADDING and k0.dtype != tl.float16
+    x = product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None]
+    if BOUNDED:
+        x = tl.minimum(x, 0.0)
+    p = tl.exp2(x)
+    if MASKED:
+        p = tl.where(valid[None, :] & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT), p, 0.0)
+    if PADDING and not BOUNDED:
+        p = hide(p, padding_ptr, pad_first + a, 0.0, BLOCK)
     dp = product(d0, d1, v0, v1, D1, PRECISION)
     if DROPOUT:
-        word_b = tl.load(words_ptr + j.to(tl.int64) * rate, mask=valid, other=0)
-        dp = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), dp * keep_scale, 0.0)
+        word_at = words_ptr + rate.to(tl.int64) * a + word_steps
+        word_b = tl.load(word_at, mask=valid, other=0) if MASKED else tl.load(word_at)
+        dp = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), dp, 0.0)
     ds = (p * (dp - delta[:, None])).to(k0.dtype)
     acc0 = tl.dot(ds, k0, acc0, input_precision=PRECISION)
     if D1 > 0:
@@ -55,7 +70,7 @@ def _query_step(
 def query_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
     words_a_ptr, words_c_ptr, words_b_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b, pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,6 +129,10 @@ def query_kernel(
         STATS: tl.constexpr = 4 if DROPOUT else 2
         lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
         row_at = stats_ptr + STATS * (head_row * delta_rows) + part + local
+        if DROPOUT:
+            # scores' gradients leave the factor of what is kept to the end
+            delta = delta / keep_scale
+            natural_scale = natural_scale * keep_scale
         tl.store(row_at, delta, mask=inside)
         tl.store(row_at + delta_rows, lse, mask=inside)
         if DROPOUT:
@@ -121,9 +140,10 @@ def query_kernel(
             tl.store(row_at + 3 * delta_rows, word_c.to(tl.float32, bitcast=True), mask=inside)
         block = tl.arange(0, BLOCK).to(tl.int64)
         k_steps, v_steps = block * k_step, block * v_step
-        pad_base, words_base = padding_ptr, words_b_ptr
+        pad_base, pad_first, words_base = padding_ptr, first, words_b_ptr
+        word_steps = tl.arange(0, BLOCK) * rate
         if PADDING:
-            pad_base = padding_ptr + batch * pad_b + first
+            pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             words_base = words_b_ptr + head_row * num_keys + first
         acc0 = tl.zeros([ROWS, D0], tl.float32)
@@ -139,20 +159,20 @@ def query_kernel(
             for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
                 acc0, acc1 = _query_step(
                     a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                    pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                    pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                     D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
         full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
         for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
             acc0, acc1 = _query_step(
                 a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                 D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
             )  # fmt: skip
         for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
             acc0, acc1 = _query_step(
                 a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, words_base, rate, word_a, word_c, threshold, keep_scale, scale,
+                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                 D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
             )  # fmt: skip
         if branch == direct:
@@ -169,9 +189,9 @@ def query_kernel(
 @triton.jit
 def _key_step(
     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, high, left, right,
-    valid, words_base, delta_rows, word_b, threshold, keep_scale, scale,
+    words_base, delta_rows, word_b, threshold, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What queries [a, a + BLOCK) add to dk and dv; scores are those of keys by queries."""
     i = a + tl.arange(0, BLOCK)
@@ -190,8 +210,6 @@ def _key_step(
     p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :])
     if MASKED and (LEFT or RIGHT):
         p = tl.where(seen(i[None, :], j[:, None], left, right, LEFT, RIGHT), p, 0.0)
-    if PADDING:
-        p = tl.where(valid[:, None], p, 0.0)
     dp = product(v0, v1, d0, d1, D1, PRECISION)
     weights = p
     if DROPOUT:
@@ -202,8 +220,8 @@ def _key_step(
             word_a = tl.load(words_base + i)
             word_c = tl.load(words_base + delta_rows + i)
         keep = kept(word_a[None, :], word_c[None, :], word_b[:, None], threshold)
-        weights = tl.where(keep, p * keep_scale, 0.0)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
+        weights = drop(p, keep, scale)
+        dp = tl.where(keep, dp, 0.0)
     weights = weights.to(d0.dtype)
     dv0 = tl.dot(weights, d0, dv0, input_precision=PRECISION)
     ds = (p * (dp - delta[None, :])).to(q0.dtype)
@@ -248,14 +266,11 @@ def key_kernel(
         row = first.to(tl.int64) + j0 * wide_rate
         rows = local.to(tl.int64) * wide_rate
         word_b = local
-        loaded = valid
-        if PADDING:
-            loaded = valid & (tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0)
         k_base, v_base = k_ptr + batch * k_b + kv_head * k_h + row * k_n, v_ptr + batch * v_b + kv_head * v_h + row * v_n
-        k0, v0 = load_rows(k_base, rows * k_n, loaded, 0, D0, D, True), load_rows(v_base, rows * v_n, loaded, 0, D0, D, True)
+        k0, v0 = load_rows(k_base, rows * k_n, valid, 0, D0, D, True), load_rows(v_base, rows * v_n, valid, 0, D0, D, True)
         k1, v1 = k0, v0
         if D1 > 0:
-            k1, v1 = load_rows(k_base, rows * k_n, loaded, D0, D1, D, True), load_rows(v_base, rows * v_n, loaded, D0, D1, D, True)
+            k1, v1 = load_rows(k_base, rows * k_n, valid, D0, D1, D, True), load_rows(v_base, rows * v_n, valid, D0, D1, D, True)
         q_step, do_step = wide_rate * q_n, wide_rate * do_n
         block = tl.arange(0, BLOCK).to(tl.int64)
         q_steps, do_steps = block * q_step, block * do_step
@@ -288,21 +303,29 @@ def key_kernel(
                 for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
                     dk0, dk1, dv0, dv1 = _key_step(
                         a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                        high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
-                        D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                        high, left, right, words_base, delta_rows, word_b, threshold, scale,
+                        D, D0, D1, BLOCK, True, LEFT, RIGHT, DROPOUT, PRECISION,
                     )  # fmt: skip
             for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
                 dk0, dk1, dv0, dv1 = _key_step(
                     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
-                    D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    high, left, right, words_base, delta_rows, word_b, threshold, scale,
+                    D, D0, D1, BLOCK, False, LEFT, RIGHT, DROPOUT, PRECISION,
                 )  # fmt: skip
             for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
                 dk0, dk1, dv0, dv1 = _key_step(
                     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    high, left, right, loaded, words_base, delta_rows, word_b, threshold, keep_scale, scale,
-                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    high, left, right, words_base, delta_rows, word_b, threshold, scale,
+                    D, D0, D1, BLOCK, True, LEFT, RIGHT, DROPOUT, PRECISION,
                 )  # fmt: skip
+        if DROPOUT:
+            natural_scale = natural_scale * keep_scale
+            dv0, dv1 = dv0 * keep_scale, dv1 * keep_scale
+        if PADDING:
+            # what a padded key has gathered is its own alone: any number, or none
+            shown = tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0
+            dk0, dv0 = tl.where(shown[:, None], dk0, 0.0), tl.where(shown[:, None], dv0, 0.0)
+            dk1, dv1 = tl.where(shown[:, None], dk1, 0.0), tl.where(shown[:, None], dv1, 0.0)
         if branch == direct:
             dk_base, dk_steps = dk_ptr + batch * dk_b + kv_head * dk_h + row * dk_n, local.to(tl.int64) * dk_n
             dv_base, dv_steps = dv_ptr + batch * dv_b + kv_head * dv_h + row * dv_n, local.to(tl.int64) * dv_n

@@ -7,13 +7,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.rows import LN_2, VARYING, between, kept, load_rows, product, read_row, seen, store_rows
+from dilated_attention.backends.tiles.rows import (
+    LN_2,
+    VARYING,
+    between,
+    class_words,
+    drop,
+    hide,
+    kept,
+    load_rows,
+    product,
+    read_row,
+    seen,
+    store_rows,
+)
 
 
 @triton.jit
 def _step(
     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_step, words_ptr, word_step, word_a, word_c, threshold, scale,
+    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -27,15 +40,10 @@ def _step(
     if D1 > 0:
         k1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED)
     x = product(q0, q1, k0, k1, D1, PRECISION)
-    if CHECK:
-        shown = valid
-        if PADDING:
-            # not in the masks of the loads, which would wait for it: padded rows of k and v are zero
-            shown = valid & (tl.load(padding_ptr + j.to(tl.int64) * pad_step, mask=valid, other=1) == 0)
-        good = shown[None, :]
-        if MASKED:
-            good = good & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT)
-        x = tl.where(good, x, -float("inf"))
+    if MASKED:
+        x = tl.where(valid[None, :] & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT), x, -float("inf"))
+    if PADDING:
+        x = hide(x, padding_ptr, pad_first + a, -float("inf"), BLOCK)
     highest = tl.maximum(m, tl.max(x, 1) * scale)
     shift = highest
     if CHECK:
@@ -45,8 +53,9 @@ def _step(
     alpha = tl.exp2(m - shift)
     total = total * alpha + tl.sum(p, 1)
     if DROPOUT:
-        word_b = tl.load(words_ptr + j.to(tl.int64) * word_step, mask=valid, other=0)
-        p = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), p, 0.0)
+        word_at = words_ptr + word_step.to(tl.int64) * a + word_steps
+        word_b = tl.load(word_at, mask=valid, other=0) if MASKED else tl.load(word_at)
+        p = drop(p, kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), scale)
     v0 = load_rows(v_at, v_steps, valid, 0, D0, D, MASKED)
     p = p.to(v0.dtype)
     acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=PRECISION)
@@ -59,7 +68,7 @@ def _step(
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr, words_b_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
@@ -95,9 +104,10 @@ def forward_kernel(
         block = tl.arange(0, BLOCK).to(tl.int64)
         k_steps, v_steps = block * k_step, block * v_step
         pad_base, words_base = padding_ptr, words_b_ptr
-        word_a, word_c = local, local
+        word_a, word_c, pad_first = local, local, first
+        word_steps = tl.arange(0, BLOCK) * rate
         if PADDING:
-            pad_base = padding_ptr + batch * pad_b + first
+            pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             word_row = (batch * num_heads + head) * num_queries + first - q_first + i.to(tl.int64) * rate
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
@@ -119,20 +129,20 @@ def forward_kernel(
             for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
                 m, total, acc0, acc1 = _step(
                     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                    pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                    pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                     D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
         full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
         for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
             m, total, acc0, acc1 = _step(
                 a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                 D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
             )  # fmt: skip
         for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
             m, total, acc0, acc1 = _step(
                 a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, rate, words_base, rate, word_a, word_c, threshold, scale,
+                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                 D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
             )  # fmt: skip
         if ZERO_KEYS:

@@ -82,7 +82,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
     """The producer of ``key_kernel``: keys and values of each row's tile, then blocks of queries with what belongs to them."""
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
     tile_full, tile_empty, full, empty = barriers
     num_heads = shape[1]
     group = shape[4]
@@ -91,6 +91,8 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
     RIGHT: gl.constexpr = FLAGS[1]
     CUT: gl.constexpr = FLAGS[2]
     SHARED: gl.constexpr = FLAGS[3]
+    DROPOUT: gl.constexpr = FLAGS[4]
+    STATS: gl.constexpr = 4 if DROPOUT else 2
     GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
@@ -121,7 +123,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
             head = (first_head + h).to(gl.int64)
             q_at = q_ptr + batch * q_b + head * q_h + q_row * q_n
             do_at = dout_ptr + batch * do_b + head * do_h + q_row * do_n
-            delta_at = stats_ptr + 2 * ((batch * num_heads + head) * delta_rows) + delta_place - low + begin
+            delta_at = stats_ptr + STATS * ((batch * num_heads + head) * delta_rows) + delta_place - low + begin
             rest = high - begin
             for _ in range(steps):
                 mbarrier.wait(empty.index(stage), phase)
@@ -129,6 +131,9 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
                 copy_numbers(lse_smem.index(stage), delta_at + delta_rows, 1, rest)
                 copy_rows(do_smem.index(stage), do_at, do_offsets, rest, D)
                 copy_numbers(delta_smem.index(stage), delta_at, 1, rest)
+                if DROPOUT:
+                    copy_numbers(a_smem.index(stage), delta_at + 2 * delta_rows, 1, rest)
+                    copy_numbers(c_smem.index(stage), delta_at + 3 * delta_rows, 1, rest)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 q_at += BLOCK * rate * q_n
                 do_at += BLOCK * rate * do_n
@@ -166,15 +171,25 @@ def _key_weights(s, a, j0, high, left, right, scale, lse, LEFT: gl.constexpr, RI
 
 
 @gluon.jit
+def _kept(a_smem, c_smem, word_b, threshold, layout: gl.constexpr):
+    """Whether dropout keeps each pair of 64 keys and a block of queries: ``rows.kept``."""
+    by_query: gl.constexpr = gl.SliceLayout(0, layout)
+    word_a = gl.expand_dims(a_smem.load(by_query).to(gl.int32, bitcast=True), 0)
+    word_c = gl.expand_dims(c_smem.load(by_query).to(gl.int32, bitcast=True), 0)
+    x = (word_a ^ gl.expand_dims(word_b, 1)) * word_c
+    return x.to(gl.uint32, bitcast=True) >= threshold.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
 def _key_consume(
     PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale,
-    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
+    threshold, keep_scale, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup PART of ``key_kernel``: dk and dv of 64 keys; scores are those of keys by queries."""
-    rows_ptr, offsets_ptr = inputs
+    rows_ptr, offsets_ptr, padding_ptr, words_ptr = inputs
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr = outputs
-    dk_b, dk_n, dk_h, dv_b, dv_n, dv_h = strides
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = buffers
+    dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b = strides
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
     tile_full, tile_empty, full, empty = barriers
     kv_heads = shape[2]
     group = shape[4]
@@ -183,6 +198,8 @@ def _key_consume(
     RIGHT: gl.constexpr = FLAGS[1]
     CUT: gl.constexpr = FLAGS[2]
     SHARED: gl.constexpr = FLAGS[3]
+    DROPOUT: gl.constexpr = FLAGS[4]
+    PADDING: gl.constexpr = FLAGS[5]
     GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
@@ -192,8 +209,13 @@ def _key_consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, s_layout)
+    by_key: gl.constexpr = gl.SliceLayout(1, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+    local = gl.arange(0, 64, layout=by_key)
+    word_b = local
+    # a zero that is not compiled in: rows.drop
+    nothing = scale * 0.0
     stage = 0
     phase = 0
     tile_phase = 0
@@ -202,6 +224,10 @@ def _key_consume(
             index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT, SHARED
         )
         j0 += PART * 64
+        if DROPOUT:
+            # one query head: its own words
+            word_at = words_ptr + (batch * shape[1] + first_head) * shape[7] + first + (j0 + local).to(gl.int64) * rate
+            word_b = gl.load(word_at, mask=local < count - j0, other=0)
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         fence_async_shared()
@@ -224,9 +250,15 @@ def _key_consume(
         delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
         s = warpgroup_mma_wait(PIECES, deps=(s_running,))
         p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
-        weights = gl.convert_layout(p.to(dtype), p_layout)
+        weights = p
+        if DROPOUT:
+            keep = _kept(a_smem.index(stage), c_smem.index(stage), word_b, threshold, s_layout)
+            weights = gl.where(keep, p, nothing)
+        weights = gl.convert_layout(weights.to(dtype), p_layout)
         dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp_running,))
+        if DROPOUT:
+            dp = gl.where(keep, dp, 0.0)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
         last = stage
         stage += 1
@@ -247,10 +279,16 @@ def _key_consume(
             s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
             lse = lse_smem.index(stage).load(by_query)
             p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
-            weights = gl.convert_layout(p.to(dtype), p_layout)
+            weights = p
+            if DROPOUT:
+                keep = _kept(a_smem.index(stage), c_smem.index(stage), word_b, threshold, s_layout)
+                weights = gl.where(keep, p, nothing)
+            weights = gl.convert_layout(weights.to(dtype), p_layout)
             dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
             delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
             dp = warpgroup_mma_wait(2, deps=(dp_running,))
+            if DROPOUT:
+                dp = gl.where(keep, dp, 0.0)
             new_ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
             now = stage
             stage += 1
@@ -266,7 +304,18 @@ def _key_consume(
         dk = warpgroup_mma_wait(0, deps=(dk_running,))
         mbarrier.arrive(empty.index(last), count=1)
         mbarrier.arrive(tile_empty, count=1)
+        dk *= natural_scale
+        if DROPOUT:
+            dk *= keep_scale
+            dv *= keep_scale
         row = first.to(gl.int64) + j0 * rate
+        if PADDING:
+            # what a padded key has gathered is its own alone: any number, or none
+            own: gl.constexpr = gl.SliceLayout(1, o_layout)
+            mine = gl.arange(0, 64, layout=own)
+            shown = gl.load(padding_ptr + batch * pad_b + row + mine.to(gl.int64) * rate, mask=mine < count - j0, other=1) == 0
+            dk = gl.where(gl.expand_dims(shown, 1), dk, 0.0)
+            dv = gl.where(gl.expand_dims(shown, 1), dv, 0.0)
         kv_head = (first_head // group).to(gl.int64)
         heads = kv_heads if SHARED else shape[1]
         if branch == direct:
@@ -280,7 +329,7 @@ def _key_consume(
             dv_base = dv_parts_ptr + part
             dk_step = rate * 0 + D
             dv_step = rate * 0 + D
-        store_tile(dk_base, dk_step, count - j0, dk * natural_scale, D)
+        store_tile(dk_base, dk_step, count - j0, dk, D)
         store_tile(dv_base, dv_step, count - j0, dv, D)
 
 
@@ -291,11 +340,11 @@ def key_kernel(
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys a warpgroup."""
+    """dk and dv of 64 keys a warpgroup. DROPOUT: a key/value head has one query head."""
     GROUPS: gl.constexpr = 2
-    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, SHARED)
+    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, SHARED, DROPOUT, PADDING)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     block_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
@@ -306,6 +355,11 @@ def key_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], block_layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
+    a_smem = lse_smem
+    c_smem = lse_smem
+    if DROPOUT:
+        a_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
+        c_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
     tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -318,19 +372,19 @@ def key_kernel(
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
-    buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
+    buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem)
     barriers = (tile_full, tile_empty, full, empty)
     shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
-    out_strides = (dk_b, dk_n, dk_h, dv_b, dv_n, dv_h)
+    out_strides = (dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b)
     inputs = (q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr)
     outputs = (dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr)
-    tables = (rows_ptr, offsets_ptr)
+    tables = (rows_ptr, offsets_ptr, padding_ptr, words_b_ptr)
     gl.warp_specialize(
         [
-            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
+            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
             (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],

@@ -43,7 +43,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
-    """``numbers``: those of the kernel that this one replaces; ``flags``: ZERO_KEYS; OWN and DLSE; SHARED."""
+    """``numbers``: those of the kernel that this one replaces; ``flags``: ZERO_KEYS; OWN and DLSE; SHARED, PADDING and DROPOUT."""
     of_keys = which == "key"
     table = p.table(of_keys, _ROWS)
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
@@ -57,9 +57,11 @@ def sizes(which: str, head_dim: int) -> HopperSizes | None:
     return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
-def why_not(p: Prepared, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D) without padding and dropout."""
+def why_not(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
+    """Reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
     reasons = []
+    if flags.get("DROPOUT") and p.shared and p.group > 1:
+        reasons.append(f"drops pairs of one query head at a time: needs as many key/value heads, got {p.group} query heads to each")
     if p.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
     if p.head_dim % 16 or p.head_dim > 128:

@@ -89,3 +89,45 @@ def kept(a, c, b, threshold):
     """Whether dropout keeps a pair, from the words of its query and its key (``dropout.py``)."""
     x = (a ^ b) * c
     return x.to(tl.uint32, bitcast=True) >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def class_words(words_ptr, branch, rate, first, num_keys, pad_branch):
+    """(words of the positions that are first mod rate, index of ``first`` among them): of the packed mask, ``padding.py``."""
+    words = ((num_keys + rate - 1) // rate + 31) // 32 + 2
+    return words_ptr + branch.to(tl.int64) * pad_branch + (first % rate).to(tl.int64) * words, first // rate
+
+
+@triton.jit
+def hidden_words(words_ptr, index, BLOCK: tl.constexpr):
+    """(low, high): bits index … index + BLOCK − 1 of the packed mask of one class of positions (``padding.py``), 32 a word."""
+    at = words_ptr + (index >> 5)
+    shift = (index & 31).to(tl.uint64)
+    first = tl.load(at).to(tl.uint32, bitcast=True).to(tl.uint64)
+    second = tl.load(at + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    low = (((second << 32) | first) >> shift).to(tl.uint32)
+    high = low
+    if BLOCK > 32:
+        third = tl.load(at + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = (((third << 32) | second) >> shift).to(tl.uint32)
+    return low, high
+
+
+@triton.jit
+def hide(x, words_ptr, index, fill, BLOCK: tl.constexpr):
+    """x with ``fill`` in the columns whose bits are set, of BLOCK bits from ``index`` on."""
+    low, high = hidden_words(words_ptr, index, BLOCK)
+    if (low | high) != 0:
+        # Most blocks hold no padded key. Words are loaded again as loads keep the compiler from doing all of this in every block.
+        low, high = hidden_words(words_ptr, index, BLOCK)
+        columns = tl.arange(0, BLOCK)
+        word = tl.where(columns < 32, low, high)
+        x = tl.where((((word >> (columns & 31).to(tl.uint32)) & 1) == 0)[None, :], x, fill)
+    return x
+
+
+@triton.jit
+def drop(p, keep, number):
+    """p where it is kept, else 0. ``number``: any finite one that is not compiled in: a zero the compiler knew it would select in half
+    precision, with two instructions more for each pair."""
+    return tl.where(keep, p, number * 0.0)

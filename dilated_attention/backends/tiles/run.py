@@ -14,6 +14,7 @@ from dilated_attention.backends.blocks import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
+from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace
 from dilated_attention.backends.tiles.scratch import Extent, all_aligned
@@ -88,6 +89,8 @@ class Prepared:
         self.constants: dict[str, Any] = {
             "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
         }  # fmt: skip
+        # of a packed mask, each branch
+        self.words = max(pad.words_of(rate, self.num_keys) for _, rate in walk.branches)
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = device.index or 0
         # shared memory of a program: 99 KiB where it is not 163 or 227
@@ -95,8 +98,29 @@ class Prepared:
         self._tables: dict[tuple[bool, int], torch.Tensor] = {}
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
+    def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, branches, words) int32: the mask as the kernels of queries read it, ``padding.py``."""
+        if padding is None:
+            return None
+        branches = self.call.walk.num_branches
+        words = torch.empty((self.batch, branches, self.words), dtype=torch.int32, device=self.device)
+        key = "pack", padding.stride(0)
+        if key not in self.launches:
+            blocks = -(-self.words // pad.WORDS)
+            numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
+            self.launches[key] = (Launch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}),)
+        tensors = padding, self.rates, words
+        with on_device(self.device):
+            self.here()
+            self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
+        return words
+
     def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
-        """What a kernel reads beside the rows of q, k and v; in place of a mask that is not there, something that is never read."""
+        """What a kernel reads beside the rows of q, k and v; in place of a mask that is not there, something that is never read.
+
+        Args:
+            padding: packed for the kernels of queries; as it is for the kernel of keys.
+        """
         assert rows is not None
         nothing = self.offsets
         return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
@@ -130,17 +154,17 @@ class Prepared:
         """One of the three launches over tiles: "forward", "query" or "key".
 
         Args:
-            flags, masks: constants of this kernel; ``masks`` are those that Hopper's kernels do not have, PADDING, DROPOUT.
+            flags, masks: constants of this kernel; ``masks`` are PADDING and DROPOUT, which of Hopper's kernels that of keys alone has.
             tensors: what is read by rows, aligned; None where something is not.
         """
         of_keys = which == "key"
         heads = self.batch * (self.key_heads if of_keys else self.num_heads)
         hopper = None
-        if tensors is not None and not any(masks.values()):
-            hopper = hopper_launch(self, which, tensors, numbers, flags)
+        if tensors is not None and (of_keys or not any(masks.values())):
+            hopper = hopper_launch(self, which, tensors, numbers, {**flags, **masks} if of_keys else flags)
         if hopper is not None:
             return hopper
-        size = sizes(which, self.head_dim, self.dtype, self.longest, self.small)
+        size = sizes(which, self.head_dim, self.dtype, self.longest, self.small, masks["DROPOUT"])
         table = self.table(of_keys, size.rows)
         blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": self.call.precision, "STAGES": size.stages}
         constants = {**self.constants, **flags, **masks, **blocks}
@@ -165,7 +189,7 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
     from dilated_attention.backends.tiles import gluon_run
 
     size = gluon_run.sizes(which, p.head_dim)
-    return None if size is None or gluon_run.why_not(p, tensors) else gluon_run.launch(p, which, size, numbers, flags)
+    return None if size is None or gluon_run.why_not(p, tensors, flags) else gluon_run.launch(p, which, size, numbers, flags)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -191,7 +215,7 @@ def forward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
-    tables = p.tables(launches[0].table, padding, words)
+    tables = p.tables(launches[0].table, p.packed(padding), words)
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_kept=parts is not None)) if rows else None
 
     def waiting() -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,6 +236,11 @@ def forward(
             launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
 
+def _pad_strides(p: Prepared, padding: torch.Tensor | None) -> tuple[int, int]:
+    """Of a packed mask: from batch entry to batch entry, from branch to branch."""
+    return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
+
+
 def _forward_launches(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float,
     aligned: bool,
@@ -220,7 +249,7 @@ def _forward_launches(
     threshold, keep_scale = _drawing(dropout_p)
     B, H, rows = p.batch, p.num_heads, p.part_rows
     numbers = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], 0 if padding is None else padding.stride(0),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
         B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
         call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
@@ -241,7 +270,12 @@ def backward(
     dlse: torch.Tensor | None, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv. ``parts``: each branch's own output, for detached mixing."""
+    """Write dq, dk, dv.
+
+    Args:
+        parts: each branch's own output, for detached mixing.
+        padding: (B, Nk), True where a key takes no part; its rows of k and v are zeros.
+    """
     shapes = (q, k, v, dout, out, *grads)
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
     addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
@@ -267,7 +301,7 @@ def backward(
         stats, _, k_parts, v_parts = waiting()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
-    tables, key_tables = p.tables(launches[0].table, padding, words), p.tables(launches[1].table, padding, words)
+    tables, key_tables = p.tables(launches[0].table, p.packed(padding), words), p.tables(launches[1].table, padding, words)
     # the kernel of keys finds the words of queries in the statistics
     key_tables = *key_tables[:3], key_tables[-1]
     stats_at, *sums = space.pointers
@@ -291,15 +325,14 @@ def _backward_launches(
     threshold, keep_scale = _drawing(dropout_p)
     B, H, Hk = p.batch, p.num_heads, p.kv_heads
     q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
-    pad = 0 if padding is None else padding.stride(0)
     lse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
     drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
-    numbers = (*q, *k, *v, *out, *dout, *dq, *lse, pad, B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing)
+    numbers = (*q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing)
     queries = p.launch("query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
     numbers = (
-        *q, *k, *v, *dout, *dk, *dv, pad, B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
+        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
     keys = p.launch("key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
     step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
