@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention.distributed import LAYOUTS, local_positions, members_of, shard_sequence, spans, unshard_sequence
+from tests.pool import pool_of
 
 WORLD = 5
 
@@ -59,27 +56,21 @@ def test_bad_input_is_refused() -> None:
         members_of("cp")
 
 
-def worker(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60))
-    try:
-        for size in (1, 2, 3, WORLD):
-            group = dist.new_group(list(range(size)))
-            if rank >= size:
-                with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
-                    members_of(group)
-                continue
-            for layout in LAYOUTS:
-                for n in (0, 1, 4, 11, 24):
-                    check_round_trip(group, rank, size, layout, n)
-        check_mesh(rank)
-        # lengths that are no sequence's: every rank says so, and none waits
-        with pytest.raises(
-            ValueError, match=r"buffers\[0\] has \[3, 1, 1, 1, 1\] positions on the group's ranks; a contiguous sequence of 7"
-        ):
-            unshard_sequence(None, [torch.zeros(3 if rank == 0 else 1)], [0])
-    finally:
-        dist.destroy_process_group()
+def round_trips(rank: int, world: int) -> int:
+    for size in (1, 2, 3, world):
+        group = dist.new_group(list(range(size)))
+        if rank >= size:
+            with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
+                members_of(group)
+            continue
+        for layout in LAYOUTS:
+            for n in (0, 1, 4, 11, 24):
+                check_round_trip(group, rank, size, layout, n)
+    check_mesh(rank)
+    # lengths that are no sequence's: every rank says so, and none waits
+    with pytest.raises(ValueError, match=r"buffers\[0\] has \[3, 1, 1, 1, 1\] positions on the group's ranks; a contiguous sequence of 7"):
+        unshard_sequence(None, [torch.zeros(3 if rank == 0 else 1)], [0])
+    return rank
 
 
 def check_round_trip(group: dist.ProcessGroup, rank: int, size: int, layout: str, n: int) -> None:
@@ -108,5 +99,5 @@ def check_mesh(rank: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_round_trips_over_processes(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=WORLD)
+def test_round_trips_over_processes() -> None:
+    assert pool_of(WORLD).run(round_trips) == list(range(WORLD))
