@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-# most table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes, and 20 bytes
-# more for one head.
+# most table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes; in addition,
+# the entries of a single head take 20 bytes each.
 MAX_TABLE = 2**24
 
 
