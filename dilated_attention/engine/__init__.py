@@ -1,1 +1,1 @@
-"""The segmenting engine that all modules share: plan, run, merge – and the reference that judges them."""
+"""The segmenting engine that all modules share: plan, run and merge, and the reference that the tests compare them with."""

@@ -1,7 +1,7 @@
-"""The custom op of dilated branches and a block pattern in one softmax: schema, fake, autograd.
+"""The custom op that combines dilated branches and a block pattern in one softmax: schema, fake implementation, autograd.
 
-Forward, both parts' (out, lse) are merged. Backward, each part's backward runs with the merged out and lse, which yields exactly its
-share of dq, dk, dv, and the shares are added. Nothing differentiates through the merge.
+The forward merges both parts' (out, lse). The backward runs each part's backward with the merged out and lse, which yields exactly its
+share of dq, dk, dv, and adds the shares. No gradient flows through the merge.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def block_sparse_dilated_attention_op(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)). Arguments are checked by the caller."""
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)). The caller checks the arguments."""
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     if not q.numel():
         return new_like(q), new_lse(q).fill_(-torch.inf)
@@ -56,7 +56,7 @@ def block_sparse_dilated_attention_op(
     shape, call = prepare(False, (q, k, v), pattern, settings, key_padding_mask, documents, seed, query_offset)
     masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
     with without_autocast(q):
-        # first, since it refuses what it cannot do before it allocates
+        # the blocks run first, since they raise BackendUnavailable before anything is allocated
         part_out, part_lse = blocks_forward(q, k, v, pattern_from_spec(spec), _block_settings(settings), masks)
         out, lse = schedule.forward(pattern, shape, q, k, v, call)
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
@@ -92,7 +92,7 @@ def block_sparse_dilated_attention_backward_op(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), contiguous, in the inputs' dtype."""
+    """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
     if not q.numel():
         return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
@@ -111,7 +111,7 @@ def block_sparse_dilated_attention_backward_op(
 
 
 def _block_settings(settings: Settings) -> BlockSettings:
-    """``backend="nested"`` is about pairs that branches share; all else is by the preferred library, these blocks too."""
+    """Returns the blocks' settings. ``backend="nested"`` concerns only pairs that branches share, so the blocks then use "auto"."""
     backend = "auto" if settings.backend == NESTED else settings.backend
     return BlockSettings(settings.is_causal, settings.scale, settings.dropout_p, settings.deterministic, settings.needs_grad, backend)
 

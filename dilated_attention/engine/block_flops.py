@@ -1,7 +1,7 @@
 """FLOP formulas of the block-sparse ops, for torch.utils.flop_counter; importing this registers them.
 
-Pairs are counted from the lists that kernels read, so documents and chosen blocks count as they are. Tensors without values (fake,
-meta) count as one document.
+Pairs are counted from the lists that kernels read, so packed documents and chosen blocks are counted exactly. Tensors without values
+(fake, meta) count as a single document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARD, BACKWARD = 4, 10
 
 
 def kept_pairs(lists: BlockLists, front: int = 0) -> int:
-    """(query, key) pairs that lists keep, of all their groups, without the first ``front`` queries."""
+    """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
     row = lists.row_of_entry % lists.num_rows
     column = lists.columns.long()
     low = torch.where(row == 0, front, 0)
@@ -34,7 +34,7 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     if lists.masks is None:
         return int(sizes.sum())
     total = int(sizes[lists.masks < 0].sum())
-    # many blocks share a mask, and nearly all of them all of it
+    # many blocks share a mask, and nearly all of them use all of it
     masked = (lists.masks >= 0).nonzero()[:, 0]
     kinds, times = torch.stack((lists.masks.long(), low, high, width), 1)[masked].unique(dim=0, return_counts=True)
     rows, keys = (torch.arange(size, device=kinds.device) for size in (lists.q_block, lists.k_block))
@@ -47,7 +47,7 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, optional: tuple[Any, ...], spec: str, is_causal: bool, query_offset: int) -> int:
-    """Of the whole batch. ``optional``: key_padding_mask, cu_seqlens, seed, kept."""
+    """Counts the pairs of the whole batch. ``optional`` holds key_padding_mask, cu_seqlens, seed, kept."""
     if not q.numel():
         return 0
     cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (optional[1], optional[3]))
@@ -79,23 +79,23 @@ def _both_flops(per_pair: int, q: torch.Tensor, k: torch.Tensor, optional: tuple
 
 @register_flop_formula(torch.ops.dilated_attention.block_sparse_attention, get_raw=True)
 def _forward(q: Any, k: Any, v: Any, *arguments: Any, **_: Any) -> int:
-    """4·D per kept pair."""
+    """Counts 4·D per kept pair."""
     return _block_flops(FORWARD, q, k, arguments[:4], arguments[4:])
 
 
 @register_flop_formula(torch.ops.dilated_attention.block_sparse_attention_backward, get_raw=True)
 def _backward(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *arguments: Any, **_: Any) -> int:
-    """10·D per kept pair."""
+    """Counts 10·D per kept pair."""
     return _block_flops(BACKWARD, q, k, arguments[:4], arguments[4:])
 
 
 @register_flop_formula(torch.ops.dilated_attention.block_sparse_dilated_attention, get_raw=True)
 def _both_forward(q: Any, k: Any, v: Any, *arguments: Any, **_: Any) -> int:
-    """4·D per pair of each part."""
+    """Counts 4·D per pair of each part."""
     return _both_flops(FORWARD, q, k, arguments[:4], arguments[4:])
 
 
 @register_flop_formula(torch.ops.dilated_attention.block_sparse_dilated_attention_backward, get_raw=True)
 def _both_backward(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *arguments: Any, **_: Any) -> int:
-    """10·D per pair of each part."""
+    """Counts 10·D per pair of each part."""
     return _both_flops(BACKWARD, q, k, arguments[:4], arguments[4:])

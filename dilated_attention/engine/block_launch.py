@@ -1,4 +1,4 @@
-"""One document's attention over lists of kept blocks, on one backend: cut to its limits, with any gradient of lse.
+"""Runs one document's attention over lists of kept blocks on one backend, cut to its limits, including a gradient of lse.
 
 Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
 """
@@ -21,11 +21,11 @@ Tensors = tuple[torch.Tensor, ...]
 def forward_lists(
     backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, *, front: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) of the pairs that ``lists`` keep.
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
-        options: of the whole batch; the lists say what is causal.
-        front: rows by which q begins inside the first query block. Dropout counts them, too.
+        options: options of the whole batch; causality is in the lists.
+        front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
     """
     q = _with_front(q, 1, front)
     assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
@@ -43,15 +43,15 @@ def forward_lists(
 def backward_lists(
     backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None = None, *, front: int = 0
 ) -> Tensors:
-    """Shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
+    """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
 
     Args:
-        tensors: dout, q, k, v and the out and lse of the whole softmax, of which these pairs may be a part.
-        options, front: as of ``forward_lists``.
+        tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
+        options, front: same as in ``forward_lists``.
     """
     dout, q, k, v, out, lse = tensors
     if options.mask.padding is not None or not lists.fills_every_row:
-        # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+        # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
     lse = _with_front(lse, 2, front, torch.inf)
@@ -85,7 +85,7 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
 
 
 def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Options) -> Iterator[tuple[slice, BlockLists, Options]]:
-    """Batch entries of each launch, with their lists and options: as many as the backend takes at once."""
+    """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
     B = tensors[0].shape[0]
     views = [x[:, None] for x in tensors]
     start = 0
@@ -97,7 +97,7 @@ def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Option
 
 
 def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
-    """The lists of some batch entries."""
+    """Returns the lists of some batch entries."""
     if lists.num_batch == 1:
         return lists
     rows = lists.num_heads * lists.num_rows
@@ -124,7 +124,7 @@ def _options_of(options: Options, where: slice) -> Options:
 
 
 def _with_front(x: torch.Tensor, dim: int, front: int, value: float = 0.0) -> torch.Tensor:
-    """x with ``front`` rows of ``value`` before it along ``dim``."""
+    """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
     if not front:
         return x
     shape = list(x.shape)

@@ -1,4 +1,4 @@
-"""Pattern + shapes → the lists of blocks that kernels read, cached; and lists of some rows, or over renumbered key blocks."""
+"""Builds and caches the lists of blocks that kernels read, from a pattern and shapes; also selects rows and renumbers key blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention.fork import ForkSafeLock
 from dilated_attention.pattern.block import BlockPattern
 from dilated_attention.pattern.block_kept import kept_blocks
 
-# what the cache holds at most, over all devices; lists are about 1 % of one q
+# limits of the cache, over all devices; lists take about 1 % of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
 
@@ -20,7 +20,7 @@ _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
 
 
 def _forget() -> None:
-    """In a child forked while another thread changed the cache."""
+    """Resets the cache in a forked child, since another thread may have been changing it at the time of the fork."""
     global _cache
     _cache = OrderedDict()
 
@@ -38,19 +38,19 @@ def block_lists(
     is_causal: bool = False,
     device: torch.device | str,
 ) -> BlockLists:
-    """The lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), built on ``device``.
+    """Returns the lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), built on ``device``.
 
     Args:
-        num_keys: N, the positions of the key sequence, from 0 on.
+        num_keys: N, the number of positions of the key sequence, which starts at 0.
         first_query: a multiple of the query block.
-        num_queries: None: up to N.
+        num_queries: number of queries; None for all up to N.
 
     Returns:
-        Lists, cached by all arguments; one for all heads (``num_heads`` 1 of the result) unless the pattern differs between heads.
-        ``interval`` is filled where all masks of single pairs are stretches [low, high) of their query, the same for all heads.
+        Lists, cached by all arguments. One list serves all heads (``num_heads`` of the result is 1) unless the pattern differs between
+        heads. ``interval`` is set if the pairs that masks keep form one range [low, high) per query, the same for all heads.
 
     Raises:
-        ValueError: the pattern does not exist at N, or queries lie beyond it.
+        ValueError: the pattern does not exist at N, or queries are beyond N.
     """
     num_queries = num_keys - first_query if num_queries is None else num_queries
     if first_query < 0 or first_query % pattern.q_block:
@@ -77,12 +77,12 @@ def block_lists(
 
 
 def clear_block_lists() -> None:
-    """Forget all cached lists."""
+    """Clears the cache of lists."""
     with _lock:
         _cache.clear()
 
 
-# lists made while only inferring are to serve training, too
+# lists that are built in inference mode must be usable in training, too
 @torch.inference_mode(False)
 @torch.no_grad()
 def _built(
@@ -104,16 +104,16 @@ def _built(
         interval=kept.interval,
     )
     if device.type == "cuda":
-        # the cache hands the lists to other streams, too
+        # the cache also returns the lists to code on other streams
         torch.cuda.current_stream(device).synchronize()
     return lists
 
 
 def select_rows(lists: BlockLists, rows: torch.Tensor) -> BlockLists:
-    """The lists of some query blocks, in the order given: what a process computes that holds these queries.
+    """Returns the lists of some query blocks, in the given order, as needed by a process that holds these queries.
 
     Args:
-        rows: (R,) int64 query blocks of ``lists``. A short last block can only be selected last.
+        rows: (R,) int64 query blocks of ``lists``. A short last block may only be selected as the last one.
     """
     rows = rows.to(lists.columns.device)
     short = lists.num_rows * lists.q_block - lists.num_queries
@@ -148,13 +148,14 @@ def select_rows(lists: BlockLists, rows: torch.Tensor) -> BlockLists:
 
 
 def renumber_columns(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
-    """The lists over other key blocks: column c becomes ``mapping[c]``, or is left out where that is −1.
+    """Returns the lists over other key blocks: column c becomes ``mapping[c]``, or is dropped where that is −1.
 
     Args:
-        mapping: (columns,) int64, no two of them to one new column. A block that is short here or there must be short by as much in both.
-        num_keys: positions of the new keys.
+        mapping: (columns,) int64, with no two columns mapped to the same one. A block that is short before or after must be short by the
+            same amount in both.
+        num_keys: number of new keys.
 
-    The interval, which speaks of positions, stays only where every column keeps its number.
+    The interval is in positions, so it is kept only if every column keeps its number.
     """
     mapping = mapping.to(lists.columns.device)
     assert mapping.shape[0] == lists.num_columns

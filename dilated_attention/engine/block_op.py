@@ -1,6 +1,7 @@
-"""The custom op of block-sparse attention: schema, fake, autograd. Its lists are made inside, so torch.compile sees a name of the pattern.
+"""The custom op of block-sparse attention: schema, fake implementation, autograd.
 
-``torch.ops.dilated_attention.block_sparse_attention`` is what a selective-checkpointing policy lists as must-save.
+The op builds its lists inside, so torch.compile sees only the name of the pattern. A selective-checkpointing policy should list
+``torch.ops.dilated_attention.block_sparse_attention`` as must-save.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def block_sparse_attention_op(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)). Arguments are checked by the caller.
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)). The caller checks the arguments.
 
-    ``spec`` is ``BlockPattern.spec()``; ``kept`` is what a content-chosen pattern chose.
+    ``spec`` is ``BlockPattern.spec()``; ``kept`` holds the blocks that a content-chosen pattern chose.
     """
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     if not q.numel():
@@ -77,7 +78,7 @@ def block_sparse_attention_backward_op(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shares (dq, dk, dv), contiguous, in the inputs' dtype; ``out`` and ``lse`` may be those of a larger softmax."""
+    """Returns the shares (dq, dk, dv), contiguous, in the inputs' dtype. ``out`` and ``lse`` may be those of a larger softmax."""
     if not q.numel():
         return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
@@ -91,7 +92,10 @@ def block_sparse_attention_backward_op(
 
 
 def as_new(x: torch.Tensor) -> torch.Tensor:
-    """x as a tensor of its shape is made, which is what the fakes promise: contiguous in dimensions of size 1, too, and no part of another."""
+    """Returns x with default strides and no storage offset, as the fake implementations promise, or a copy of x if it has others.
+
+    Strides of dimensions of size 1 must be the default ones, too.
+    """
     strides = itertools.accumulate((max(size, 1) for size in reversed(x.shape[1:])), operator.mul, initial=1)
     if x.storage_offset() == 0 and x.stride() == tuple(strides)[::-1]:
         return x

@@ -1,7 +1,7 @@
-"""Attention over the pairs that a block pattern keeps: its lists, a backend for them, its documents one by one.
+"""Runs attention over the pairs that a block pattern keeps: builds its lists, selects a backend, and runs documents one by one.
 
-Raw functions on plain tensors, for the ops and the ring: the backward takes the out and lse of the whole softmax, of which these
-pairs may be a part. Layout: q (B, Nq, H, D), k and v (B, Nk, K, D), lse (B, H, Nq).
+These are raw functions on plain tensors, for the custom ops and ring attention. The backward takes the out and lse of the whole softmax,
+of which these pairs may be a part. Layout: q (B, Nq, H, D), k and v (B, Nk, K, D), lse (B, H, Nq).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dilated_attention.pattern import BlockPattern
 
 
 class BlockSettings(NamedTuple):
-    """The plain arguments of an op."""
+    """The non-tensor arguments of an op."""
 
     is_causal: bool
     scale: float
@@ -36,12 +36,12 @@ class BlockSettings(NamedTuple):
 
 
 class BlockMasks(NamedTuple):
-    """What keeps pairs out, or places them, beside the pattern.
+    """What masks pairs or determines their positions, in addition to the pattern.
 
     Args:
-        padding: (B, Nk) bool, True = the key takes no part.
-        documents: (start, end) of packed documents, each with a grid of blocks from its own first position; None for one.
-        seed: of dropout by position.
+        padding: (B, Nk) bool, True = the key is ignored.
+        documents: (start, end) of packed documents, each with a grid of blocks that starts at its first position; None for one document.
+        seed: seed of position-based dropout.
         query_offset: position of the first query.
         kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
     """
@@ -55,7 +55,7 @@ class BlockMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """A document (see ``Piece``) and what computes it."""
+    """A document (see ``Piece``) with the backend and options that compute it."""
 
     keys: slice
     rows: slice
@@ -71,10 +71,10 @@ class _Part:
 def blocks_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) of the pairs that the pattern keeps.
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps.
 
     Raises:
-        BackendUnavailable: before results are allocated; with ``needs_grad`` for want of a backward, too.
+        BackendUnavailable: no backend can compute the forward or, with ``needs_grad``, the backward. Raised before results are allocated.
     """
     parts = _parts(False, (q, k, v), pattern, settings, masks)
     k, v = without_padding(k, v, masks.padding)
@@ -97,7 +97,7 @@ def blocks_forward(
 def blocks_backward(
     tensors: Tensors, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks, dlse: torch.Tensor | None = None
 ) -> Tensors:
-    """Shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
+    """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
         tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
@@ -115,7 +115,7 @@ def blocks_backward(
 
     if len(parts) == 1:
         return run(parts[0])
-    # documents share no row, so nothing is summed
+    # documents share no rows, so nothing needs to be summed
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for part in parts:
         dq, dk, dv = run(part)
@@ -126,7 +126,7 @@ def blocks_backward(
 
 
 def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks) -> list[_Part]:
-    """Every document with its lists, backend and options."""
+    """Returns every document with its lists, backend and options."""
     q, k = views[:2]
     seed = 0 if masks.seed is None else int(masks.seed.item())
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -145,7 +145,7 @@ def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: B
 
 
 class Piece(NamedTuple):
-    """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which have those rows."""
+    """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which include those rows."""
 
     keys: slice
     rows: slice
@@ -162,11 +162,11 @@ def pieces_of(
     masks: BlockMasks,
     device: torch.device,
 ) -> Iterator[Piece]:
-    """The documents, or the whole as one."""
-    # a query block begins where the pattern's grid says: rows in front of the first query are computed and cut off again
+    """Yields the documents, or the whole sequence as one."""
+    # query blocks begin on the pattern's grid: the rows before the first query are computed, too, and cut off afterwards
     front = masks.query_offset % pattern.q_block
     first_query = masks.query_offset - front
-    # of ``kept``, where documents lie one after another
+    # first row of the document in ``kept``, where the rows of documents follow one another
     first_row = 0
     for start, end in masks.documents or ((0, num_keys),):
         keys = slice(start, end)
@@ -184,7 +184,7 @@ def pieces_of(
 
 
 def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_mask: bool, is_backward: bool) -> Request:
-    """What is asked of a backend for these lists; ``views`` are q, k and what else it reads."""
+    """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
     q, k = views[:2]
     return Request(
         hardware=detect(q.device),
@@ -199,7 +199,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_m
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         extent=max(segment_extent(x, max(lists.num_queries, lists.num_keys)) for x in views),
-        # keys that a row keeps, on the mean
+        # mean number of keys that a row keeps
         length=max(1, lists.num_entries * lists.k_block // max(1, lists.num_groups * lists.num_rows)),
         blocks=(lists.q_block, lists.k_block),
         block_masks=lists.mask_kind,
@@ -207,7 +207,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_m
 
 
 def select_backend(request: Request, settings: BlockSettings) -> Backend:
-    """The backend of this pass. A forward that needs gradients asks for both, so that BackendUnavailable comes before the work."""
+    """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: visits the pairs of nested branches, not lists of blocks\n"
@@ -220,7 +220,7 @@ def select_backend(request: Request, settings: BlockSettings) -> Backend:
 
 
 def _dropout(q: torch.Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:
-    """By position in the whole sequence, so that a cut changes no element's fate."""
+    """Returns dropout by position in the whole sequence, so that a cut does not change which elements are dropped."""
     B, _, H, _ = q.shape
 
     def positions(where: Range) -> torch.Tensor:

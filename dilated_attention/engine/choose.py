@@ -1,9 +1,9 @@
-"""Which key blocks each query block keeps, chosen from what they hold: means of blocks, their scores, the best of every row.
+"""Chooses the key blocks that each query block keeps by their content: it scores the means of blocks and keeps the best of every row.
 
     score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
 
-The choice is one custom op, so torch.compile sees a tensor of bits; it has no gradient. Scores are held for some rows at a time.
-The torch functions below are the definition, and what a CPU runs; ``choose_triton`` makes the same choice of the same scores.
+The choice is a single custom op, so torch.compile sees a tensor of bits. It has no gradient. Scores exist for some rows at a time.
+The torch functions below are the definition and run on a CPU; ``choose_triton`` makes the same choice from the same scores.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from dilated_attention.engine.watched import watched
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.content import share_of
 
-# of scores at a time: for kernels, and in torch, where sorting takes several times as much beside them
+# bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
-# of positions at a time, in the dtype that they are summed in
+# bytes of positions at a time, in the dtype they are summed in
 _MEAN_BYTES = 2**26
-# Shares of the softmax are whole numbers, so that sums do not depend on their order: 2**_WEIGHT_BITS is the row's largest weight, and
-# ``mass`` counts in units of 2**-SHARE_BITS. Together with 2**16 columns they fill 62 bits.
+# Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS, and
+# ``mass`` is in units of 2**-SHARE_BITS. Together with 2**16 columns they fill 62 bits.
 _WEIGHT_BITS, SHARE_BITS = 24, 22
 
 
 class Part(NamedTuple):
-    """Some rows of one document, as a choice reads them. Columns are the document's.
+    """The data of some rows of one document that the choice reads. Columns are those of the document.
 
     Args:
-        own, scored, seen: of those rows, see ``Grid``.
-        budget: (B or 1, rows) int32: blocks that a row keeps, with those that it keeps in any case; None where mass decides.
-        always, within: (H or 1, rows, words) int32: blocks kept in any case; blocks among which is chosen. None for the row's own; for all.
-        real: (B, words) int32: blocks with a key that is no padding; None for all.
+        own, scored, seen: the entries of these rows, see ``Grid``.
+        budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
+        always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
+        within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
+        real: (B, words) int32: blocks with at least one key that is not padding; None for all.
     """
 
     own: torch.Tensor
@@ -67,10 +68,11 @@ def choose_blocks_op(
     scale: float,
     query_offset: int,
 ) -> torch.Tensor:
-    """kept (B, H, R, W) int32: bit c % 32 of word c // 32 of row r is set where query block r keeps key block c.
+    """Returns kept (B, H, R, W) int32: bit c % 32 of word c // 32 of row r is set if query block r keeps key block c.
 
-    Rows begin at multiples of the query block's positions. With ``cu_seqlens`` documents lie one after another, each with columns
-    of its own; rows beyond the last one keep nothing. ``spec`` is ``TopBlocks.spec()``. Arguments are checked by the caller.
+    Rows begin at positions that are multiples of the query block. With ``cu_seqlens``, the rows of documents follow one another, and
+    each document numbers its own columns; rows after those of the last document keep nothing. ``spec`` is ``TopBlocks.spec()``. The
+    caller checks the arguments.
     """
     pattern = _top_blocks(spec)
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
@@ -106,7 +108,7 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, in
     def call(*args: Any) -> tuple[torch.Tensor]:
         return (choose_blocks_op(*args),)
 
-    # documents are bounded for one row
+    # cu_seqlens is for batch size 1
     (kept,), _ = (folded if args[3] is None else each)(call, info.batch_size, in_dims, args)
     return kept, 0
 
@@ -141,7 +143,7 @@ def _choose(
         first, last = document.rows
         for start in range(first, last, size):
             stop = min(start + size, last)
-            # later rows score more columns; by sixteens, as kernels read aligned rows faster
+            # later rows score more columns; the width is a multiple of 16, since kernels read aligned rows faster
             width = min(-(-grid.last_scored[stop - 1] // 16) * 16, columns)
             means = k_means[:, :, document.columns[0] : document.columns[0] + width]
             scores = _scores(q_means[:, :, start:stop], means)
@@ -157,11 +159,11 @@ def _choose(
 
 
 def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """(B, H, ranges, D), float32 (float64): means of x (B, N, H, D) over positions [low, high), 0 where all are padding.
+    """Computes the means (B, H, ranges, D), float32 (float64), of x (B, N, H, D) over positions [low, high); 0 where all are padding.
 
     Args:
-        ranges: (2, ranges) int32; none is empty.
-        padding: (B, N) bool, True = the position does not count.
+        ranges: (2, ranges) int32; no range may be empty.
+        padding: (B, N) bool, True = the position is ignored.
     """
     if has_kernels(x):
         from dilated_attention.engine.choose_triton import block_means as fused
@@ -182,7 +184,7 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
 
 
 def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, slice, int]]:
-    """Stretches of ranges that are equally long and lie side by side: (which ranges, their positions, positions of each)."""
+    """Groups adjacent ranges of equal length. Yields (which ranges, their positions, number of positions in each)."""
     low, high = ranges.tolist()
     start = 0
     while start < len(low):
@@ -200,14 +202,14 @@ def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, sl
 
 
 def _count(flags: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-    """(B, ranges): flags (B, N) bool that are set in [low, high)."""
+    """Counts the flags (B, N) bool that are set in each range [low, high): (B, ranges)."""
     before = torch.nn.functional.pad(flags.cumsum(1), (1, 0))
     low, high = ranges.long()
     return before[:, high] - before[:, low]
 
 
 def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.Tensor | None, num_heads: int, query_offset: int) -> Part:
-    """All rows of a document. num_real (B, columns of all documents): keys of each block that are no padding."""
+    """Returns the data of all rows of a document. num_real (B, columns of all documents): number of keys per block that are not padding."""
     rows = slice(*document.rows)
     seen = grid.seen[rows]
     front = query_offset % pattern.q_block
@@ -238,8 +240,8 @@ def share_units(mass: float) -> int:
 def _static_bits(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, device: torch.device
 ) -> torch.Tensor:
-    """(H or 1, rows, words) int32: blocks of which the pattern keeps any pair, causal or not."""
-    # their masks tell which blocks of a composition are empty, so lists and not ``entries``
+    """Returns (H or 1, rows, words) int32: the blocks of which the pattern keeps any pair, without causality."""
+    # from lists instead of ``entries``, since only their masks show which blocks of a composition are empty
     lists = block_lists(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=False, device=device)
     return bits_of_lists(lists)
 
@@ -252,7 +254,7 @@ def _rows_of(part: Part, start: int, stop: int) -> Part:
 
 
 def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
-    """(B, H, rows, columns) contiguous, of means (B, H, rows, D) and (B, K, columns, D)."""
+    """Computes scores (B, H, rows, columns), contiguous, from means (B, H, rows, D) and (B, K, columns, D)."""
     B, H, rows, D = q_means.shape
     K, columns = k_means.shape[1:3]
     grouped = q_means.reshape(B, K, H // K * rows, D)
@@ -260,14 +262,14 @@ def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
 
 
 def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(forced, candidates): blocks kept in any case, and those among which is chosen; bool, broadcastable to (B, H, rows, columns)."""
+    """Returns (forced, candidates): blocks that are always kept, and those to choose from; bool, broadcastable to (B, H, rows, columns)."""
     column = torch.arange(num_columns, dtype=torch.int32, device=part.seen.device)
     scored, seen, own_low, own_high = (x[:, None] for x in (part.scored, part.seen, *part.own))
     exists = (column < seen)[None, None]
     if part.real is not None:
         exists = exists & unpack(part.real, num_columns)[:, None, None]
     allowed = exists if part.within is None else exists & unpack(part.within, num_columns)
-    # causality shows these to some queries of the row only, so their keys may not be looked at
+    # only some queries of the row may see these blocks under causality, so their keys must not influence the choice
     forced = allowed & (column >= scored)
     if part.always is None:
         forced = forced | allowed & (column >= own_low) & (column < own_high)
@@ -277,7 +279,7 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def softmax_weights(scores: torch.Tensor, part: Part) -> torch.Tensor:
-    """int32 weights (B, H, rows, width) of the scored blocks that may be kept, proportional to the softmax of their scores."""
+    """Computes int32 weights (B, H, rows, width) of the scored blocks that may be kept, proportional to the softmax of their scores."""
     width = scores.shape[-1]
     if not width:
         return scores.to(torch.int32)
@@ -286,19 +288,20 @@ def softmax_weights(scores: torch.Tensor, part: Part) -> torch.Tensor:
     weighed = candidates | forced & (column < part.scored[:, None])
     values = torch.where(scores.isnan(), torch.inf, scores).masked_fill_(~weighed, -torch.inf)
     high = values.amax(-1, keepdim=True)
-    # infinity less infinity: the highest weighs 1 whatever it is
+    # the highest score gets weight 1 even if it is infinite, where inf − inf would give NaN
     weights = torch.where(values == high, 1.0, (values - high).exp_())
     return (weights * 2**_WEIGHT_BITS).round_().to(torch.int32).masked_fill_(~weighed, 0)
 
 
 def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None, part: Part, num_columns: int, share: int) -> None:
-    """Writes the rows' bits into kept (B, H, rows, words): forced blocks, and then the highest scores until there is enough.
+    """Writes the rows' bits into kept (B, H, rows, words): the forced blocks, then the blocks with the highest scores until it suffices.
 
-    Enough is the row's budget of blocks, or of weights ``share`` · 2**-SHARE_BITS of their sum. Of equal scores lower columns come first.
+    It suffices when the row's budget of blocks is reached or, with weights, ``share`` · 2**-SHARE_BITS of their sum. Among equal scores,
+    lower columns come first.
 
     Args:
         scores: (B, H, rows, width); columns from width on are not scored.
-        weights: as of ``softmax_weights``; None where blocks are counted.
+        weights: from ``softmax_weights``; None to count blocks.
     """
     width = scores.shape[-1]
     forced, candidates = (x.expand(*kept.shape[:3], -1) for x in fates(part, num_columns))
@@ -321,7 +324,7 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
 
 
 def _ordered(scores: torch.Tensor) -> torch.Tensor:
-    """int64 in the order of the scores; what is not a number comes above infinity, as keeping it spoils the result as it should."""
+    """Maps scores to int64 of the same order. NaN ranks above infinity: its block is kept and makes the result NaN, as it should."""
     bits = scores.view(torch.int64 if scores.dtype is torch.float64 else torch.int32)
     highest = torch.iinfo(bits.dtype).max
     key = torch.where(bits < 0, bits ^ highest, bits).long()

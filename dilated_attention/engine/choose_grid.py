@@ -1,6 +1,6 @@
-"""Where the query and key blocks of one call lie, and which of them a row sees, scores or keeps for itself: tables that depend on shapes alone.
+"""Tables of a call's query and key blocks: where they are, and which key blocks a row sees, scores or owns. They depend on shapes alone.
 
-Packed documents lie one after another: each has rows and columns of its own, counted from its own beginning.
+Packed documents follow one another. Each has separate rows and columns, counted from its first position.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Blocks of a call.
+    """The blocks of a call.
 
     Args:
-        documents: their places; together they are all rows that are used.
-        num_rows: R of ``kept``, at least the rows that are used.
+        documents: rows and columns of each document; together they are all rows in use.
+        num_rows: R of ``kept``, at least the number of rows in use.
         words: W of ``kept``.
         queries: (2, rows) int32: the queries [low, high) whose mean a row is scored by.
-        keys: (2, columns) int32: the keys [low, high) of a column, of all documents one after another.
+        keys: (2, columns) int32: the keys [low, high) of each column, for all documents one after another.
         own: (2, rows) int32: columns [low, high) of the document that hold the row's own positions.
-        scored: (rows,) int32: columns before this one are scored; under causality those that every query of the row sees whole.
+        scored: (rows,) int32: columns before this one are scored. Under causality, these are the ones that every query of the row sees
+            entirely.
         seen: (rows,) int32: columns before this one exist for the row.
-        missing: (rows,) int32: columns that a causal row would see, too, if the sequence did not end before it does. They count as kept
-            wherever blocks are counted, or further keys would change what a query does.
+        missing: (rows,) int32: columns that a causal row would also see if the sequence did not end inside the row. They count as kept
+            wherever blocks are counted; otherwise further keys would change the result of earlier queries.
         last_scored: the same as ``scored``, on the host.
     """
 
@@ -56,7 +57,7 @@ class Grid:
 
 
 def num_rows_of(num_queries: int, q_block: int, query_offset: int, num_documents: int | None) -> int:
-    """R of ``kept``: with packed documents a bound that their lengths do not change."""
+    """Returns R of ``kept``. With packed documents, it is an upper bound that does not depend on their lengths."""
     if num_documents is None:
         return -(-(query_offset % q_block + num_queries) // q_block)
     return num_queries // q_block + num_documents
@@ -79,13 +80,13 @@ def make_grid(
     before: bool,
     device: torch.device,
 ) -> Grid:
-    """Kept by shape, so that a call copies nothing to the GPU.
+    """Returns the grid of a call, cached by shape, so that a repeated call copies nothing to the GPU.
 
     Args:
         block: (query block, key block).
-        documents: (start, end) of each that is not empty; None for one.
-        num_documents: with the empty ones; None for one.
-        before: rows are scored by the queries up to their first one, not by their own.
+        documents: (start, end) of each non-empty document; None without packed documents.
+        num_documents: number of documents, including empty ones; None without packed documents.
+        before: rows are scored by the queries up to and including their first one, not by their own queries.
     """
     q_block, k_block = block
     places, tables, keys = [], [], []
@@ -115,20 +116,20 @@ def make_grid(
 
 
 def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool) -> torch.Tensor:
-    """(queries low, high, own low, high, scored, seen, missing) of each row of one document, (7, rows) int64.
+    """Returns (queries low, high, own low, high, scored, seen, missing) of each row of one document, (7, rows) int64.
 
-    Query blocks begin at multiples of q_block *positions*, so the first one may lack queries in front.
+    Query blocks begin at *positions* that are multiples of q_block, so the first one may lack its leading queries.
     """
     q_block, k_block = block
     end = query_offset + queries[1] - queries[0]
     first = torch.arange(query_offset // q_block * q_block, end, q_block)
     last = (first + q_block).clamp(max=end)
     low, high = (first - q_block + 1, first + 1) if before else (first, last)
-    # of the queries that are there, at least the first
+    # clamped to the existing queries, with at least the first one
     low, high = (low - query_offset).clamp(min=0), (high - query_offset).clamp(min=1)
     columns = torch.full_like(first, -(-num_keys // k_block))
     own_low, own_high = first // k_block, (last - 1) // k_block + 1
-    # a shorter last block, too, is seen whole only by queries behind where a whole one would end
+    # even a shorter last block counts as seen entirely only by queries after the point where a full block would end
     scored, seen = ((first + 1) // k_block, own_high) if is_causal else (columns, columns)
     missing = (first + q_block - 1) // k_block + 1 - seen if is_causal else torch.zeros_like(first)
     return torch.stack([queries[0] + low, queries[0] + high, own_low, own_high, scored, seen, missing])

@@ -1,7 +1,7 @@
-"""Block means and the choice of blocks as Triton kernels.
+"""Triton kernels for block means and for the choice of blocks.
 
-A row's choice is found without sorting: the score at which enough is taken is built bit by bit, highest bit first, by 32 sums over
-the row, which a program holds in registers; among equal scores the lower columns win. So exactly as many blocks are kept as asked.
+A row's blocks are chosen without sorting. The threshold score that suffices is built bit by bit, highest bit first, by 32 sums over the
+row, which a program holds in registers. Among equal scores, the lower columns win. So exactly the requested number of blocks is kept.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 
 from dilated_attention.engine.choose import SHARE_BITS, Part
 
-# positions that a program adds at a time
+# positions that a program adds up at a time
 _TILE = 32
-# columns of a warp: 32 registers a thread for their scores
+# columns per warp: 32 registers per thread for their scores
 _WARP_COLUMNS = 1024
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-# above infinity's: what is not a number is kept, and spoils the result as it does in dense attention
+# above the key of infinity: a NaN is kept and makes the result NaN, as in dense attention
 _NAN_KEY = tl.constexpr(0x7F800001)
 
 
@@ -27,7 +27,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     x, ranges, padding, means, num_rows, num_heads, stride_b, stride_n, stride_h, padding_stride,
     PADDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # heads of the same positions lie side by side in memory
+    # heads of the same positions are adjacent in memory
     head, row, batch = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads, tl.program_id(1)
     low, high = tl.load(ranges + row), tl.load(ranges + num_rows + row)
     d = tl.arange(0, BLOCK_D)
@@ -94,12 +94,12 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         weight = candidate.to(tl.int32)
         need = tl.load(budget + batch * budget_stride + row) - tl.sum(forced.to(tl.int32), 0)
         need = tl.minimum(tl.maximum(need, 0), tl.sum(weight, 0))
-    # in unsigned order; the largest score at or above which lies enough
+    # in unsigned order: the largest threshold such that the scores at or above it suffice
     limit = tl.zeros((), tl.int32)
     bit = tl.full((), 1, tl.int32)
     for index in range(32):
         trial = limit | (bit << (31 - index))
-        # every key but a candidate's is below, so where blocks are counted no weight is held
+        # keys of non-candidates are all below the threshold, so counting blocks needs no weights in registers
         reached = key >= (trial ^ _LOWEST)
         above = tl.sum(tl.where(reached, weight, 0), 0) if MASS else tl.sum(reached.to(tl.int32), 0)
         limit = tl.where(above >= need, trial, limit)
@@ -115,7 +115,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``choose.block_means``: each position is read once, where it lies. x (B, N, H, D) of any strides, the last one 1."""
+    """Same as ``choose.block_means``, reading each position once and in place. x (B, N, H, D) has any strides, the last one 1."""
     B, _, H, D = x.shape
     rows = ranges.shape[1]
     means = torch.empty((B, H, rows, D), dtype=torch.float32, device=x.device)
@@ -124,7 +124,7 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
     if padding is not None and padding.stride(1) != 1:
         padding = padding.contiguous()
     assert x.stride(3) == 1 and ranges.is_contiguous()
-    # Triton launches on the current device, which need not be x's
+    # Triton launches on the current device, which may not be x's
     with torch.cuda.device_of(x):
         _mean_kernel[(rows * H, B)](
             x, ranges, ranges if padding is None else padding.view(torch.uint8), means, rows, H, *x.stride()[:3],
@@ -135,11 +135,11 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
 
 
 def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None, part: Part, num_columns: int, share: int) -> None:
-    """As ``choose.choose_rows``. scores, weights (B, H, rows, width) contiguous float32 and int32, kept (B, H, rows, words)."""
+    """Same as ``choose.choose_rows``. scores float32, weights int32 (B, H, rows, width), contiguous; kept (B, H, rows, words)."""
     B, H, rows, width = scores.shape
     assert scores.is_contiguous() and (weights is None or weights.is_contiguous()) and kept.stride(0) == H * kept.stride(1)
     tables = (part.always, part.within, part.real)
-    # all have rows of as many words
+    # all tables must have the same number of words per row
     strides = {x.stride(-2) for x in tables if x is not None}
     assert len(strides) <= 1 and all(x is None or x.stride(-1) == 1 for x in tables)
     columns = max(32, triton.next_power_of_2(num_columns))

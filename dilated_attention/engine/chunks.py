@@ -1,7 +1,7 @@
-"""What is computed at a time, so that results wait for their merge in bounded memory, however long the sequence.
+"""Cuts a call into chunks, so that results waiting for their merge take bounded memory, however long the sequence is.
 
-Heads never meet, and neither do stretches of positions that begin and end with a segment of every branch. So a call is cut into
-chunks of heads × positions, each a call of its own on views.
+Heads are independent of each other, and so are stretches of positions that begin and end at a segment boundary of every branch. So a
+call is cut into chunks of heads × positions, each of which is a separate call on views.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.run import PART_BYTES
 from dilated_attention.pattern import DilatedPattern
 
-# a call keeps its transient memory to this, or to this share of q, k and v where that is more
+# a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
 TRANSIENT_BYTES = 512 * 2**20
 TRANSIENT_SHARE = 0.05
-# chunks that are computed beside each other
+# number of chunks that are computed concurrently
 LANES = 2
 
 
@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Heads and positions of each chunk, how many are alive at once, and whether what waits in them fits the budget."""
+    """Heads and positions of each chunk, how many chunks are alive at once, and whether their waiting results fit the budget."""
 
     heads: int
     positions: int
@@ -59,11 +59,11 @@ def make_cut(
     budget: int,
     waiting: DilatedPattern | None = None,
 ) -> Cut:
-    """The largest chunks whose parts fit ``budget`` bytes together, or the smallest there are.
+    """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:
-        row_bytes: bytes that a part keeps of one position of one head.
-        waiting: branches whose results wait for the merge, where those are not the pattern's.
+        row_bytes: bytes that a part keeps for one position of one head.
+        waiting: branches whose results wait for the merge, if they differ from those of the pattern.
     """
     group = num_heads // num_kv_heads
 
@@ -79,7 +79,7 @@ def make_cut(
     if period < num_positions and per_period <= budget:
         return Cut(num_heads, period * (budget // per_period), LANES, True)
     kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
-    # as many chunks as that makes, all of the same size
+    # the same number of chunks, but of equal size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
     return Cut(kv_heads * group, period, LANES, part_bytes(kv_heads * group, period) <= budget)
 
@@ -87,7 +87,10 @@ def make_cut(
 def backward_layers_cut(
     pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> Cut:
-    """Chunks of a backward whose shares wait in layers: a part keeps dq, dk and dv; beside them each lane's launch accumulates dq in float32."""
+    """Returns the chunks of a backward whose shares wait in layers.
+
+    A part keeps dq, dk and dv. In addition, the launch of each lane accumulates dq in float32.
+    """
     inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
     return make_cut(
         pattern,
@@ -101,11 +104,13 @@ def backward_layers_cut(
 
 
 def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPattern], Cut]) -> list[DilatedPattern]:
-    """The pattern, or its branches of shorter segments and those of longer ones: where one head's longest segments alone outgrow
-    the budget, the short branches run first, in chunks, and the long ones, whose parts are few, are merged to that in turn.
+    """Splits the pattern into branches with short and with long segments, if the pattern as a whole does not fit the budget.
+
+    If the longest segments of a single head alone exceed the budget, the short branches run first, in chunks. The long ones, whose
+    parts are few, are then merged into that result.
 
     Args:
-        cut: the chunks of a pattern of this call.
+        cut: returns the chunks of a pattern for this call.
     """
     if cut(pattern).fits:
         return [pattern]
@@ -120,7 +125,7 @@ def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPa
 
 
 def _period(pattern: DilatedPattern, num_positions: int) -> int:
-    """Positions after which all branches begin a segment together; N where that is too far, or where padding depends on N."""
+    """Returns the number of positions after which all branches begin a segment; N if that exceeds N or if padding depends on N."""
     if max(pattern.segment_lengths) >= num_positions or pattern.tail == "zero_keys":
         return num_positions
     return min(num_positions, math.lcm(*pattern.segment_lengths))

@@ -1,9 +1,10 @@
-"""One row of attention for each request, over keys and values that lie in a cache: where they lie, and the row in plain torch.
+"""One row of attention per request over cached keys and values: the layout of the cache, and the row in plain torch.
 
-Position p of request b lies at slot p mod capacity of its own stretch of the cache, or, of a paged cache, at slot p mod page_size of page
-``table[b, p // page_size]``. A stretch may keep its first slots for good, as global tokens need, and let the rest go round.
+Position p of request b is stored at slot p mod capacity of the request's stretch of the cache. In a paged cache, it is at slot
+p mod page_size of page ``table[b, p // page_size]``. A stretch may keep its first slots permanently, as global tokens need, and use
+the rest as a ring buffer.
 
-Shape letters as in ``decode_runs.py``; C slots of a stretch or a page, L keys of a row.
+Shape letters as in ``decode_runs.py``; in addition, C slots of a stretch or a page, and L keys of a row.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dilated_attention.engine.decode_runs import Runs
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """Keys and values of one layer.
+    """The cached keys and values of one layer.
 
     Args:
-        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides with the last one 1.
-        table: (B, pages of a request) int32; None where each request has one stretch, which positions go round.
-        wraps: whether positions reach C, so that slots are taken again. Only without a table.
-        fixed: first positions whose slots are not.
+        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides, the last one 1.
+        table: (B, pages of a request) int32; None if each request has one stretch, in which positions wrap around.
+        wraps: whether positions reach C, so that slots are reused. Only without a table.
+        fixed: number of first positions whose slots are never reused.
     """
 
     k: torch.Tensor
@@ -38,7 +39,7 @@ class Cached:
         return self.k.shape[1]
 
     def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first index, second index) into k and v of positions (B, …) int64."""
+        """Returns (first index, second index) into k and v for positions (B, …) int64."""
         batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
         if self.table is not None:
             return self.table[batch, positions // self.slots].long(), positions % self.slots
@@ -48,20 +49,21 @@ class Cached:
         return batch.expand_as(slot), slot
 
     def write(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v (B, n, K, D) become those of positions (B, n)."""
+        """Stores k, v (B, n, K, D) at positions (B, n)."""
         at = self.places(positions)
         self.k[at], self.v[at] = k, v
 
     def read(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies (B, n, K, D) of positions (B, n)."""
+        """Returns copies (B, n, K, D) of the keys and values at positions (B, n)."""
         at = self.places(positions)
         return self.k[at], self.v[at]
 
 
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, H, D) in q's dtype, lse (B, H)) of q (B, H, D): each row's keys gathered, one softmax. Plain torch, any device and dtype.
+    """Returns (out (B, H, D) in q's dtype, lse (B, H)) for q (B, H, D).
 
-    A row without keys: out 0, lse −inf.
+    It gathers each row's keys and computes one softmax, in plain torch on any device and in any dtype. A row without keys has out 0 and
+    lse −inf.
     """
     B, H, D = q.shape
     K = cached.k.shape[2]
@@ -70,7 +72,7 @@ def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[t
     first, slot = cached.places(positions)
     G = runs.num_groups
     if G == 1:
-        # (B, L, K, D), which all heads share
+        # gathered as (B, L, K, D), shared by all heads
         k, v = (x[first[:, 0], slot[:, 0]].to(wide).transpose(1, 2) for x in (cached.k, cached.v))
     else:
         of_group = torch.arange(G, device=q.device) // (G // K)
@@ -80,6 +82,6 @@ def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[t
     scores = (heads @ k.transpose(-1, -2) * scale).masked_fill(~inside[:, :, None], -torch.inf)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    # slots that no row reads may hold anything
+    # slots that no row reads may hold arbitrary values
     out = weights @ v.masked_fill(~inside[..., None], 0.0)
     return out.view(B, H, D).to(q.dtype), lse.view(B, H)

@@ -1,10 +1,11 @@
-"""What a row of attention reads, as a few runs of evenly spaced keys, worked out on the device from the row's position alone.
+"""The keys that a row of attention reads, as a few runs of evenly spaced keys, computed on the device from the row's position alone.
 
-A branch of a dilated pattern, a window, dense attention and a kept block are each one run: keys first, first + stride, … of some count. A key in
-several runs counts that often, as m of the design's section 1 does. Tables have static shapes, so that a captured CUDA graph can be
-replayed with the positions in a device tensor; patterns of blocks alone look their block row up on the host, once every ``q_block`` steps.
+A branch of a dilated pattern, a window, dense attention and a kept block are each one run: keys first, first + stride, … up to some count.
+A key in several runs counts once for each, like the multiplicity m in section 1 of the design. Tables have static shapes, so a captured
+CUDA graph can be replayed with the positions in a device tensor. Only block patterns look up their block row on the host, once every
+``q_block`` steps.
 
-Shape letters: B requests, H query heads, K key/value heads, G groups of heads that read equal keys (1, K or H), R runs, S keys of a run.
+Shape letters: B requests, H query heads, K key/value heads, G groups of heads that read the same keys (1, K or H), R runs, S keys of a run.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Runs:
     """The keys of one row of each request and head.
 
     Args:
-        first: (B, G, R) int32, the first key of each run; any number where the run is empty.
-        ends: (B, G, R) int32, keys of the runs up to and including this one: run i holds ends[i] − ends[i − 1].
-        stride: (R,) int32, from key to key.
-        max_keys: no row has more keys than this, whatever its position.
-        kept: (B, G, R, S) bool: key i of run j takes part; None: all do.
-        dense: (B,) int32: rows read every one of the first so many positions; None: some other keys.
+        first: (B, G, R) int32, the first key of each run; arbitrary if the run is empty.
+        ends: (B, G, R) int32, cumulative number of keys up to and including each run: run i holds ends[i] − ends[i − 1] keys.
+        stride: (R,) int32, distance between consecutive keys of a run.
+        max_keys: upper bound of the number of keys of a row, at any position.
+        kept: (B, G, R, S) bool: whether key i of run j is used; None if all are.
+        dense: (B,) int32: set if each row reads exactly the first ``dense`` positions; None for other sets of keys.
     """
 
     first: torch.Tensor
@@ -53,7 +54,10 @@ class Runs:
         return self.first.shape[1]
 
     def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(positions (B, G, L) int64, which of them take part, bool), L the most keys of any row here. A host synchronisation off the CPU."""
+        """Returns (positions (B, G, L) int64, bool mask of those that are used), where L is the most keys of any of these rows.
+
+        On devices other than the CPU, this synchronizes with the host.
+        """
         length = int(self.ends[..., -1].max()) if self.ends.numel() else 0
         index = torch.arange(length, dtype=torch.int32, device=self.first.device).expand(*self.first.shape[:2], length).contiguous()
         inside = index < self.ends[..., -1:]
@@ -68,16 +72,17 @@ class Runs:
 
 
 class RowKeys(ABC):
-    """Which keys a row reads, for rows of up to ``max_length`` positions.
+    """Computes which keys a row reads, for sequences of up to ``max_length`` positions.
 
     Args:
         num_groups: G of its tables.
-        max_keys: no row reads more keys.
-        span: rows read none but the last ``span`` positions up to their own; ``max_length`` where that is all that can be said.
-        num_needed: ``needed`` names no more positions than this, the row's own included.
-        fixed: the first positions, which rows read wherever they are.
-        closes_up: rows read the same where the stretches of ``needed`` lie side by side, and their own positions behind them.
-        generation: of the tables that ``runs`` reads; they are other tensors in the next one, so that a graph captured before has to go.
+        max_keys: upper bound of the number of keys that a row reads.
+        span: rows read only the last ``span`` positions up to their own; ``max_length`` if nothing smaller is known.
+        num_needed: upper bound of the number of positions that ``needed`` returns, including the row's own.
+        fixed: number of first positions that rows read wherever they are.
+        closes_up: rows read the same keys if the stretches of ``needed`` are moved next to each other, followed by their own positions.
+        generation: generation of the tables that ``runs`` reads. The next generation has other tensors, so graphs captured before it
+            are invalid.
     """
 
     num_groups: int
@@ -98,29 +103,29 @@ class RowKeys(ABC):
 
     @abstractmethod
     def runs(self, positions: torch.Tensor) -> Runs:
-        """The runs of rows at ``positions`` (B,) int64, elementwise on the device."""
+        """Returns the runs of rows at ``positions`` (B,) int64, computed elementwise on the device."""
 
     def prepare(self, positions: Sequence[int]) -> int:
-        """Look up what rows at these positions need; the generation of the tables that hold it."""
+        """Looks up what rows at these positions need and returns the generation of the tables that hold it."""
         return self.generation
 
     def needed(self, position: int) -> tuple[tuple[int, int], ...]:
-        """Stretches [low, high) of positions before ``position`` that rows from it on may read: all others can be forgotten."""
+        """Returns stretches [low, high) of positions before ``position`` that it or later rows may read. All others can be evicted."""
         return ((max(0, position - self.span + 1), position),)
 
     def align(self, position: int) -> int:
-        """The last position ≤ ``position`` from which a sequence may be counted anew without changing what rows from it on read."""
+        """Returns the last position ≤ ``position`` at which numbering may restart from 0 without changing what later rows read."""
         return 0
 
 
 class DilatedKeys(RowKeys):
-    """Each branch (w, r) is a run: of the row's segment, the keys ≡ o_h (mod r) up to the row, if the row is one of them."""
+    """Each branch (w, r) is one run: the keys ≡ o_h (mod r) of the row's segment up to the row, if the row itself is one of them."""
 
     def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_length: int, device: torch.device) -> None:
         super().__init__(max_length, device)
         branches = [(min(w, max_length), r) for w, r in pattern.branches]
         offsets = torch.tensor(pattern.offsets(num_heads), dtype=torch.int64).T
-        # heads that share a key/value head are read together where they agree
+        # heads that share a key/value head form one group if they read the same keys
         of_kv = offsets.view(num_kv_heads, num_heads // num_kv_heads, -1)
         if bool((offsets == offsets[0]).all()):
             offsets = offsets[:1]
@@ -138,7 +143,7 @@ class DilatedKeys(RowKeys):
     def runs(self, positions: torch.Tensor) -> Runs:
         at = positions[:, None, None]
         inside = at % self._lengths
-        # never negative where the row is taken, as offsets are below the rate
+        # never negative where the branch takes the row, since offsets are below the rate
         index = (inside - self._offsets) // self._rates
         taken = (self._offsets != NOT_IN_BRANCH) & (index * self._rates == inside - self._offsets)
         return Runs.of(at - inside + self._offsets, torch.where(taken, index + 1, 0), self._stride, self.max_keys)
@@ -152,12 +157,12 @@ class DilatedKeys(RowKeys):
 
 
 class WindowKeys(RowKeys):
-    """The row's own key and the ``left`` before it, in one run; all keys before it with ``left`` None: dense attention.
+    """The row's own key and the ``left`` keys before it, in one run. With ``left`` None it is dense attention: all keys before the row.
 
-    A window moves with its row, and the first positions are first wherever it is.
+    The window moves with its row, while ``first_keys`` are always the first positions.
 
     Args:
-        first_keys: so many first positions besides (global tokens), a run of their own.
+        first_keys: number of first positions that rows read in addition (global tokens), in a separate run.
     """
 
     closes_up = True
@@ -193,10 +198,10 @@ class WindowKeys(RowKeys):
 
 
 class BlockKeys(RowKeys):
-    """The kept blocks of the row's query block, a run each, cut by what the pattern keeps for this row.
+    """The kept blocks of the row's query block, one run each, masked by what the pattern keeps for this row.
 
     Args:
-        pattern: prefix-stable, so that the pattern of ``max_length`` positions is that of every shorter sequence, too.
+        pattern: must be prefix-stable, so that the pattern of ``max_length`` positions is also that of every shorter sequence.
     """
 
     def __init__(self, pattern: BlockPattern, num_heads: int, max_length: int, device: torch.device) -> None:
@@ -219,7 +224,7 @@ class BlockKeys(RowKeys):
         listed = {row: self._columns_of(row) for row in set(rows)}
         width = max(x.shape[1] for x in listed.values())
         if self._columns.shape[0] != len(rows) or width > self._columns.shape[2]:
-            # with room to spare: every growth costs a graph
+            # with spare capacity, since every growth invalidates captured graphs
             wide = min(2 ** math.ceil(math.log2(width)), -(-self.max_length // self.pattern.k_block))
             columns = torch.full((len(rows), self.num_groups, max(wide, width)), -1, device=self.device)
             stride = torch.ones(columns.shape[2], dtype=torch.int32, device=self.device)
@@ -229,7 +234,7 @@ class BlockKeys(RowKeys):
         for request, row in enumerate(rows):
             if self._rows[request] != row:
                 columns = listed[row]
-                # of no row while it is written: an error in between must not leave another's under this one's name
+                # invalid while it is written: after an error in between, the columns must not be taken for those of another row
                 self._rows[request] = -1
                 self._columns[request, :, : columns.shape[1]] = columns
                 self._columns[request, :, columns.shape[1] :] = -1
@@ -237,7 +242,7 @@ class BlockKeys(RowKeys):
         return self.generation
 
     def _columns_of(self, row: int) -> torch.Tensor:
-        """(G, width) kept columns of a row of blocks, −1 behind the last."""
+        """Returns (G, width), the kept columns of a row of blocks, with −1 after the last."""
         entries = self.pattern.entries_of_heads(
             self.pattern.grid(self.max_length, (row, row + 1), self.device), tuple(range(self.num_groups))
         )
@@ -275,10 +280,10 @@ def row_keys(
     *,
     window: int | None = None,
 ) -> RowKeys:
-    """What rows of a causal pattern read; None is dense attention, or with ``window`` that of so many keys before each row.
+    """Returns the keys that rows of a causal pattern read. None is dense attention, or with ``window`` over that many keys before each row.
 
     Raises:
-        ValueError: a block pattern whose rows depend on what follows them, so that no cache of keys can give the forward's result.
+        ValueError: a block pattern's rows depend on what follows them, so that a cache of keys cannot reproduce the forward's result.
     """
     device = torch.device(device)
     if pattern is None:

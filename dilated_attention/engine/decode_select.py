@@ -1,4 +1,4 @@
-"""Which kernel decodes a row: this project's Triton kernel, FlashAttention-3's where rows read everything, plain torch."""
+"""Selects the kernel that decodes a row: this project's Triton kernel, FlashAttention-3 where rows read every key, or plain torch."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result
     return decode(q, cached, runs, scale)
 
 
-# in order of preference, as measured on an H200 (docs/decoding.md): of dense rows FlashAttention-3 takes 1.7 times as long with a key head to
-# each query head and 32 requests; it is the faster one, by a fifth at most, for one request with grouped heads in pages
+# in order of preference, as measured on an H200 (docs/decoding.md). For dense rows, FlashAttention-3 takes 1.7 times as long with one key
+# head per query head and 32 requests. It is faster, by a fifth at most, for a single request with grouped heads in pages.
 _DECODERS: dict[str, tuple[Facts, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
     "triton": (TRITON_FACTS, _triton),
     "flash3": (flash3_decode.FACTS, _flash3),
@@ -71,7 +71,7 @@ DECODERS = tuple(_DECODERS)
 
 
 def why_not(name: str, request: Request, *, dense: bool) -> list[str]:
-    """Every reason against decoder ``name``; ``dense``: rows read all of the first positions of the cache."""
+    """Returns every reason against decoder ``name``. ``dense``: rows read all of the first positions of the cache."""
     reasons = reasons_of(_DECODERS[name][0], request)
     if name == "flash3" and not dense:
         reasons.append("reads every key up to the row, and this pattern keeps some only")
@@ -100,7 +100,7 @@ def request_of(q: torch.Tensor | TensorFacts, num_kv_heads: int, hardware: Hardw
 
 
 def _need(arguments: Mapping[str, Any]) -> Need:
-    """The decoder in plain torch makes copies of the keys and values that each row reads, in the accumulation dtype; kernels make none."""
+    """Returns the need of a call. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
     q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
     (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
     request = request_of(q, K)
@@ -110,9 +110,9 @@ def _need(arguments: Mapping[str, Any]) -> Need:
     def terms(setting: Setting) -> Terms:
         e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
         rows = setting.batch * (K if G == 1 else G) * setting.length
-        # the values are looked up while the copy of the keys is there
+        # the values are gathered while the copy of the keys is alive
         copies = rows * D * (2 * a + (e if e != a else 0))
-        # int64 each: the positions, and where they lie
+        # int64 each: the positions and their places in the cache
         return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
 
     def kernels(_: int) -> Iterator[str]:
@@ -136,10 +136,10 @@ def _need(arguments: Mapping[str, Any]) -> Need:
 
 @watched(_need)
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
-    """(out (B, H, D), lse (B, H)) by the preferred decoder that can, or the one named.
+    """Returns (out (B, H, D), lse (B, H)), computed by the most preferred decoder that can, or by the named one.
 
     Raises:
-        BackendUnavailable: the named one cannot; with all reasons.
+        BackendUnavailable: the named decoder cannot compute it. The message has all reasons.
     """
     explained = explain(request_of(q, cached.k.shape[2]), runs.dense is not None, backend)
     if explained.chosen is None:

@@ -1,10 +1,11 @@
-"""One row of attention for each request over a cache, as Triton kernels: the keys of a row are dealt to programs, whose parts are merged.
+"""One row of attention per request over a cache, as Triton kernels: the keys of a row are split among programs, whose parts are merged.
 
-The keys of all runs of a row, one run behind the other, are cut into equal chunks, so that programs have equal work whatever the runs. Each
-program reads its keys and values from the cache where they lie, once for all query heads that share them. Scores and sums are float32.
+The keys of all runs of a row are concatenated and cut into equal chunks, so that programs have equal work whatever the runs are. Each
+program reads its keys and values in place from the cache, once for all query heads that share them. Scores and sums are in float32.
 
-A program multiplies tiles, also for a single query head, whose tile is padded: the tensor cores have time, and the loads run ahead. In float32,
-which they do not multiply, a program for one head keeps a softmax of its own for each of its KEYS lanes and joins them at the end.
+A program multiplies tiles even for a single query head, whose tile is padded: the tensor cores have time to spare, and loads run ahead.
+Tensor cores do not multiply float32, so in float32 a program for one head keeps a separate softmax for each of its KEYS lanes and
+combines them at the end.
 """
 
 # kernels have no types that mypy knows
@@ -25,24 +26,24 @@ Table = tuple[torch.Tensor, torch.Tensor]
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
-# programs for each multiprocessor: enough loads on their way to hide the memory's latency. Many rows are cut finer, so that the last programs
-# to end leave little of the GPU idle; few rows are not, whose parts one program has to merge (H200: 32 requests 98 µs with 32, 127 with 8;
-# one request 11 µs with 8, 14.5 with 32)
+# programs per multiprocessor: enough loads in flight to hide memory latency. Many rows are cut into more programs, so that the last ones
+# to finish leave little of the GPU idle. Few rows are not, since one program has to merge the parts of a row (H200: 32 requests take 98 µs
+# with 32, 127 µs with 8; one request takes 11 µs with 8, 14.5 µs with 32).
 _PROGRAMS, _PROGRAMS_OF_MANY_ROWS = 8, 32
 _MOST_SPLITS = 512
-# elements of a tile of keys, for one query head and for several
+# elements of a tile of keys, for one query head and for several query heads
 _TILE, _DOT_TILE = 4096, 8192
 _MERGED_AT_ONCE = 16
 
-# counts vary from call to call, and a 1 among them would be compiled in. Strides of keys and values are not among these: that they are
-# multiples of 16 must be compiled in, for loads of 16 bytes
+# arguments that vary from call to call; without this list, Triton would compile a value of 1 into the kernel. Strides of keys and values
+# are not in it: the kernel must be compiled for multiples of 16 to use 16-byte loads.
 _VARYING = ["runs_batch", "runs_group", "kept_batch", "kept_group", "table_batch", "num_runs", "slots", "fixed", "num_splits", "num_heads"]
 
 
 @triton.jit
 def _places(positions, block, table, slots, fixed, inside, PAGED: tl.constexpr, WRAPS: tl.constexpr):
-    """(block, slot) of positions, int64: their page, or the request's stretch."""
-    # one return: the compiler visits what follows an early one, and wants equal shapes
+    """Returns (block, slot) of positions, int64; a block is a page or the request's stretch."""
+    # a single return: the compiler also visits the code after an early return and expects equal shapes
     if PAGED:
         page = positions // slots
         block = tl.load(table + page, mask=inside, other=0)
@@ -60,10 +61,10 @@ def rows_kernel(
     HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     RUNS: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr, KEPT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """parts (B, H, splits, D) and their log-sum-exps (B, H, splits) to base 2; a part without keys has −inf, and may hold anything.
+    """Writes parts (B, H, splits, D) and their log-sum-exps (B, H, splits) to base 2.
 
-    HEADS query heads a program, padded to ROWS; GROUP query heads to a key/value head; KEPT keys of a run have a mask; DOT: tiles are
-    multiplied, else HEADS is 1.
+    A part without keys has −inf and may hold arbitrary values. HEADS query heads per program, padded to ROWS; GROUP query heads per
+    key/value head; KEPT: keys per run in the mask, 0 without one; DOT: multiply tiles, else HEADS is 1.
     """
     split = tl.program_id(0)
     num_splits = tl.num_programs(0)
@@ -71,7 +72,7 @@ def rows_kernel(
     head = tl.program_id(1) * HEADS
     num_heads = tl.num_programs(1) * HEADS
     kv_head = head // GROUP
-    # the group of a program's first head, where all heads are one group its stride is 0
+    # the group of the program's first head; if all heads are one group, its stride is 0
     runs = batch.to(tl.int64) * runs_batch + tl.program_id(1) * runs_group
     i = tl.arange(0, RUNS)
     ends = tl.load(ends_ptr + runs + i, mask=i < num_runs, other=0)
@@ -161,7 +162,7 @@ def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_batch, out_head, num_splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out (B, H, D) and lse (B, H), natural, from the parts of each (request, head)."""
+    """Merges the parts of each (request, head) into out (B, H, D) and lse (B, H), natural logarithm."""
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     pair = batch * tl.num_programs(0) + head
@@ -177,7 +178,7 @@ def merge_kernel(
         at = first + step
         weight = tl.exp2(tl.load(part_lse_ptr + pair * num_splits + at, mask=at < num_splits, other=-float("inf")) - base)
         rows = part_ptr + (pair * num_splits + at)[:, None] * D + d[None, :]
-        # a part without keys may hold anything
+        # a part without keys may hold arbitrary values
         acc += tl.load(rows, mask=(weight > 0)[:, None] & (d < D)[None, :], other=0.0) * weight[:, None]
     safe = tl.where(total > 0, total, 1.0)
     out = tl.sum(acc, 0) / safe
@@ -192,7 +193,7 @@ def append_kernel(
     table_batch, slots, fixed, num_heads, num_kv_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program a head: query heads are turned into out, key heads into the cache at each request's position, value heads copied there."""
+    """One program per head: rotates query heads into out, and key heads into the cache at each request's position; copies value heads."""
     batch = tl.program_id(0)
     program = tl.program_id(1)
     HALF: tl.constexpr = D // 2
@@ -218,7 +219,7 @@ def append_kernel(
 
 @triton.jit
 def _turned(x_ptr, cos_ptr, sin_ptr, batch, d, inside, HALF: tl.constexpr, ROTATED: tl.constexpr):
-    """A head with each pair (x_i, x_{i + D/2}) turned by the request's table (B, D/2), in float32."""
+    """Returns a head with each pair (x_i, x_{i + D/2}) rotated by the request's table (B, D/2), in float32."""
     x = tl.load(x_ptr + d, mask=inside, other=0.0).to(tl.float32)
     if ROTATED:
         second = d >= HALF
@@ -233,10 +234,12 @@ def _turned(x_ptr, cos_ptr, sin_ptr, batch, d, inside, HALF: tl.constexpr, ROTAT
 def rotate_and_append(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cached: Cached, tables: tuple[Table, Table] | None
 ) -> torch.Tensor:
-    """q (B, H, D) turned; k, turned, and v (B, K, D) written into the cache at positions (B,): one kernel for some twenty of torch's.
+    """Returns q (B, H, D) rotated, and writes rotated k and v (B, K, D) into the cache at positions (B,).
+
+    One kernel replaces about twenty torch kernels.
 
     Args:
-        tables: ((cos, sin) of queries, of keys), each B · D/2 float32 numbers; None: nothing is turned.
+        tables: ((cos, sin) of queries, (cos, sin) of keys), each B · D/2 float32 numbers; None to rotate nothing.
     """
     (B, H, D), K = q.shape, k.shape[1]
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == cached.k.stride(-1) == cached.v.stride(-1) == 1
@@ -257,17 +260,17 @@ def rotate_and_append(
 def decode(
     q: torch.Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``engine.decode.decode``, without a host synchronisation.
+    """Same as ``engine.decode.decode``, without a host synchronization.
 
     Args:
-        num_splits: programs that share a row; None: as many as keep the GPU busy.
+        num_splits: number of programs that share a row; None for as many as keep the GPU busy.
     """
     B, H, D = q.shape
     K = cached.k.shape[2]
     k, v, table = cached.k, cached.v, cached.table
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.dtype is k.dtype is v.dtype
     G = runs.num_groups
-    # query heads that read equal keys of one key/value head; all of them where every head has its own
+    # number of query heads that read the same keys of one key/value head
     heads = H // max(G, K)
     block_d = max(16, triton.next_power_of_2(D))
     dot = heads > 1 or q.dtype is not torch.float32

@@ -1,7 +1,8 @@
-"""Whether a call runs outside the dispatcher: plain tensors, and nothing that has to see the op.
+"""Decides whether a call may run outside the dispatcher: its tensors are plain, and no tracer or compiler needs to see one op.
 
-A custom op of torch.library costs some hundred microseconds of the host's time in both directions, which short calls are made of. What it is for
-is asked here, in one place: whoever traces, transforms, counts or profiles calls gets the op, and everyone else its implementation.
+A custom op of torch.library costs some hundred microseconds of host time for forward and backward, which dominates short calls. This
+module decides in one place who needs the op: whatever traces, transforms, counts or profiles calls gets the op, and everything else
+gets its implementation.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch.utils._device import DeviceContext
 
 from dilated_attention.engine.transforms import is_transformed
 
-# subclasses and fake tensors are of other types
+# subclasses and fake tensors have other types
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 
 
 def is_eager(tensors: Iterable[Any]) -> bool:
-    """Whether the implementation may be called on these tensors in place of the op: all of a call's, without None.
+    """Whether the implementation may be called on these tensors in place of the op. Pass all tensors of a call, without None.
 
-    False, and a constant, inside torch.compile; False for what is no tensor, which is for the checks that follow.
+    It is False, as a constant, inside torch.compile. It is also False for objects that are no tensors, which later checks report.
     """
     if torch.compiler.is_compiling():
         return False
@@ -38,15 +39,15 @@ def is_eager(tensors: Iterable[Any]) -> bool:
 
 
 def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
-    """Whether a gradient is such a tensor, too: of a batch of them (``is_grads_batched``) or of zeros without memory only the keys tell."""
+    """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients and zeros without memory."""
     return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
 
 
 def _is_plain(x: Any) -> bool:
-    # what a transform left behind, and a tensor whose sign is yet to be applied, are for the dispatcher
+    # wrapped tensors left over from a transform, and tensors with a pending negation, need the dispatcher
     return type(x) in _PLAIN and x.layout is _STRIDED and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x) or x.is_neg())
 
 
 def _only_default_device() -> bool:
-    """``torch.set_default_device`` is a mode, too, which asks nothing of tensors that are there."""
+    """Whether the only active mode is that of ``torch.set_default_device``, which does not affect existing tensors."""
     return _len_torch_function_stack() == 1 and type(_get_current_function_mode()) is DeviceContext

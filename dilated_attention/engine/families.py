@@ -1,7 +1,7 @@
-"""Which branches of a pattern are visited together, each pair once (``nested.py``), and which run on their own.
+"""Decides which branches of a pattern are visited together, each pair once (``nested.py``), and which run separately.
 
-A sequence is cut into two pieces: whole segments of every branch, which nested branches may share, and what is left over, a shorter
-sequence of its own.
+A sequence is cut into two pieces: whole segments of every branch, where nested branches can share pairs, and the remainder, which is
+treated as a separate, shorter sequence.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dilated_attention.backends import NESTED_FACTS, Request, reasons_of
 from dilated_attention.engine.nested import NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
-# Below this the kernel's launches, one a level, outweigh the pairs saved: floating-point operations of one call. On an H200 a call
-# costs the CPU about a millisecond.
+# Floating-point operations of a call below which the kernel's launches, one per level, cost more than the saved pairs. On an H200 a call
+# takes about a millisecond of CPU time.
 MIN_OPERATIONS = 5e11
 _TILE = 128
 
 
 @dataclass(frozen=True)
 class Split:
-    """Branches of a pattern that nest, and the others.
+    """The branches of a pattern that nest, and the others.
 
     Args:
-        family: indices of the nested branches, by growing rate; the first takes every position.
+        family: indices of the nested branches, in increasing dilation rate; the first takes every position.
         others: pattern of the other branches, or None.
         layers: pattern of the results to merge: one direct branch for the family, and the others.
-        saved: pairs of one head that the family does not repeat.
+        saved: number of pairs per head that are not computed again because of the family.
     """
 
     family: tuple[int, ...]
@@ -41,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions [start, start + length), a sequence of their own; ``split`` None where it runs branch by branch."""
+    """Positions [start, start + length), treated as a separate sequence. ``split`` is None if it runs branch by branch."""
 
     start: int
     length: int
@@ -50,7 +50,7 @@ class Piece:
 
 @functools.lru_cache(maxsize=256)
 def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[Piece, ...]:
-    """The sequence in at most two pieces, in order; the second is branch by branch."""
+    """Cuts the sequence into at most two pieces, in order. The second one runs branch by branch."""
     split = _best_split(pattern, num_heads, num_positions)
     if split is None:
         return (Piece(0, num_positions, None),)
@@ -60,14 +60,14 @@ def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
 
 
 def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
-    """The family of some heads on a stretch of whole segments."""
+    """Returns the family of some heads on a stretch of whole segments."""
     family = _family(pattern, split.family, heads, num_heads, num_positions)
     assert family.num_positions == num_positions
     return family
 
 
 def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float) -> list[str]:
-    """Every reason against the nested kernel for a forward of q, k, v; empty if it can."""
+    """Returns every reason why the nested kernel cannot run the forward of q, k, v; an empty list if it can."""
     q, k, v = tensors
     num_heads, num_positions = q.shape[2], q.shape[1]
     reasons = reasons_of(NESTED_FACTS, request)
@@ -93,7 +93,7 @@ def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tens
 
 
 def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
-    """Whether visiting shared pairs once is faster than branch by branch, for a call that ``why_not`` admits."""
+    """Whether visiting shared pairs once is faster than running branch by branch, for a call without reasons in ``why_not``."""
     B, N, H, D = q.shape
     piece = make_pieces(pattern, H, N)[0]
     assert piece.split is not None
@@ -103,10 +103,10 @@ def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bo
 
 @functools.lru_cache(maxsize=256)
 def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> Split | None:
-    """The nested branches that save the most pairs and leave the others whole segments."""
+    """Finds the nested branches that save the most pairs and leave whole segments to the others."""
     order = sorted(range(pattern.num_branches), key=lambda b: (pattern.dilation_rates[b], pattern.segment_lengths[b]))
     best: tuple[int, tuple[int, ...]] | None = None
-    # past 10 branches only chains of neighbours, of which there are few
+    # with more than 10 branches, try only runs of neighboring branches, of which there are few
     sizes = range(2, len(order) + 1)
     candidates = (
         c
@@ -125,13 +125,13 @@ def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
 
 
 def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num_positions: int) -> int:
-    """Pairs of one head that the chosen branches repeat; 0 where they do not nest or the other branches would be cut."""
+    """Returns the number of pairs per head that the chosen branches repeat; 0 if they do not nest or if other branches would be cut."""
     offsets = pattern.offsets(num_heads)
     if pattern.dilation_rates[chosen[0]] != 1 or any(NOT_IN_BRANCH in offsets[b] for b in range(pattern.num_branches)):
         return 0
     lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
     if max(lengths) > num_positions:
-        # cut to the sequence they would nest, but every length would be a kernel of its own to compile
+        # with segments cut to the sequence they could nest, but every sequence length would need its own compiled kernel
         return 0
     family = nested_family(lengths, rates, [offsets[b] for b in chosen], num_positions)
     if family is None or family.why_not_tiles(_TILE, _TILE):

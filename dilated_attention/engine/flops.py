@@ -26,7 +26,7 @@ def dilated_flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments:
 def _forward_flops(
     q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
 ) -> int:
-    """4·D per pair. Packed documents count as one sequence: their bounds are data, which a formula does not see."""
+    """Counts 4·D per pair. Packed documents count as one sequence, since their bounds are data, which a formula does not see."""
     return dilated_flops(q_shape, k_shape, arguments, 4)
 
 
@@ -47,5 +47,5 @@ def _backward_flops(
     out_shape: Any = None,
     **_: Any,
 ) -> int:
-    """10·D per pair: five matrix products, of which one repeats the forward's scores."""
+    """Counts 10·D per pair: five matrix products, one of which recomputes the forward's scores."""
     return dilated_flops(q_shape, k_shape, arguments, 10)

@@ -1,7 +1,7 @@
-"""Self-attention over a whole sequence with one merge at the end: every branch's results into layers, then one kernel.
+"""Self-attention over a whole sequence with one merge at the end: every branch writes its results into a layer, then one kernel merges.
 
-``run.py`` merges problem by problem and does everything; this does what is asked for most, with the fewest bytes moved. Both
-run the same Plan on the same backends.
+``run.py`` merges problem by problem and supports every call. This module covers the most common calls with the least memory traffic.
+Both run the same Plan on the same backends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dilated_attention.engine.run import Call, launches_of, max_rows, without_pa
 from dilated_attention.engine.views import key_rows, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
-# launches that run beside each other where no other chunk does
+# number of launches that run concurrently where no other chunk runs
 LAUNCH_LANES = 3
 
 
@@ -37,13 +37,13 @@ def forward(
     direct: Callable[[torch.Tensor], None] | None = None,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """Write out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``.
+    """Writes out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``layers``.
 
     Args:
-        beside: another chunk is computed beside this one, so launches run one by one and the merge takes little of the GPU.
-        direct: computes layer 0, which takes everything, into ``out`` and the lse (B, H, N) it is handed; the plan's branches are
-            then the layers from 1 on.
-        kept: flat buffer of all layers, none of them direct, which is left with each branch's output by itself.
+        beside: another chunk runs concurrently, so launches run one by one and the merge uses only a small part of the GPU.
+        direct: computes layer 0, which covers every row, into ``out`` and into the lse (B, H, N) passed to it. The plan's branches
+            are then the layers from 1 on.
+        kept: flat buffer of all layers, none of them direct. It is left holding the separate output of each branch.
     """
     q, k, v = tensors
     out, lse = results
@@ -99,14 +99,14 @@ def backward(
     onto: bool = False,
     own: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Write dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
+    """Writes dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
-    Every query head has its own key/value head here, or there is one problem and it is the whole.
+    Every query head must have its own key/value head, unless the plan is a single problem that covers everything.
 
     Args:
         beside: as in ``forward``.
-        onto: layer 0 is what the gradients hold already; the plan's branches are the layers from 1 on.
-        own: with detached mixing, each branch's output by itself as the forward kept it, (B, S, L, H, D); None: it is made again.
+        onto: layer 0 is what the gradients already hold. The plan's branches are then the layers from 1 on.
+        own: with detached mixing, the separate output of each branch as the forward kept it, (B, S, L, H, D). If None, it is recomputed.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
@@ -122,7 +122,7 @@ def backward(
             grad.zero_()
 
     def run(problem: Problem) -> None:
-        # the mixing weights are constants, so a branch's δ is that of its own output; its weights stay exp(s − merged lse)
+        # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         output = (_QUERIES, out) if own is None else (_LAYER, own[problem.branch])
         tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), output, (_QUERIES, lse)]
         for grad, which, layer in zip(grads, (_QUERIES, _KEYS, _KEYS), layer_views, strict=True):
@@ -147,13 +147,13 @@ def backward(
 
 
 def _own_output(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, call: Call) -> torch.Tensor:
-    """(P, L, G, D): a launch's output by itself."""
+    """Computes a launch's own output (P, L, G, D), before any merge."""
     out, lse = call.backend.forward(q, k, v, options)
     return out.mul_(zero_key_share(lse.transpose(1, 2), problem.zero_keys)[..., None]) if problem.zero_keys else out
 
 
 def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, count: int) -> None:
-    """The longest problems first, dealt out one by one: the short ones fill what those leave idle."""
+    """Deals the problems out to the lanes one by one, longest first, so that short problems fill the gaps that long ones leave."""
     problems = sorted(plan.problems, key=lambda problem: -problem.pairs)
     if count == 1 or len(problems) == 1:
         for problem in problems:
@@ -166,7 +166,7 @@ def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, 
                     run(problem)
 
 
-# which rows of a tensor a problem takes
+# which rows of a tensor a problem reads or writes
 _QUERIES, _KEYS, _LAYER, _LSE_LAYER = range(4)
 
 
@@ -174,7 +174,7 @@ _NO_MASK = Mask()
 
 
 def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
-    """View (B, S, L, G, …)."""
+    """Returns a view (B, S, L, G, …)."""
     if which == _LAYER:
         return of_problem(problem, x)
     if which == _LSE_LAYER:
@@ -185,9 +185,9 @@ def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
 def _launches(
     problem: Problem, tensors: list[tuple[int, torch.Tensor]], call: Call, batch_and_keys: torch.Size, whole: bool
 ) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """The problem's launches: views of every tensor, and options."""
+    """Yields the problem's launches: a view of every tensor, and the options."""
     if call.padding is not None:
-        # every launch has a slice of the mask
+        # every launch needs its own slice of the mask
         yield from launches_of(problem, [_rows(problem, which, x) for which, x in tensors], call, batch_and_keys, whole=whole)
         return
     facts = call.backend.facts
@@ -196,7 +196,7 @@ def _launches(
     shapes = tuple((which, x.shape, x.stride()) for which, x in tensors)
     scale, deterministic = call.options.scale, call.options.deterministic
     for geometry in _geometry(problem, shapes, limits):
-        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator see to
+        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
         options = Options(scale, problem.causal, _NO_MASK, None, deterministic, geometry.key)
         yield geometry.of([x for _, x in tensors]), options
 

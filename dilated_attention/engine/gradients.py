@@ -1,11 +1,12 @@
-"""Derivatives of the attention ops, by one definition: reverse mode, the transforms of ``torch.func``, and what is refused.
+"""Defines the derivatives of the attention ops in one place: reverse mode, the transforms of ``torch.func``, and what is refused.
 
     forward(q, k, v, *masks, *settings) -> (out, lse, *extra)
     backward(dout, dlse, q, k, v, out, lse, *extra, *masks, *settings) -> (dq, dk, dv)
 
-Where nothing looks on (``eager.py``) a call runs outside the dispatcher, as ``Outside`` says, and ``Attention`` is what autograd records.
-Otherwise an op runs as torch.library makes it. Under ``grad``, ``vjp``, ``vmap`` and the like it is an autograd function made here, which
-torch.library does not make. Forward mode is refused: a tangent would otherwise be dropped without a word.
+If no tracer, transform or profiler needs to see the op (``eager.py``), a call runs outside the dispatcher: ``Outside`` implements it
+and autograd records ``Attention``. Otherwise the op runs as torch.library defines it. torch.library defines nothing for ``grad``,
+``vjp``, ``vmap`` and the like, so under these the op is an autograd function that this module makes. Forward mode is refused,
+because a tangent would otherwise be dropped silently.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ Optional = torch.Tensor | None
 
 
 class Outside(ABC):
-    """One call outside the dispatcher: what the op's implementations do, and the op for a backward that something looks on.
+    """One call outside the dispatcher: the op's implementations, and the backward op for a backward that must be visible as an op.
 
-    ``inputs`` are the op's tensors, q, k and v first; ``outputs`` are out, lse, and what the backward needs beside them.
+    ``inputs`` are the op's tensors, q, k and v first; ``outputs`` are out, lse, and what else the backward needs.
     """
 
     @abstractmethod
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """The outputs."""
+        """Returns the outputs."""
 
     @abstractmethod
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv)"""
+        """Returns (dq, dk, dv)."""
 
     @abstractmethod
     def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-        """The same by the op."""
+        """Returns the same by calling the op."""
 
     def __call__(self, needs_grad: bool, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), as autograd records them where ``needs_grad``."""
+        """Returns (out, lse), recorded by autograd if ``needs_grad``."""
         out, lse = _record(self, *inputs) if needs_grad else self.forward(*inputs)[:2]
         return out, lse
 
 
 class Attention(torch.autograd.Function):
-    """A call outside the dispatcher, by whichever op it would have been."""
+    """The autograd function of a call outside the dispatcher, the same one for every op."""
 
     @staticmethod
     def forward(ctx: Any, call: Outside, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -60,26 +61,26 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Optional, dlse: Optional) -> tuple[Optional, ...]:  # type: ignore[override]
-        # read once: a checkpoint unpacks what is saved one time
+        # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         inputs, outputs = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         dout = _gradient_of_out(dout, inputs[0], outputs[0])
-        # with a graph of itself (create_graph=True) it is the op, which refuses to be differentiated; a batch of gradients is mapped by it
+        # with create_graph=True the op runs, since it refuses to be differentiated; it also handles batched gradients (vmap)
         eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
         eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
         run = ctx.call.backward if eager else ctx.call.backward_op
         return None, *run(dout, dlse, inputs, outputs), *(None,) * (len(inputs) - 3)
 
 
-# not Attention.apply, which looks for transforms and what they left behind: is_eager has
+# not Attention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so
 _record = super(torch.autograd.Function, Attention).apply
 
 
 class _OpCall(Outside):
-    """A call of an op that is no more than the functions that it and its backward were made of."""
+    """A call that runs the functions which the op and its backward op were defined from."""
 
     def __init__(self, ops: tuple[Any, Any], arguments: tuple[Any, ...], pattern: BlockPattern) -> None:
-        # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+        # a pattern that holds a function or a tensor can be looked up by name only while it is alive, so keep it until after the backward
         self.ops, self.arguments, self.pattern = ops, arguments, pattern
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
@@ -100,7 +101,7 @@ class _OpCall(Outside):
 def call_op(
     ops: tuple[Any, Any], needs_grad: bool, pattern: BlockPattern, inputs: tuple[Any, ...], *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of an op and its backward that keep nothing beside them, outside the dispatcher where that is possible."""
+    """Returns (out, lse) of an op whose only outputs these are, running it outside the dispatcher where possible."""
     if is_eager([x for x in inputs if x is not None]):
         return _OpCall(ops, arguments, pattern)(needs_grad, *inputs)
     out, lse = ops[0](*inputs, *arguments)
@@ -112,10 +113,10 @@ def _gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torc
 
 
 def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
-    """Make ``backward`` the derivative of ``forward``; both are custom ops with the arguments above.
+    """Makes ``backward`` the derivative of ``forward``. Both are custom ops with the signatures given in the module docstring.
 
     Args:
-        way_out: how else to get second derivatives and forward mode at small N.
+        way_out: the alternative that error messages name for second derivatives and forward mode at small N.
     """
     name = forward._opoverload._schema.name.rpartition("::")[2]
     arguments = forward._opoverload._schema.arguments
@@ -127,11 +128,11 @@ def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
         ctx.save_for_backward(*inputs[:num_tensors], *output)
         ctx.settings = inputs[num_tensors:]
         if spec is not None:
-            # a pattern that holds a function or a tensor is found again by its name as long as it lives: until after the backward
+            # a pattern that holds a function or a tensor can be looked up by name only while it is alive: keep it until after the backward
             ctx.pattern = pattern_from_spec(inputs[spec])
 
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        # read once: a checkpoint unpacks what is saved one time
+        # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         (q, k, v, *masks), output = saved[:num_tensors], saved[num_tensors:]
         dq, dk, dv = backward(_gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
@@ -159,7 +160,7 @@ def register_gradients(forward: Any, backward: Any, way_out: str) -> None:
 
 
 def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> type[torch.autograd.Function]:
-    """The op as torch.func wants it: what is kept apart from the forward, a rule for vmap."""
+    """Returns the op as an autograd function that torch.func accepts: with a separate ``setup_context`` and a vmap rule."""
     names = [argument.name for argument in op._opoverload._schema.arguments]
 
     class Transformed(torch.autograd.Function):
@@ -174,7 +175,7 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
         @staticmethod
         def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
             given = dict(zip(names, args, strict=True))
-            # documents are bounded for one row, a seed is that of one call, and what a detached mixture keeps is laid out for one batch
+            # cu_seqlens is for batch size 1, a seed belongs to one call, and what detached mixing keeps is laid out for one batch
             alone = given["cu_seqlens"] is not None or given["seed"] is not None or given.get("detached", False)
             return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
 

@@ -1,8 +1,8 @@
-"""Heads that one launch can take together: evenly spaced indices whose rows are evenly shifted against each other.
+"""Groups heads that one launch can take together: evenly spaced head indices whose rows are shifted by a constant from head to head.
 
-A kernel reads heads through one stride. If head h takes the positions o_h, o_h + r, … then heads of equal offset are one view
-with stride s_H, and heads whose offsets grow evenly – the paper's o_h = h mod r, read r heads at a time – are one view too, with
-stride s_H + shift · s_N: the head stride carries the offset. So a branch is min(r, H/r) launches rather than r.
+A kernel reads heads through a single stride. Suppose that head h takes the positions o_h, o_h + r, … Then heads of equal offset are
+one view with stride s_H. Heads whose offsets grow evenly – the paper's o_h = h mod r, r heads at a time – are one view too, with
+stride s_H + shift · s_N: the head stride carries the offset. So a branch takes min(r, H/r) launches instead of r.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """Query heads start, start + step, … and the key/value heads they read, evenly many query heads to each.
+    """Query heads start, start + step, … and the key/value heads they read, with the same number of query heads for each.
 
     Args:
-        shift: positions by which each head's rows lie further on than those of the head before it. If it is not 0, no two
+        shift: number of positions by which each head's rows are shifted from those of the previous head. If it is not 0, no two
             query heads share their keys, and kv_count is count (kv_step may be 0).
     """
 
@@ -32,7 +32,7 @@ class HeadGroup:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One head of a branch: heads of equal ``kind`` have problems of the same shape."""
+    """One head of a branch. Heads of equal ``kind`` have problems of the same shape."""
 
     head: int
     offset: int
@@ -40,13 +40,13 @@ class Member:
 
 
 def head_groups(members: Sequence[Member], group_size: int, shifted: bool = True) -> list[tuple[HeadGroup, Member]]:
-    """Members as few groups, each with its first member. ``group_size`` query heads read one key/value head.
+    """Divides members into few groups and returns each with its first member. ``group_size`` query heads read one key/value head.
 
     Args:
         members: in the order of their heads.
-        shifted: also groups whose heads have different offsets.
+        shifted: whether groups may hold heads with different offsets.
     """
-    # plans of a ring's steps differ in rows and not in heads: their groups are looked up, so kinds are told apart by numbers
+    # plans of a ring's steps differ in their rows but not in their heads: with kinds replaced by numbers, the groups are cached
     kinds: dict[object, int] = {}
     numbered = tuple(Member(member.head, member.offset, kinds.setdefault(member.kind, len(kinds))) for member in members)
     return [(group, members[first]) for group, first in _grouped(numbered, group_size, shifted)]
@@ -54,15 +54,15 @@ def head_groups(members: Sequence[Member], group_size: int, shifted: bool = True
 
 @functools.lru_cache(maxsize=1024)
 def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int]]:
-    """Groups, each with the index of its first member."""
+    """Returns the groups, each with the index of its first member."""
     best: list[tuple[HeadGroup, Member]] = []
     indices = [member.head for member in members]
     span = indices[-1] - indices[0] if indices else 0
-    # of heads that are all there every step occurs, and looking at all pairs takes seconds from a thousand heads on
+    # with contiguous heads every step occurs; computing all differences takes seconds from a thousand heads on
     is_whole = span == len(indices) - 1
     steps: Sequence[int] = range(1, span + 1) if is_whole else sorted({b - a for a in indices for b in indices if b > a})
     for same_offset in (True, False) if shifted else (True,):
-        # no group has two kinds, nor, unless it is shifted, two offsets
+        # a group never holds two kinds, nor two offsets unless it is shifted
         least = len({(member.kind, member.offset if same_offset else 0) for member in members})
         for step in steps or (1,):
             if best and len(best) <= least:
@@ -74,7 +74,7 @@ def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> lis
 
 
 def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool, fewer_than: int) -> list[tuple[HeadGroup, Member]]:
-    """Groups of heads ``step`` apart, each as long as one launch can read it; none if there are not ``fewer_than``."""
+    """Returns groups of heads ``step`` apart, each as long as one launch can read; an empty list if there are not ``fewer_than``."""
     waiting = {member.head: member for member in members}
     groups: list[tuple[HeadGroup, Member]] = []
     for member in members:
@@ -102,7 +102,7 @@ def _joins(run: list[Member], after: Member, same_offset: bool) -> bool:
 
 
 def _as_group(run: list[Member], group_size: int) -> HeadGroup | None:
-    """The run as one group, or None where the key/value heads it reads are not evenly spaced."""
+    """Returns the run as one group, or None if the key/value heads it reads are not evenly spaced."""
     heads = [member.head for member in run]
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     shift = run[1].offset - run[0].offset if len(run) > 1 else 0

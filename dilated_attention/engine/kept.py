@@ -1,7 +1,7 @@
-"""Kept blocks as bits, and as lists: ``kept`` (B, H, R, W) int32, bit c % 32 of word c // 32 of row r is set where block c is kept.
+"""Kept blocks as bits and as lists: in ``kept`` (B, H, R, W) int32, bit c % 32 of word c // 32 of row r is set if block c is kept.
 
-Bits of all heads take N² / (8 · q_block · k_block) bytes a head, 8 MiB at N = 2^20 and blocks of 128: they are what is saved for the
-backward and sent around. Lists are made of them where a kernel is launched.
+The bits take N² / (8 · q_block · k_block) bytes per head, 8 MiB at N = 2^20 with blocks of 128. Bits are what is saved for the backward
+and sent between processes; lists are built from them when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dilated_attention.engine.merge import has_kernels
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.block_kept import WORD, packed, unpacked
 
-# of what unpacked bits take at a time
+# limit on what unpacked bits take at a time
 _CHUNK = 2**26
-# kernels hold a whole row
+# kernels hold a whole row of columns
 MOST_COLUMNS = 2**16
 
 
 def pack(flags: torch.Tensor) -> torch.Tensor:
-    """(…, n) bool → (…, ceil(n / 32)) int32."""
+    """Packs bits: (…, n) bool → (…, ceil(n / 32)) int32."""
     return packed(torch.nn.functional.pad(flags, (0, -flags.shape[-1] % WORD)))
 
 
 def unpack(words: torch.Tensor, num_flags: int) -> torch.Tensor:
-    """(…, words) int32, at least ceil(n / 32) → (…, n) bool."""
+    """Unpacks bits: (…, words) int32, with at least ceil(n / 32) words → (…, n) bool."""
     return unpacked(words[..., : -(-num_flags // WORD)])[..., :num_flags]
 
 
 def bits_of_lists(lists: BlockLists) -> torch.Tensor:
-    """(groups, rows, words) int32: blocks of which ``lists`` keep any pair."""
+    """Returns (groups, rows, words) int32: the blocks of which ``lists`` keep any pair."""
     words = -(-lists.num_columns // WORD)
     bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
-    # no block comes twice, so the sum is the union
+    # no block occurs twice, so the sum is the union
     bits.index_add_(0, lists.row_of_entry * words + lists.columns // WORD, torch.ones_like(lists.columns) << lists.columns % WORD)
     return bits.view(lists.num_groups, lists.num_rows, words)
 
@@ -44,15 +44,15 @@ def bits_of_lists(lists: BlockLists) -> torch.Tensor:
 def lists_of_kept(
     kept: torch.Tensor, pattern: BlockPattern, num_queries: int, num_keys: int, *, is_causal: bool, query_offset: int = 0
 ) -> BlockLists:
-    """Lists of the kept blocks of one document, for each batch entry and head (or some of them: any slice of ``kept``).
+    """Returns lists of the kept blocks of one document, for each batch entry and head in ``kept``, which may be any slice.
 
     Args:
-        kept: (B, H, rows, words) int32, rows and words at least those of the document.
-        num_queries: from the beginning of the first query block on.
-        is_causal: blocks are cut by causality, by interval and by masks of bits; those that are wholly in the future must not be kept.
+        kept: (B, H, rows, words) int32, with at least the rows and words of the document.
+        num_queries: number of queries, counted from the start of the first query block.
+        is_causal: cut blocks by causality, with an interval and with bit masks. Blocks entirely in the future must not be kept.
         query_offset: position of the first query block, a multiple of its length.
 
-    Waits for the GPU once, to learn how long the lists are.
+    It synchronizes with the GPU once, to get the lengths of the lists.
     """
     q_block, k_block = pattern.q_block, pattern.k_block
     assert query_offset % q_block == 0
@@ -86,7 +86,7 @@ def lists_of_kept(
 def _write_lists(
     kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(row_starts, columns, masks) of ``BlockLists``, in plain torch."""
+    """Returns (row_starts, columns, masks) of ``BlockLists``, computed in plain torch."""
     q_block, k_block = block
     B, H, rows, words = kept.shape
     row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
@@ -109,7 +109,7 @@ def _write_lists(
 
 
 def _partial_deltas(q_block: int, k_block: int) -> range:
-    """(first query − first key) of the blocks that causality cuts: some pair is kept and some is not."""
+    """Returns the values of (first query − first key) for blocks that causality cuts, keeping some pairs but not all."""
     step = math.gcd(q_block, k_block)
     return range(step - q_block, k_block - 1, step)
 
@@ -117,7 +117,7 @@ def _partial_deltas(q_block: int, k_block: int) -> range:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> torch.Tensor:
-    """(deltas, q_block, k_block / 32) int32: query m keeps key n of its block where n ≤ m + delta."""
+    """Returns (deltas, q_block, k_block / 32) int32: query m keeps key n of its block if n ≤ m + delta."""
     delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
     return pack(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
 

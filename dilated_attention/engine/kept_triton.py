@@ -1,4 +1,4 @@
-"""Bits of kept blocks to lists, as Triton kernels: one program a row, which it holds whole."""
+"""Triton kernels that turn bits of kept blocks into lists, with one program per row, which it holds entirely."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 from dilated_attention.backends.blocks import checked_total
 
-# columns of a warp
+# columns per warp
 _WARP_COLUMNS = 1024
 
 
 @triton.jit
 def _row_bits(kept, row, num_rows, stride_g, stride_r, num_words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(32 · WORDS,) int32: 1 for each kept column of row ``row`` of all groups' rows."""
+    """Returns (32 · WORDS,) int32: 1 for each kept column of row ``row``, counted over the rows of all groups."""
     at = kept + (row // num_rows).to(tl.int64) * stride_g + (row % num_rows).to(tl.int64) * stride_r
     word = tl.arange(0, WORDS)
     words = tl.load(at + word, mask=word < num_words, other=0)
@@ -26,7 +26,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     kept, counts, num_rows, total_rows, stride_g, stride_r, num_words, query_offset,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """counts (2, rows of all groups): blocks kept, and those of them that causality cuts."""
+    """Writes counts (2, rows of all groups): the number of kept blocks, and of kept blocks that causality cuts."""
     row = tl.program_id(0)
     bits = _row_bits(kept, row, num_rows, stride_g, stride_r, num_words, WORDS)
     tl.store(counts + row, tl.sum(bits, 0))
@@ -49,14 +49,14 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     tl.store(entries + place, column, mask=bits > 0)
     if MASKS:
         delta = row % num_rows * Q_BLOCK + query_offset - column * K_BLOCK
-        # FIRST is the least delta of a block that is not wholly in the future, so nothing is rounded below zero
+        # FIRST is the smallest delta of a block that is not entirely in the future, so the division never rounds below zero
         tl.store(masks + place, tl.where(delta < K_BLOCK - 1, (delta - FIRST) // STEP, -1), mask=bits > 0)
 
 
 def write_lists(
     kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As ``kept._write_lists``. kept (B, H, rows, words), any view whose groups lie evenly."""
+    """Same as ``kept._write_lists``. kept (B, H, rows, words) may be any view with evenly spaced groups."""
     B, H, rows, words = kept.shape
     if kept.stride(-1) != 1 or (B > 1 and kept.stride(0) != H * kept.stride(1)):
         kept = kept.contiguous()
@@ -70,7 +70,7 @@ def write_lists(
     sizes = {"Q_BLOCK": block[0], "K_BLOCK": block[1], "WORDS": wide, "num_warps": min(32, max(1, wide * 32 // _WARP_COLUMNS))}
     counts = torch.empty((2, total_rows), dtype=torch.int32, device=device)
     row_starts = torch.zeros(total_rows + 1, dtype=torch.int64, device=device)
-    # Triton launches on the current device, which need not be the tensors'
+    # Triton launches on the current device, which may not be that of the tensors
     with torch.cuda.device_of(kept):
         _count_kernel[(total_rows,)](kept, counts, rows, total_rows, *strides, words, query_offset, CAUSAL=bool(deltas), **sizes)
         torch.cumsum(counts[0], 0, out=row_starts[1:])

@@ -1,5 +1,7 @@
-"""Side streams, so that independent launches run beside each other: short ones fill the GPU together, and while one chunk is
-merged (memory) the next one is computed (arithmetic)."""
+"""Side streams on which independent launches run concurrently.
+
+Short launches then fill the GPU together, and while one chunk is merged (limited by memory), the next is computed (limited by arithmetic).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ import torch
 
 
 class Lanes:
-    """Work on lane i runs in order, lanes run beside each other; everything before ``with`` is seen, everything after it waits.
+    """Lanes that run concurrently, each of them in order.
 
-    Lane 0 is the current stream. Only memory that outlives the ``with`` block may be handed from lane to lane. Off CUDA there is
-    one lane. Streams are joined by events, which a CUDA graph captures.
+    Every lane waits for the work issued before ``with``, and work issued after the block waits for every lane.
+
+    Lane 0 is the current stream. Only memory that outlives the ``with`` block may be passed between lanes. On devices other than CUDA
+    there is a single lane. Streams are joined by events, which a CUDA graph captures.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # the same ones whatever their number: torch's allocator keeps memory apart for every stream
+        # reuse the same streams, since torch's allocator keeps a separate memory pool for each stream
         self._side = tuple(_stream(device, index) for index in range(count - 1)) if self._main is not None else ()
 
     def __enter__(self) -> Lanes:

@@ -1,24 +1,25 @@
-"""How many bytes a dilated attention takes, from shapes alone: what the engine allocates, added up in the order it does.
+"""Estimates the bytes that dilated attention takes from shapes alone, by adding up what the engine allocates, in the same order.
 
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
 
-On a GPU (``schedule.py``), with parts = the layers of a chunk, which are freed as soon as its kernels are issued, so that those of the lane
-beside it are the allocator's reserve (as measured: ``tests/test_gpu_engine.py``, benchmarks/extreme.py):
+On a GPU (``schedule.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued, so the layers of
+the other lane are in the allocator's reserve (as measured by ``tests/test_gpu_engine.py`` and benchmarks/extreme.py):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
-    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, and the chunk's lse, and what a launch sums
-              in float32: dq, and dk and dv where query heads share them (FlashAttention's kernels)
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, the chunk's lse, and what a launch sums
+              in float32: dq, and also dk and dv where query heads share them (FlashAttention's kernels)
 
-On a GPU where a pass runs on a table of tiles (``tiles_choice.py``), with P places of all branches but the direct one, of rate 1 (``tiles_layout.py``):
+On a GPU where a pass runs on tiles (``tiles_choice.py``), with P places in all branches except the direct one, which has rate 1
+(``tiles_layout.py``):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·4 + B·H·P·(D·e + 4)
-    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·4 + dq, dk, dv (Q + 2K)·e + dq, dk, dv at the places, P·D·e a head, and 8 bytes
-              (16 with dropout) for each head and place of all branches
+    backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·4 + dq, dk, dv (Q + 2K)·e + dq, dk, dv at the places, each P·D·e per head, and
+              8 bytes (16 with dropout) for each head and each place of all branches
 
 On a CPU (``run.py``):
 
-    forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the one before it
+    forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the previous one
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse 3·R·a + dq, dk, dv (Q + 2K)·a + the results of two launches
 """
 
@@ -41,19 +42,19 @@ from dilated_attention.engine.tiles_layout import tiles_scratch
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
 
-# rows that a kernel's sums are padded to
+# kernels pad the rows of their sums to a multiple of this
 _TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes alive at the highest point of each pass, with what they are. ``str()`` prints both lists.
+    """Bytes alive at the peak of each pass, itemized. ``str()`` prints both lists.
 
     Args:
-        inputs: q, k, v and the key padding mask.
-        forward: (what, bytes) at the peak of the forward, inputs included.
-        backward: the same of the backward; empty without one.
-        reserve: beside the peak, what torch's allocator is known to hold in pieces that no further tensor fits into.
+        inputs: bytes of q, k, v and the key padding mask.
+        forward: (what, bytes) at the peak of the forward, including the inputs.
+        backward: the same for the backward; empty without one.
+        reserve: bytes in addition to the peak that torch's allocator is known to hold in blocks too small for any further tensor.
     """
 
     inputs: int
@@ -71,7 +72,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Bytes alive at the highest point of the whole call."""
+        """Bytes alive at the peak of the whole call."""
         return max(self.forward_peak, self.backward_peak)
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Bytes a element: e of the inputs, a of the accumulators, o of the forward's output while it is built."""
+    """Bytes per element: e for the inputs, a for the accumulators, o for the forward's output while it is computed."""
 
     e: int
     a: int
@@ -112,27 +113,27 @@ def attention_memory(
     dropout: bool = False,
     kept: int = 0,
 ) -> MemoryEstimate:
-    """Peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
+    """Estimates the peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
-    Counted: tensors of the call, its caller's included, and the float32 sums that backward kernels keep on a GPU, of one long problem as
-    large as a gradient. Not counted: what else a kernel allocates beside its results, or for results that it does not write where it is
-    told (bounded by a launch, see ``PART_BYTES``), cached or fragmented memory of an allocator, and torch itself.
+    Counted are the tensors of the call, including those of its caller, and the float32 sums that backward kernels keep on a GPU, which for
+    one long problem are as large as a gradient. Not counted are other allocations of a kernel, such as for results that it cannot write
+    into a given tensor (bounded by a launch, see ``PART_BYTES``), cached or fragmented memory of an allocator, and torch itself.
 
     Args:
         pattern: branches and head offsets.
-        num_positions: N, of queries and keys.
+        num_positions: N, the number of queries and of keys.
         num_heads: H.
         head_dim: D.
         batch_size: B.
         num_kv_heads: Hk; None for H.
-        dtype: of q, k, v.
-        device_type: ``"cpu"``, ``"cuda"``: it sets how much one launch may return.
+        dtype: dtype of q, k, v.
+        device_type: ``"cpu"`` or ``"cuda"``; it determines how much one launch may return.
         is_causal, key_padding_mask: as in the call.
-        nested: the forward visits pairs of nested branches once (``families.py``), where they nest: it has no parts of theirs.
-        tiles: whether the forward and the backward run on a table of tiles (``tiles_choice.choices_of``).
-        detached, dropout: of the call; counted where a pass runs on tiles, elsewhere as exact mixing without dropout.
-        kept: bytes of the branches' own outputs that the forward keeps for the backward (``needs.kept_bytes``).
-        needs_grad: with the backward. No gradient enters through lse.
+        nested: the forward visits pairs of nested branches once (``families.py``) where branches nest, and has no parts for them.
+        tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
+        detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
+        kept: bytes of the per-branch outputs that the forward keeps for the backward (``needs.kept_bytes``).
+        needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
     """
@@ -186,7 +187,7 @@ def attention_memory(
         results = list(_backward_launches(plan, queries, keys, max_bytes, sizes))
         rounded = (Q + 2 * K) * e if a != e else 0
         transient = max(_two_in_a_row(results), rounded + (results[-1][0] if results else 0))
-        # lse as saved, as the engine lays it out (the same bytes for one head), and with +inf for empty rows
+        # lse as saved, in the engine's layout (the same memory if there is one head), and with +inf for empty rows
         lse = R * a * (3 if H > 1 else 2)
         backward = [*common, ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * a)]
         backward.append(("launch results, rounded dq, dk, dv", transient))
@@ -194,7 +195,7 @@ def attention_memory(
 
 
 def _parts(pattern: DilatedPattern, shape: Shape, cut: Callable[[DilatedPattern], Cut], batch: int, row_bytes: int, lse_bytes: int) -> int:
-    """Bytes of the layers of a chunk, in the tier that has most."""
+    """Returns the bytes of a chunk's layers, in the tier where they are largest."""
     if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
         return 0
     tiers = make_tiers(pattern, shape.num_heads, cut)
@@ -209,7 +210,7 @@ def _layer_bytes(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, ro
 
 
 def _forward_parts(pattern: DilatedPattern, piece: Piece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int) -> int:
-    """Of a stretch of the sequence; of one whose nested branches are visited together, the layers of the others."""
+    """Returns the bytes of a stretch's layers. If its nested branches are visited together, only the others have layers."""
     positions = (0, piece.length)
     shape = replace(whole, queries=positions, keys=positions, documents=(positions,))
     q, k = queries[:, : piece.length], keys[:, : piece.length]
@@ -223,7 +224,7 @@ def _forward_parts(pattern: DilatedPattern, piece: Piece, whole: Shape, queries:
 
 
 def _kernel_sums(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, head_dim: int) -> int:
-    """Bytes that the largest backward launch accumulates: dq, two numbers a row, and dk and dv of heads that share them."""
+    """Returns the bytes that the largest backward launch accumulates: dq, two numbers per row, and dk and dv of heads that share them."""
     positions = (0, min(cut.positions, shape.queries[1]))
     part = replace(shape, queries=positions, keys=positions, documents=(positions,), heads=(0, min(cut.heads, shape.num_heads)))
     sizes = []
@@ -237,31 +238,31 @@ def _kernel_sums(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, he
 
 
 def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
-    """(results, temporaries of the merge) of each launch, in bytes."""
+    """Yields (results, temporaries of the merge) of each launch, in bytes."""
     for problem in plan.problems:
         for rows, _ in _rows_of_launches(problem, q, k, max_bytes):
             elements, heads = rows * problem.heads.count * q.shape[-1], rows * problem.heads.count
             temporaries = 0
             if not problem.first:
-                # the part in the accumulation dtype, and four tensors and one mask of lse's shape
+                # a copy of the part in the accumulation dtype, and four tensors and one mask of lse's shape
                 temporaries = (elements * sizes.a if sizes.e != sizes.a else 0) + heads * (4 * sizes.a + 1)
             yield elements * sizes.e + heads * sizes.a, temporaries
 
 
 def _backward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
-    """(results, temporaries of adding them up) of each launch, in bytes."""
+    """Yields (results, temporaries of adding them up) of each launch, in bytes."""
     for problem in plan.problems:
         for rows, key_rows_ in _rows_of_launches(problem, q, k, max_bytes):
             dq, dk = rows * problem.heads.count * q.shape[-1], key_rows_ * problem.heads.kv_count * q.shape[-1]
-            # torch's CPU kernels convert a whole operand before they add it to another dtype
+            # torch's CPU kernels convert a whole operand before they add it to a tensor of another dtype
             temporaries = max(dq, dk) * sizes.a if sizes.on_cpu and sizes.e != sizes.a else 0
             yield (dq + 2 * dk) * sizes.e, temporaries
 
 
 def _rows_of_launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """(query rows, key rows) of the launches, cut as the engine cuts them, on views of tensors without memory.
+    """Yields (query rows, key rows) of the launches, cut as the engine cuts them, on views of tensors without memory.
 
-    Of a row of equal launches two are named: what is alive at a time is a launch's results and those of the one before it.
+    Of a sequence of equal launches it yields only two, since only the results of a launch and of the previous one are alive at a time.
     """
     views = [query_rows(problem, 0).of(q), key_rows(problem, 0).of(k)]
     max_rows = max_bytes // (4 * q.shape[-1] * problem.heads.count)
@@ -274,7 +275,7 @@ def _rows_of_launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, max_by
 
 
 def _two_in_a_row(running: list[tuple[int, int]]) -> int:
-    """The most that is alive: a launch's results while those of the launch before it are, or while they are merged."""
+    """Returns the most bytes alive at once: a launch's results together with those of the previous launch, or while they are merged."""
     most = before = 0
     for results, temporaries in running:
         most = max(most, before + results, results + temporaries)

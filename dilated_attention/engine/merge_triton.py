@@ -1,7 +1,7 @@
-"""The fused merge and the fused sum of ``parts.py`` as Triton kernels: each part is read once, each row written once.
+"""The fused merge and the fused sum of ``parts.py`` as Triton kernels: each part is read once and each row is written once.
 
-A program takes ROWS positions of one head. Where the direct branch alone takes a row its result already stands: if those are all
-rows but every STEP-th one, as in LongNet's pattern every second, the program goes in steps. Rows are counted in 32 bits, addresses in 64.
+A program takes ROWS positions of one head. Rows that only the direct branch takes already hold their result. If those are all rows except
+every STEP-th one (every second one in LongNet's pattern), the program steps over them. Row indices have 32 bits, addresses 64.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import triton.language as tl
 from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.parts import Layers, table
 
-# (elements of out that a program takes at a time, warps) alone and beside other work: the fastest of a sweep on an H200
+# (elements of out that a program takes at a time, warps), alone and alongside other work: the fastest of a sweep on an H200
 _MERGE_SIZES, _SUM_SIZES = ((8192, 4), (8192, 8)), ((4096, 8), (8192, 8))
-# programs that draw half the memory bandwidth from a fraction of the multiprocessors
+# number of programs that reach half the memory bandwidth on a fraction of the multiprocessors
 _PROGRAMS_ASIDE = 96
 _NO_END = 2**30
 
 
 @triton.jit
 def _place(table_ptr, branch, head, num_heads, rows, num_rows, LENGTH: tl.constexpr, RATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(taken, segment, place, places a segment, segments, zero keys) of each row in one branch, in 32 bits.
+    """Returns (taken, segment, place, places per segment, segments, zero keys) of each row in one branch, in 32 bits.
 
-    LENGTH and RATE are compiled in: divisions by what only the run knows would take longer than the memory that they address.
+    LENGTH and RATE are compile-time constants, since divisions by runtime values would take longer than the memory accesses.
     """
     offset = tl.load(table_ptr + branch * num_heads + head)
     segment = rows // LENGTH
@@ -63,7 +63,7 @@ def _merge_tile(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
     DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    # heads of the same rows lie side by side in memory
+    # heads of the same rows are adjacent in memory
     head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
     first = tile // num_heads * ROWS * STEP
     columns = tl.arange(0, BLOCK_D)
@@ -74,7 +74,7 @@ def _merge_tile(  # type: ignore[no-untyped-def]
     if STEP > 1:
         offset = _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
         rows += offset
-        # all other rows are the direct branch's alone: their out stands already
+        # all other rows belong to the direct branch alone, and their out is already final
         others = first + tl.arange(0, ROWS * STEP)
         taken, segment, place, places, segments, _zeros = _place(
             table_ptr, DIRECT, head, num_heads, others, num_rows, LENGTHS[DIRECT], RATES[DIRECT]
@@ -128,11 +128,11 @@ def _merge_tile(  # type: ignore[no-untyped-def]
             part_start += size * HEAD_DIM
         part = tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if OWN and ZERO_KEYS:
-            # as the branch would be by itself, with the zero keys of its own: this program alone reads these rows, and has done so
+            # the branch's separate output, with its own zero keys; overwriting is safe, since only this program reads these rows
             share = 1.0 / (1.0 + zeros.to(tl.float32) * tl.exp(-part_lse))
             own = tl.where(part_lse[:, None] > -float("inf"), part * share[:, None], 0.0).to(parts_ptr.dtype.element_ty)
             tl.store(pointers[:, None] + columns[None, :], own, mask=(zeros > 0)[:, None] & inside[None, :])
-        # an empty part may hold anything
+        # an empty part may hold arbitrary values
         acc += tl.where(weight[:, None] > 0, part, 0.0) * weight[:, None]
         total += weight
     lse = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
@@ -144,7 +144,7 @@ def _merge_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _layer_size(num_rows, num_batches, num_heads, LENGTH: tl.constexpr, RATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Places of one branch's layer, over all batch elements and heads."""
+    """Returns the number of places in one branch's layer, over all batch elements and heads."""
     segments = (num_rows + LENGTH - 1) // LENGTH
     places = (tl.minimum(num_rows, LENGTH) + RATE - 1) // RATE
     return tl.cast(segments, tl.int64) * places * num_batches * num_heads
@@ -152,7 +152,7 @@ def _layer_size(num_rows, num_batches, num_heads, LENGTH: tl.constexpr, RATE: tl
 
 @triton.jit
 def _offset_of_others(table_ptr, head, num_heads, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The head's offset in the first branch that is not the direct one."""
+    """Returns the head's offset in the first branch that is not the direct one."""
     return tl.load(table_ptr + (1 if DIRECT == 0 else 0) * num_heads + head)
 
 
@@ -217,11 +217,11 @@ def merge_layers(
     aside: bool = False,
     own: bool = False,
 ) -> None:
-    """As ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) with last stride 1, lse (B, N, H) float32.
+    """Same as ``parts.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) has last stride 1, lse (B, N, H) is float32.
 
     Args:
-        aside: run on a few multiprocessors beside other work, rather than on all of them at once.
-        own: leave the parts as ``parts.count_zero_keys`` does.
+        aside: run on a few multiprocessors alongside other work, instead of on all of them.
+        own: leave the parts in the state in which ``parts.count_zero_keys`` leaves them.
     """
     assert not own or layers.direct is None
     assert out.stride(-1) == 1 and lse.dtype is torch.float32
@@ -230,7 +230,7 @@ def merge_layers(
 
 
 def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, aside: bool = False) -> None:
-    """As ``parts.sum_layers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and the flat buffer of each."""
+    """Same as ``parts.sum_layers``, for dq, dk, dv (B, N, H, D) with equal strides, the last one 1, and the flat buffer of each."""
     first = grads[0]
     assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
     _launch(_sum_kernel, layers, first, (*grads, *parts), first.stride()[:3], aside)
@@ -257,7 +257,7 @@ def _launch(
             HEAD_DIM=D,
             BLOCK_D=triton.next_power_of_2(D),
             ROWS=rows,
-            # one compiled kernel for all sequences that a segment outlasts
+            # one compiled kernel for all sequences that are no longer than a segment
             LENGTHS=tuple(w if w < N else _NO_END for w, _ in layers.branches),
             RATES=tuple(r for _, r in layers.branches),
             DIRECT=-1 if layers.direct is None else layers.direct,

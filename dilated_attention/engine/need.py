@@ -1,4 +1,4 @@
-"""What a call of an operation needs of memory, and what of it a user can change."""
+"""Describes how much memory a call of an operation needs, and which of its settings a user can change."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Terms = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What of a call a user can change so that it takes less.
+    """The settings of a call that a user can change to make it take less memory.
 
     Args:
         batch: B.
-        length: N, or of a decoder the keys of a row.
-        dtype: of q, k, v.
-        detached: ``mixture_grad="detached"``.
+        length: N, or for a decoder the number of keys of a row.
+        dtype: dtype of q, k, v.
+        detached: whether ``mixture_grad="detached"``.
     """
 
     batch: int
@@ -33,21 +33,22 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One call of an operation. It holds no tensors.
+    """The memory need of one call of an operation. It holds no tensors.
 
     Args:
         op: name of the function that the user calls.
-        is_backward: of which pass.
-        device: of q.
-        shapes: the tensors, in words.
-        held: bytes of the tensors that were handed in, which lay there before.
-        setting: as it is.
-        terms: (what, bytes) at the highest point of the call, both passes looked at if there are two, at a setting; None where nothing is known.
-        least: ``terms`` are results and copies that are made in any case, while kernels may take more.
-        needs_grad: a backward is to come, or this is it.
-        lse_gradient: of a backward, that a gradient of lse came in.
-        can_shorten: whether fewer positions, or another dtype, are a way out.
-        ways: more ways to need less than smaller settings have: functions of the bytes that are there for the call, each giving sentences.
+        is_backward: whether the call is the backward.
+        device: device of q.
+        shapes: description of the tensors.
+        held: bytes of the tensors that were passed in and existed before the call.
+        setting: the current setting.
+        terms: function of a setting that returns (what, bytes) at the peak of the call, over both passes if there are two; None if
+            nothing is known.
+        least: ``terms`` is a lower bound: results and copies that are always made, while kernels may take more.
+        needs_grad: a backward will follow, or this is one.
+        lse_gradient: this is a backward that received a gradient of lse.
+        can_shorten: whether fewer positions or another dtype would help.
+        ways: further ways to need less memory than smaller settings: functions of the bytes available to the call that return sentences.
     """
 
     op: str
@@ -78,7 +79,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A tensor without its memory. ``held``: bytes that it holds, which are fewer than it shows where it is expanded."""
+    """Describes a tensor without holding its memory. ``held``: bytes of its storage, which are fewer than its shape implies if expanded."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +88,7 @@ class TensorFacts:
 
 
 def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments with their tensors' facts in place of the tensors, so that what is kept of a call holds no memory."""
+    """Returns an op's arguments with ``TensorFacts`` in place of the tensors, so that a stored call keeps no memory alive."""
 
     def facts(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -99,7 +100,7 @@ def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(arguments: Mapping[str, Any]) -> dict[str, TensorFacts]:
-    """The tensors among an op's arguments, by name."""
+    """Returns the tensors among an op's arguments, by name."""
     return {name: x for name, x in arguments.items() if isinstance(x, TensorFacts)}
 
 
@@ -115,7 +116,7 @@ def shapes_text(arguments: Mapping[str, Any], names: tuple[str, ...] = ("q", "k"
 
 
 class Training(TypedDict):
-    """What of a ``Need`` is about gradients."""
+    """The fields of a ``Need`` that concern gradients."""
 
     is_backward: bool
     needs_grad: bool
@@ -142,7 +143,7 @@ def terms_text(terms: Terms) -> str:
 
 
 def largest(fits: Callable[[int], bool], below: int, step: int = 1) -> int | None:
-    """The largest multiple of ``step`` below ``below`` that fits, by bisection: what is smaller needs less. None if none does."""
+    """Returns the largest multiple of ``step`` below ``below`` that fits, or None. It bisects, since smaller values need less."""
     low, high = 0, math.ceil(below / step)
     while high - low > 1:
         middle = (low + high) // 2

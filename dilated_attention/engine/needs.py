@@ -1,4 +1,4 @@
-"""What the operations of one process need of memory, from their arguments."""
+"""Computes the memory needs of the single-process operations from their arguments."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dilated_attention.engine.schedule import FUSED_DEVICES, kept_budget
 from dilated_attention.engine.tiles_choice import tiles_passes
 from dilated_attention.pattern import DilatedPattern
 
-# ways to need less that rooms further up know of: each is told the call's arguments and gives what ``Need.ways`` takes
+# ways to need less memory that higher-level modules add: each takes the call's arguments and returns an entry of ``Need.ways``
 more_ways: list[Callable[[Mapping[str, Any]], Callable[[int], Iterable[str]]]] = []
 
 
 def pattern_among(arguments: Mapping[str, Any]) -> DilatedPattern:
-    """The dilated pattern of an op's flat arguments."""
+    """Builds the dilated pattern from an op's flat arguments."""
     x = arguments
     lengths, rates, offsets = (tuple(x[name]) for name in ("segment_lengths", "dilation_rates", "offset_list"))
     return pattern_of(lengths, rates, x["head_offsets"], offsets, x["branch_heads"], x["tail"])
@@ -34,13 +34,13 @@ def setting_of(arguments: Mapping[str, Any]) -> Setting:
 
 
 def dilated_need(arguments: Mapping[str, Any]) -> Need:
-    """Of ``dilated_attention`` and ``attention``: the engine's own account where the call is the attention of a sequence to itself."""
+    """Returns the need of ``dilated_attention`` and ``attention``. For self-attention it is the engine's own estimate."""
     x = arguments
     q, k = x["q"], x["k"]
     pattern = pattern_among(x)
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= k.shape[1]
     whole = q.shape[1] == k.shape[1] and not x["query_offset"]
-    # of a GPU the account is that of the fused engine and of the tiles
+    # on a GPU the estimate covers only the fused engine and the tiles
     plain = not (x["window"] or x["dropout_p"] or x["cu_seqlens"] is not None)
     exact = whole and (plain or q.device.type == "cpu")
     needs_grad = x["needs_grad"] or "dout" in x
@@ -81,9 +81,9 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
 
 
 def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, needs_grad: bool) -> tuple[bool, bool]:
-    """Whether the forward and the backward of an op would run on a table of tiles at a setting."""
+    """Whether the forward and the backward of an op would run on the tile-table kernels at a given setting."""
     q, k = x["q"], x["k"]
-    # the account of a GPU may be asked for on a machine without one
+    # the estimate for a GPU may be requested on a machine without one
     if q.device.type != "cuda" or not torch.cuda.is_available():
         return False, False
     request = Request(
@@ -102,7 +102,7 @@ def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, n
 
 
 def kept_bytes(pattern: DilatedPattern, setting: Setting, q: TensorFacts, k: TensorFacts) -> int:
-    """What a forward with detached mixing keeps for its backward on a GPU, as ``prepare.kept_elements`` decides it."""
+    """Returns the bytes that a forward with detached mixing keeps for its backward on a GPU (see ``prepare.kept_elements``)."""
     if q.device.type not in FUSED_DEVICES or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
         return 0
     N = setting.length
@@ -112,7 +112,7 @@ def kept_bytes(pattern: DilatedPattern, setting: Setting, q: TensorFacts, k: Ten
 
 
 def blocks_need(arguments: Mapping[str, Any]) -> Need:
-    """Of ``block_sparse_attention`` and of blocks with dilated branches: what is made whichever kernel runs."""
+    """Returns the need of ``block_sparse_attention``, with or without dilated branches: the tensors allocated whichever kernel runs."""
     x = arguments
     q, k = x["q"], x["k"]
     both = "segment_lengths" in x
@@ -123,7 +123,7 @@ def blocks_need(arguments: Mapping[str, Any]) -> Need:
         if not both:
             return found
         Q, K = _elements(setting, q, k)
-        # each part has results of its own, which are then merged or added in the accumulation dtype
+        # each part has separate results, which are then merged or added in the accumulation dtype
         a = accumulation_dtype(setting.dtype).itemsize
         return (*found, ("of the other part", (Q + 2 * K) * a if needs_grad else Q * setting.dtype.itemsize))
 
@@ -140,7 +140,7 @@ def blocks_need(arguments: Mapping[str, Any]) -> Need:
 
 
 def choice_need(arguments: Mapping[str, Any]) -> Need:
-    """Of the choice of blocks by content, whose scores are held for some rows at a time: the bits that it makes."""
+    """Returns the need of choosing blocks by content, without an estimate of its size. Scores exist for only some rows at a time."""
     x = arguments
     q = x["q"]
     return Need(
@@ -154,7 +154,7 @@ def choice_need(arguments: Mapping[str, Any]) -> Need:
 
 
 def rows_need(op: str) -> Callable[[Mapping[str, Any]], Need]:
-    """Of what treats every row (…, K) of x by itself: shapes alone."""
+    """Returns the need function of an op that treats every row (…, K) of x independently. It gives shapes but no estimate."""
 
     def need(arguments: Mapping[str, Any]) -> Need:
         x = arguments
@@ -175,7 +175,7 @@ def rows_need(op: str) -> Callable[[Mapping[str, Any]], Need]:
 
 
 def results(setting: Setting, q: TensorFacts, k: TensorFacts, needs_grad: bool) -> Terms:
-    """Inputs and results alone, in training those of the backward: what any kernel needs."""
+    """Returns the inputs and results alone, which any kernel needs; in training, those of the backward."""
     Q, K = _elements(setting, q, k)
     e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
     lse = Q // q.shape[3] * a
@@ -185,7 +185,7 @@ def results(setting: Setting, q: TensorFacts, k: TensorFacts, needs_grad: bool) 
 
 
 def _elements(setting: Setting, q: TensorFacts, k: TensorFacts) -> tuple[int, int]:
-    """Of q, and of k: queries stay as long in comparison to keys as they are."""
+    """Returns the number of elements of q and of k at a setting. The ratio of queries to keys stays that of q and k."""
     rows = setting.length * q.shape[1] // max(1, k.shape[1])
     return setting.batch * rows * math.prod(q.shape[2:]), setting.batch * setting.length * math.prod(k.shape[2:])
 

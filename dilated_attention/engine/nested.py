@@ -1,11 +1,11 @@
-"""Nested families of branches: every (query, key) pair once, with its multiplicity folded into the row maximum of a tile.
+"""Nested families of branches: every (query, key) pair is visited once, with its multiplicity folded into the row maximum of a tile.
 
-Branches (w_i, r_i) are *nested* where r_i | r_{i+1}, w_i | w_{i+1}, r_i | w_i and, for each head, o_{i+1} ≡ o_i (mod r_i). Then what branch
-i+1 takes, branch i takes too; the *level* of a position is the largest branch that takes it, and a pair (p, q) occurs in
-m = min(level p, level q) − s + 1 branches (none if that is < 1), s being the smallest branch whose segments hold both. So a query of level l
-needs the keys of each exact level c < l inside its w_c segment, and all keys of level ≥ l inside its w_l segment. These key sets are
-arithmetic progressions; cut into tiles that lie inside one w_0 segment, m is one number per (query tile, key tile). LongNet's five branches
-name 3968 · N pairs per head, of which 3008 · N differ.
+Branches (w_i, r_i) are *nested* if r_i | r_{i+1}, w_i | w_{i+1}, r_i | w_i and, for each head, o_{i+1} ≡ o_i (mod r_i). Then branch i takes
+every position that branch i+1 takes. The *level* of a position is the largest branch that takes it. A pair (p, q) occurs in
+m = min(level p, level q) − s + 1 branches (none if that is < 1), where s is the smallest branch with a segment that holds both. So a query
+of level l needs the keys of each exact level c < l inside its w_c segment, and all keys of level ≥ l inside its w_l segment. These key
+sets are arithmetic progressions. If they are cut into tiles inside one w_0 segment, m is one number per (query tile, key tile).
+LongNet's five branches have 3968 · N pairs per head, of which 3008 · N are distinct.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import torch
 
-# table entries of one launch: heads × query tiles of the longest segment × key tiles of a query; 4 bytes each, 20 more for one head
+# most table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes; in addition,
+# the entries of a single head take 20 bytes each.
 MAX_TABLE = 2**24
 
 
 @dataclass(frozen=True)
 class NestedFamily:
-    """Branches that nest, for H heads and the first ``num_positions`` positions, a multiple of the longest segment.
+    """Branches that nest, for H heads and the first ``num_positions`` positions, which are a multiple of the longest segment.
 
     Position p of head h belongs to progression (branch i, step u) where p ≡ o_i(h) + u·r_{i−1} (mod r_i); u = 0 is what branch i takes,
     u ≥ 1 (u < r_i / r_{i−1}) is of exact level i − 1. ``offsets[i][h]`` is o_i(h).
@@ -43,11 +44,11 @@ class NestedFamily:
         return len(self.offsets[0])
 
     def row_branch(self, level: int) -> int:
-        """The branch whose rate is the stride of a level's rows: exact level l < top is what branch l+1 leaves of branch l."""
+        """Returns the branch whose rate is the stride of a level's rows: exact level l < top is branch l without branch l+1."""
         return min(level + 1, self.num_levels - 1)
 
     def row_steps(self, level: int) -> tuple[int, ...]:
-        """The shifts u·r_l of a level's progressions relative to o of ``row_branch``; (0,) on the top level."""
+        """Returns the shifts u·r_l of a level's progressions relative to o of ``row_branch``; (0,) on the top level."""
         if level == self.num_levels - 1:
             return (0,)
         return tuple(range(self.rates[level], self.rates[level + 1], self.rates[level]))
@@ -56,12 +57,12 @@ class NestedFamily:
         return (self.offsets[branch][head] + step) % self.rates[branch]
 
     def keys_per_query(self, level: int) -> int:
-        """Different keys of a query of this level, without causality."""
+        """Returns the number of distinct keys of a query at this level, without causality."""
         exact = sum(w // r - w // r_next for w, r, r_next in zip(self.lengths[:level], self.rates, self.rates[1:], strict=False))
         return exact + self.lengths[level] // self.rates[level]
 
     def pairs(self) -> int:
-        """Different (query, key) pairs of one head over ``num_positions``, without causality."""
+        """Returns the number of distinct (query, key) pairs of one head over ``num_positions``, without causality."""
         total = 0
         for level in range(self.num_levels):
             rows = self.num_positions // self.rates[self.row_branch(level)] * len(self.row_steps(level))
@@ -69,11 +70,11 @@ class NestedFamily:
         return total
 
     def branch_pairs(self) -> int:
-        """Pairs of one head as the branches count them: what branch-by-branch kernels compute."""
+        """Returns the number of pairs of one head summed over branches, which is what branch-by-branch kernels compute."""
         return sum(self.num_positions // r * (w // r) for w, r in zip(self.lengths, self.rates, strict=True))
 
     def why_not_tiles(self, tile_rows: int, tile_keys: int) -> list[str]:
-        """Why tiles of these sizes do not hold one multiplicity each; empty if they do."""
+        """Returns the reasons why tiles of these sizes do not have one multiplicity each; an empty list if they do."""
         reasons = []
         for name, tile in (("query", tile_rows), ("key", tile_keys)):
             span = tile * self.rates[-1]
@@ -89,7 +90,7 @@ class NestedFamily:
 
 
 def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int) -> list[str]:
-    """Every reason why these branches are no nested family on ``num_positions`` positions; empty if they are."""
+    """Returns every reason why these branches are not a nested family on ``num_positions`` positions; an empty list if they are."""
     lengths = [min(w, num_positions) for w in lengths]
     reasons = []
     for i, (w, r) in enumerate(zip(lengths, rates, strict=True)):
@@ -113,10 +114,10 @@ def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequen
 def nested_family(
     lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int
 ) -> NestedFamily | None:
-    """The nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``, or None.
+    """Returns the nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``, or None.
 
-    Segments longer than the sequence are the sequence. ``why_not_nested`` has the reasons for None. The positions from
-    ``family.num_positions`` on lie in a shorter last segment and are left to the branch-by-branch engine.
+    Segments longer than the sequence are cut to it. ``why_not_nested`` gives the reasons for None. The positions from
+    ``family.num_positions`` on are in a shorter last segment and are left to the branch-by-branch engine.
     """
     if why_not_nested(lengths, rates, offsets, num_positions):
         return None
@@ -127,11 +128,11 @@ def nested_family(
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """What the query tiles of one level visit, the same for every head, longest segment and progression of rows.
+    """The key tiles that the query tiles of one level visit, the same for every head, longest segment and progression of rows.
 
-    Query tile Q holds rows Q·tile … of its progression inside the longest segment. Its key tiles are ``tiles[Q, :counts[Q, 2]]``; causal:
-    the first ``counts[Q, 0]`` cross the diagonal, those up to ``counts[Q, 1]`` lie before it, and the last are hidden from the first half
-    of the query tile's rows and cross the diagonal of the second.
+    Query tile Q holds rows Q·tile … of its progression inside the longest segment. Its key tiles are ``tiles[Q, :counts[Q, 2]]``. If
+    causal, the first ``counts[Q, 0]`` cross the diagonal, those up to ``counts[Q, 1]`` are before it, and the rest are hidden from the
+    first half of the query tile's rows and cross the diagonal of the second half.
 
     tiles (Q, T, 4) int32: branch, step, first row (counted in the progression, from the start of the longest segment), rate;
     shared (Q, T) int32: the multiplicity m of every pair of the two tiles.
@@ -144,11 +145,11 @@ class TileTable:
 
 @functools.lru_cache(maxsize=64)
 def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool) -> TileTable:
-    """The table of one level on the CPU. ``family.why_not_tiles`` must be empty."""
+    """Builds the table of one level on the CPU. ``family.why_not_tiles`` must be empty."""
     top, stride = family.lengths[-1], family.rates[family.row_branch(level)]
     span = tile_rows * stride
     query = torch.arange(top // span)[:, None] * span
-    # key groups: (class, branch, steps); every exact level below, then all that this level takes
+    # key groups (class, branch, steps): every exact level below this one, then everything that this level takes
     groups = [(c, c + 1, family.row_steps(c)) for c in range(level)] + [(level, level, (0,))]
     columns: list[tuple[torch.Tensor, ...]] = []
     for key_level, branch, steps in groups:
@@ -183,8 +184,11 @@ class DeviceTable(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def device_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool, device: torch.device) -> DeviceTable:
-    """A level's table on the device: bias (log2 of the multiplicities) and, if causal, starts (H, Q, T): where each head's key tiles
-    begin, counted from the start of the longest segment. Padded at the end, as the Gluon kernel reads an entry ahead."""
+    """Returns a level's table on the device, with bias (log2 of the multiplicities) and, if causal, starts (H, Q, T).
+
+    starts are the positions at which each head's key tiles begin, counted from the start of the longest segment. The table is padded at
+    the end, since the Gluon kernel reads one entry ahead.
+    """
     table = tile_table(family, level, tile_rows, tile_keys, is_causal)
     offsets = torch.tensor(family.offsets, dtype=torch.int32).T
     branch, step, first, rate = table.tiles.unbind(-1)
@@ -201,7 +205,7 @@ def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
 def level_constants(
     family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """ROW and FAMILY of a level's launch: see the kernels."""
+    """Returns ROW and FAMILY of a level's launch; see the kernels."""
     branch = family.row_branch(level)
     rate, steps = family.rates[branch], family.row_steps(level)
     row = (branch, rate, family.rates[level] if steps != (0,) else 0)
@@ -219,7 +223,7 @@ def nested_attention_twin(
     tile_rows: int = 128,
     tile_keys: int = 128,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels' walk over tile tables in plain torch, in q's dtype, a query tile of one head at a time: slow, for tests.
+    """Runs the kernels' walk over tile tables in plain torch, in q's dtype, one query tile of one head at a time. It is slow, for tests.
 
     q (B, N, H, D), k, v (B, N, Hk, D), N ≥ family.num_positions → out (B, N_full, H, D), lse (B, H, N_full).
     """
@@ -249,7 +253,7 @@ def nested_attention_twin(
 def _keys_of(
     family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions, multiplicities) of all keys that a query tile visits, tile after tile."""
+    """Returns (positions, multiplicities) of all keys that a query tile visits, one tile after another."""
     count = int(table.counts[tile, 2])
     positions = []
     for branch, step, first, rate in table.tiles[tile, :count].tolist():

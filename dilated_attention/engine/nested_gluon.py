@@ -1,13 +1,15 @@
-"""The nested walk on Hopper, written in Gluon: one warp that loads by TMA, two or four warpgroups that multiply and exponentiate.
+"""The nested walk on Hopper in Gluon: one warp loads by TMA, and two or four warpgroups multiply and exponentiate.
 
-A program is one CTA per SM and takes query tiles of 128 (256) rows in turn. Its loading warp reads the tile table and keeps a ring of key and
-value tiles full, across query tiles as well, so the pipeline never drains. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of the next
-key tile and P·V of the last one, and computes the softmax of the next while P·V runs. The multiplicity of a tile costs one addition per row.
+A program is one CTA per SM and takes query tiles of 128 (256) rows in turn. Its loading warp reads the tile table and keeps a ring of key
+and value tiles full, across query tiles as well, so the pipeline never drains. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of
+the next key tile and P·V of the last one, and computes the softmax of the next while P·V runs. The multiplicity of a tile costs one
+addition per row.
 
 Every key progression is a TMA descriptor (batch, head, row, residue · token stride + channel): the dilation is its row stride.
 
-Tried on an H200 and left out, as they changed nothing or cost: warpgroups that take turns by named barriers (±0.5 %), one barrier for a key and
-its value tile (−3 %), a cubic for a quarter of the exponentials (−2 % at head dim 64, −4 % at 128), key tiles of 64 with two warpgroups (−14 %).
+Tried on an H200 and left out because they had no effect or were slower: warpgroups that take turns with named barriers (±0.5 %), one
+barrier for a key tile and its value tile (−3 %), a cubic polynomial for a quarter of the exponentials (−2 % at head dim 64, −4 % at 128),
+key tiles of 64 with two warpgroups (−14 %).
 """
 
 # kernels have no types that mypy knows
@@ -32,7 +34,7 @@ _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 @gluon.jit
 def _decode(index, Q_TILES: gl.constexpr, STEPS: gl.constexpr, segments, HEADS: gl.constexpr):
-    """index → (query tile, progression, longest segment, head, batch), query tiles fastest: neighbours share keys in L2."""
+    """Maps index to (query tile, progression, longest segment, head, batch). Query tiles vary fastest: neighbors share keys in L2."""
     tile = index % Q_TILES
     index = index // Q_TILES
     step = index % STEPS
@@ -51,7 +53,7 @@ def _residue(offsets_ptr, branch, step, rate, head, HEADS: gl.constexpr):
 def _load(
     descs, smem, full, empty, done, STAGES: gl.constexpr, FIRST: gl.constexpr, RATES: gl.constexpr, TOP: gl.constexpr, branch, first, at
 ):
-    """The done-th key or value tile of this program into its stage of the ring. at: (batch, key head, segment, channel)."""
+    """Loads the done-th key or value tile of this program into its stage of the ring. at: (batch, key head, segment, channel)."""
     batch, head, segment, channel = at
     stage = done % STAGES
     mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
@@ -68,7 +70,7 @@ def _produce(
     q_desc, k_descs, v_descs, shared_memory, tables, shape, tokens,
     FIRST: gl.constexpr, RATES: gl.constexpr, ROW: gl.constexpr, FAMILY: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries of each of the program's tiles, and their key and value tiles as the table lists them."""
+    """The loading warp: loads the queries of each of the program's tiles, and their key and value tiles as listed in the table."""
     _, q_smem, k_smem, v_smem, _, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared_memory
     tiles_ptr, _, counts_ptr, _, offsets_ptr, _ = tables
     segments, total = shape
@@ -91,9 +93,9 @@ def _produce(
         last_branch = 0
         last_first = 0
         last_kept = 0
-        # keys go one tile ahead of values, in the order in which they are consumed
+        # keys are loaded one tile ahead of values, in the order in which they are consumed
         for j in range(count + 1):
-            # four warpgroups hold their queries in shared memory to the end: load those of the next tile behind its first keys
+            # four warpgroups keep their queries in shared memory to the end: load the next tile's queries after its first keys
             if j == (0 if GROUPS == 2 else 2):
                 mbarrier.wait(q_empty, (round_ & 1) ^ 1)
                 mbarrier.expect(q_full, GROUPS * q_desc.block_type.nbytes)
@@ -122,13 +124,13 @@ def _produce(
 
 @gluon.jit
 def _exp2(x):
-    # the instruction that flushes denormals: gl.exp2 spends three more to keep them
+    # the instruction that flushes denormals; gl.exp2 takes three additional instructions to keep them
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _hide_later(s, start, rate, rows, TILE_KEYS: gl.constexpr):
-    """−inf where the key's position, start + column · rate, is after the query's."""
+    """Sets scores to −inf where the key's position, start + column · rate, is after the query's."""
     ahead = rows - start
     last = gl.where(ahead < 0, -1, ahead // rate)
     columns = gl.arange(0, TILE_KEYS, layout=gl.SliceLayout(0, s.type.layout))
@@ -137,9 +139,9 @@ def _hide_later(s, start, rate, rows, TILE_KEYS: gl.constexpr):
 
 @gluon.jit
 def _weights(s, highest, total, shared, scale_log2):
-    """One step of the online softmax: (weights, rescaling of what was summed, new row maximum, new row sum)."""
+    """Does one step of the online softmax. Returns (weights, rescaling factor of the sums so far, new row maximum, new row sum)."""
     new = gl.maximum(highest, gl.max(s, 1))
-    # the maximum is one of raw scores: weights reach m, not 1, which costs nothing
+    # the maximum is that of raw scores, so weights reach m instead of 1, which costs nothing
     offset = new * scale_log2 - shared
     p = _exp2(s * scale_log2 - gl.expand_dims(offset, 1))
     rescale = _exp2((highest - new) * scale_log2)
@@ -151,7 +153,7 @@ def _consume(
     PART: gl.constexpr, shared_memory, tables, shape, o_token, lse_strides, scale, ROW: gl.constexpr, FAMILY: gl.constexpr,
     STAGES: gl.constexpr, D: gl.constexpr, TILE_KEYS: gl.constexpr, CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup PART: 64 rows of each of the program's query tiles."""
+    """Warpgroup PART: computes 64 rows of each of the program's query tiles."""
     o_desc, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared_memory
     tiles_ptr, bias_ptr, counts_ptr, starts_ptr, offsets_ptr, lse_ptr = tables
     segments, total_tiles = shape
@@ -180,7 +182,7 @@ def _consume(
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
         tile, u, segment, head, batch = _decode(index, Q_TILES, STEPS, segments, HEADS)
         residue = _residue(offsets_ptr, row_branch, (u + 1) * row_step, row_rate, head, HEADS)
-        # The second half of the rows sees more keys: the warpgroups take it in turn.
+        # The second half of the rows sees more keys, so the warpgroups alternate in taking it.
         part = PART ^ ((round_ & 1) * (GROUPS // 2))
         first_row = (tile * GROUPS + part) * 64
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
@@ -198,7 +200,7 @@ def _consume(
         mbarrier.wait(q_full, round_ & 1)
         q = q_smem.index(part)._reinterpret(dtype, [64, D], q_shared)
         if GROUPS == 2:
-            # two warpgroups have the registers for it, which saves reading it again for every key tile
+            # with two warpgroups there are enough registers to hold q, which saves reading it again for every key tile
             q = q.load(q_layout)
             fence_async_shared()
             mbarrier.arrive(q_empty, count=1)
@@ -245,8 +247,8 @@ def _consume(
                 if (j < masked) | (j >= first_half):
                     s = _hide_later(s, start, rate, inside, TILE_KEYS)
             weights, rescale, highest, total = _weights(s, highest, total, shared, scale_log2)
-            # Waiting for the key tile after the next belongs here: its branch, and the new weights passing through the wait for P·V, keep
-            # LLVM and ptxas from sinking the softmax below that wait, where it would overlap with nothing.
+            # The wait for the key tile after the next must be here: its branch, and the new weights passing through the wait for P·V, keep
+            # LLVM and ptxas from moving the softmax below that wait, where it would overlap with nothing.
             done += 1
             k_stage = (done + 1) % K_STAGES
             mbarrier.wait(k_full.index(k_stage), ((done + 1) // K_STAGES) & 1, pred=j + 1 < count)
@@ -268,7 +270,7 @@ def _consume(
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         done += 1
         o = o * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout)), 1)
-        # the store of the query tile before must have read its buffer
+        # the store of the previous query tile must have finished reading its buffer
         tma.store_wait(0)
         _barrier()
         o_smem.index(PART)._reinterpret(dtype, [64, D], q_shared).store(o.to(dtype))
@@ -277,7 +279,7 @@ def _consume(
         row = segment * (TOP // row_rate) + first_row
         tma.async_copy_shared_to_global(o_desc, [batch, head, row, residue * o_token], o_smem.index(PART))
         if CAUSAL:
-            # key tiles that only the other half sees: let them go as they come
+            # key tiles that only the other half sees: release them as they arrive
             for _ in range(count, both):
                 mbarrier.wait(k_full.index(done % K_STAGES), (done // K_STAGES) & 1)
                 mbarrier.arrive(k_empty.index(done % K_STAGES), count=1)

@@ -17,7 +17,7 @@ WARPGROUP_ROWS = 64
 
 
 def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
-    """x (B, N, H, D) as (batch, head, row, residue · token stride + channel): row t of residue a is position t·rate + a."""
+    """Describes x (B, N, H, D) as (batch, head, row, residue · token stride + channel): row t of residue a is position t·rate + a."""
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, tile, x.shape[3]], gl.bfloat16)
     shape = [x.shape[0], x.shape[2], rows // rate, rate * x.stride(1)]
     return TensorDescriptor(x, shape, [x.stride(0), x.stride(2), rate * x.stride(1), 1], [1, 1, tile, x.shape[3]], layout)
@@ -27,15 +27,17 @@ def gluon_forward(
     family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
     *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """The Gluon kernel, one launch per level; arguments as for ``nested_forward``, whose rule must have passed.
+    """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``why_not`` must be empty.
 
-    ``wide``: query tiles of 256 rows where they fit, at head dim 64. Measured on an H200, 12 heads, N = 512k: 11.43 ms against 11.60, causal
-    8.80 against 7.54, as wider tiles have more of the diagonal; so by default without causality. ``stages``: of keys and values in the ring;
-    (2, 2) and (3, 2) are the same at head dim 128 (22.60 and 22.71 ms), (4, 4) is 4 % faster than (2, 2) at 64.
+    ``wide``: use query tiles of 256 rows where they fit, at head dim 64. Measured on an H200 with 12 heads, N = 512k: 11.43 ms against
+    11.60 ms, causal 8.80 against 7.54, since wider tiles have more of the diagonal. So they are the default only without causality.
+    ``stages``: stages of keys and values in the ring. (2, 2) and (3, 2) are equally fast at head dim 128 (22.60 and 22.71 ms), and (4, 4)
+    is 4 % faster than (2, 2) at 64.
     """
     B, _, H, D = q.shape
     wide = not is_causal if wide is None else wide
-    # Programs take every programs-th query tile, and costs of causal tiles repeat in powers of two: with an odd number each gets all kinds.
+    # A program takes every programs-th query tile, and the cost of causal tiles is periodic in powers of two. With an odd number of
+    # programs, each of them gets tiles of all costs.
     processors = _multiprocessors(q.device)
     programs = processors - (1 if is_causal and processors % 2 == 0 else 0)
     segments = family.num_positions // family.lengths[-1]
@@ -43,7 +45,7 @@ def gluon_forward(
     made: dict[tuple[str, int, int], TensorDescriptor] = {}
 
     def descriptor(name: str, x: torch.Tensor, rate: int, tile: int) -> TensorDescriptor:
-        # levels share most of them, and making one takes as long as a launch
+        # levels share most descriptors, and making one takes as long as a launch
         if (name, rate, tile) not in made:
             made[name, rate, tile] = _descriptor(x, family.num_positions, rate, tile)
         return made[name, rate, tile]

@@ -1,7 +1,7 @@
-"""Forward of nested families on GPUs: ``nested_forward`` and its rule, and the tile walk as a plain Triton kernel.
+"""The forward of nested families on GPUs: ``nested_forward``, its check ``why_not``, and the tile walk as a plain Triton kernel.
 
-On Hopper the Gluon kernel of ``nested_gluon`` runs. The Triton kernel here walks the same tables with ordinary loads: under
-TRITON_INTERPRET=1 on the CPU, where the tests compare it with the twin, and on GPUs as a baseline (half the rate of the other).
+On Hopper the Gluon kernel of ``nested_gluon`` runs. The Triton kernel here walks the same tables with ordinary loads. It runs under
+TRITON_INTERPRET=1 on the CPU, where tests compare it with the plain torch twin, and on GPUs as a baseline (half the Gluon kernel's rate).
 """
 
 # kernels have no types that mypy knows
@@ -20,7 +20,7 @@ from dilated_attention.backends.blocks import on_device
 from dilated_attention.engine.nested import NestedFamily, device_offsets, device_table, level_constants
 
 HEAD_DIMS = tuple(sorted(NESTED_FACTS.head_dims or ()))
-# of the Gluon kernel: query rows and keys of a tile, branches with a rate of their own
+# limits of the Gluon kernel: query rows and keys of a tile, and number of branches with distinct rates
 TILE_ROWS = 128
 TILE_KEYS = 128
 MAX_DESCRIPTORS = 6
@@ -40,7 +40,7 @@ def _step(
     j, q, rows, highest, total, acc, k_ptr, v_ptr, tiles_ptr, bias_ptr, offsets_ptr, start, head, k_token, v_token, scale_log2,
     HEADS: tl.constexpr, D: tl.constexpr, TILE_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: online softmax with the tile's multiplicity in the offset of its exponents."""
+    """Processes one key tile: online softmax with the tile's multiplicity in the offset of the exponents."""
     entry = tiles_ptr + j * 4
     rate = tl.load(entry + 3)
     keys = _residue(offsets_ptr, tl.load(entry), tl.load(entry + 1), rate, head, HEADS)
@@ -65,7 +65,7 @@ def nested_pointer_kernel(
     lse_batch, lse_head, lse_token, scale,
     ROW: tl.constexpr, FAMILY: tl.constexpr, D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A query tile per program. ROW: (row_branch, its rate, r_level or 0 at the top).
+    """Computes one query tile per program. ROW: (row_branch, its rate, r_level or 0 at the top).
     FAMILY: (query tiles, table width, progressions of rows, query heads, query heads per key head, longest segment)."""
     Q_TILES: tl.constexpr = FAMILY[0]
     T: tl.constexpr = FAMILY[1]
@@ -127,7 +127,7 @@ def triton_forward(
     family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
     *, tile_rows: int = 128, tile_keys: int = 64, num_warps: int = 8, num_stages: int = 2,
 ) -> None:  # fmt: skip
-    """The Triton kernel; arguments as for ``nested_forward``."""
+    """Launches the Triton kernel. Arguments are those of ``nested_forward``."""
     segments = family.num_positions // family.lengths[-1]
     for level in range(family.num_levels):
         if not family.row_steps(level):
@@ -144,7 +144,7 @@ def triton_forward(
 
 
 def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
-    """Every reason why ``nested_forward`` cannot take these tensors (or is slower than branch by branch); empty if it can."""
+    """Returns every reason why ``nested_forward`` cannot take these tensors (or is slower than branch by branch); empty if it can."""
     if q.device.type != "cuda":
         return [f"needs a CUDA GPU, not {q.device.type}"]
     capability = torch.cuda.get_device_capability(q.device)
@@ -157,7 +157,7 @@ def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
-    """The reasons of ``why_not`` that lie in the family and the tensors, whatever the machine."""
+    """Returns the reasons of ``why_not`` that concern the family and the tensors, whatever the machine."""
     reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
     if family.num_levels > MAX_DESCRIPTORS + 1:
         reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
@@ -198,7 +198,7 @@ def nested_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention over the whole longest segments, every pair once; ``why_not`` must be empty, also with ``out`` in place of q.
+    """Computes attention over the whole longest segments, each pair once. ``why_not`` must be empty, also with ``out`` in place of q.
 
     q (B, N, H, D), k, v (B, N, Hk, D) → written into out (B, N, H, D) in q's dtype and lse (B, H, N) float32 (natural log), positions
     0 … family.num_positions − 1; the rest is left as it is.
@@ -206,7 +206,7 @@ def nested_forward(
     from dilated_attention.engine.nested_hopper import gluon_forward
 
     full = family.num_positions
-    if family.rates[0] > 1:  # positions that no branch takes
+    if family.rates[0] > 1:  # there are positions that no branch takes
         out[:, :full].zero_()
         lse[:, :, :full].fill_(-torch.inf)
     gluon_forward(family, q, k, v, is_causal, scale, out, lse)

@@ -1,4 +1,4 @@
-"""``merge.merge_onto`` and ``merge.add_up`` as one Triton kernel each: every part is read once, every result written once."""
+"""``merge.merge_onto`` and ``merge.add_up`` as one Triton kernel each, which reads every part once and writes every result once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     part_stride_p, part_stride_l, part_stride_g, part_lse_stride_p, part_lse_stride_l, part_lse_stride_g,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # problems and rows in the one dimension of a grid that has no narrow limit; addresses in 64 bits, as rows of a dilated view may
-    # lie gigabytes apart
+    # problems and rows share the only grid dimension without a small limit; addresses have 64 bits, since rows of a dilated view may be
+    # gigabytes apart
     tiles = tl.cdiv(num_rows, ROWS)
     rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, problem = tl.program_id(1).to(tl.int64), (tl.program_id(0) // tiles).to(tl.int64)
@@ -36,7 +36,7 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     high = tl.where(high == -float("inf"), 0.0, high)
     weight, part_weight = tl.exp(lse - high), tl.exp(part_lse - high)
     total = weight + part_weight
-    # two empty parts have no weights, and stay empty
+    # two empty parts have zero weights and stay empty
     merged = tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total)))
     total = tl.where(total == 0.0, 1.0, total)
     tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
@@ -49,7 +49,7 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
 
 
 def merge_onto(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """out, part (P, L, G, D) with a last stride of 1, lse, part_lse (P, L, G) float32, any other strides; out and lse in place."""
+    """Merges into out and lse in place. out, part (P, L, G, D) have last stride 1; lse, part_lse (P, L, G) are float32."""
     P, L, G, D = out.shape
     assert out.stride(-1) == 1 and part.stride(-1) == 1
     block = triton.next_power_of_2(D)
@@ -74,7 +74,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     which = tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
     tile = (rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
-    # (rows, 2, B, heads, D), without gaps
+    # layout (rows, 2, B, heads, D), contiguous
     row_size = 2 * num_batches * num_heads * HEAD_DIM
     at = rows[:, None] * row_size + ((which * num_batches + batch) * num_heads + head) * HEAD_DIM + columns[None, :]
     if which == 0:
@@ -89,7 +89,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(own_ptr + at, mask=tile, other=0.0).to(tl.float32)
     if NUM_OWN > 1:
         total += tl.load(other_ptr + at, mask=tile, other=0.0).to(tl.float32)
-    # not num_rows.to(): Triton makes a constant of an argument that is 1
+    # not num_rows.to(): Triton turns an argument of 1 into a constant, which has no .to()
     size = (tl.zeros((), dtype=tl.int64) + num_rows) * row_size
     for index in range(num_came):
         total += tl.load(came_ptr + index * size + at, mask=tile, other=0.0).to(tl.float32)
@@ -97,7 +97,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came: torch.Tensor | None, *, writes: bool) -> None:
-    """As ``merge.add_up``, with at most two of ``own``."""
+    """Same as ``merge.add_up``, with at most two shares in ``own``."""
     B, L, G, D = dk.shape
     assert len(own) <= 2 and dk.stride(-1) == 1 and dv.stride(-1) == 1
     assert all(x.is_contiguous() for x in own) and (came is None or came.is_contiguous())

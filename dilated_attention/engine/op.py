@@ -1,6 +1,6 @@
-"""Dilated attention as one operation: its two passes, and the custom op around them, which is opaque to torch.compile.
+"""Dilated attention as one operation: its forward and backward, and the custom op around them, which is opaque to torch.compile.
 
-``torch.ops.dilated_attention.dilated_attention`` is what a selective-checkpointing policy lists as must-save.
+A selective-checkpointing policy should list ``torch.ops.dilated_attention.dilated_attention`` as must-save.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _names(op: Any) -> list[str]:
 def forward(
     resolved: Resolved, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: Optional, cu_seqlens: Optional, seed: Optional
 ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-    """(out (B, Nq, H, D), lse (B, H, Nq), what ``prepare.kept_elements`` says is kept for the backward, None for nothing)."""
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq), the per-branch outputs kept for the backward (``prepare.kept_elements``) or None)."""
     if not q.numel():
         return _new_like(q), _new_lse(q, -torch.inf), None
     settings = resolved.settings
@@ -59,7 +59,7 @@ def forward(
 def backward(
     resolved: Resolved, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
+    """Returns (dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
     (q, k, v, padding, _, seed), (out, lse, kept) = inputs, outputs
     if not q.numel():
         return _new_like(q), *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
@@ -70,7 +70,7 @@ def backward(
 
 
 class DilatedCall(Outside):
-    """A call as it runs outside the dispatcher."""
+    """A call that runs outside the dispatcher."""
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
@@ -111,9 +111,9 @@ def dilated_attention_op(
     backend: str,
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq), what ``prepare.kept_elements`` says is kept for the backward).
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq), the per-branch outputs kept for the backward (``prepare.kept_elements``), maybe empty).
 
-    ``window`` is [] or [left, right], −1 for unbounded. Arguments are checked by the caller.
+    ``window`` is [] or [left, right], with −1 for unbounded. The caller checks the arguments.
     """
     arguments = (
         segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset,
@@ -155,7 +155,7 @@ def dilated_attention_backward_op(
     backend: str,
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), contiguous, in the inputs' dtype."""
+    """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
     arguments = (
         segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset,
         dropout_p, detached, deterministic, needs_grad, backend, precision,

@@ -1,15 +1,16 @@
-"""Where the branches' results lie before they are merged, and their merge written down in plain torch.
+"""The layers that hold the branches' results before they are merged, and the merge in plain torch.
 
 Every branch of a self-attention over N positions has one *layer*: (B, S, L, H, D) with S = ceil(N/w) segments and L = ceil(w/r)
-places, so that head h's position n of branch (w, r) with offset o is place (n mod w − o) / r of segment n div w, if that divides.
-A branch that takes every position of every head needs no layer: its kernel writes into the result itself ("direct").
+places. Branch (w, r) takes position n of a head with offset o if r divides n mod w − o, and stores it at place (n mod w − o) / r of
+segment n div w.
+A branch that takes every position of every head needs no layer: its kernel writes directly into the result (the "direct" branch).
 
 The merge reads each part once and writes each row once, in float32:
 
     out = Σ_b e^(lse_b − lse) out_b,   lse = log(Σ_b e^(lse_b) + z)        (z zero keys of tail="zero_keys", score and value 0)
 
-Weights are divided by their own sum and taken relative to the largest lse, so empty parts (−inf) change nothing and give no NaN.
-``merge_triton.py`` does the same in one kernel; the functions here are its twin and run everywhere.
+Weights are computed relative to the largest lse and divided by their sum, so empty parts (−inf) change nothing and give no NaN.
+``merge_triton.py`` does the same in one kernel; the functions here are its equivalent on any device.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of one pattern, some heads, N positions.
+    """The layers of one pattern for some heads and N positions.
 
     Args:
         branches: (w, r) of each branch, w at most N.
-        offsets: o of each branch and head; −1 where the head does not run the branch.
+        offsets: o of each branch and head; −1 where the head is not part of the branch.
         positions: N.
         direct: index of the branch whose kernel writes into the result, or None.
-        zero_keys: rows count the zero keys of TorchScale's padding.
+        zero_keys: whether rows include the zero keys of TorchScale's padding.
     """
 
     branches: tuple[tuple[int, int], ...]
@@ -50,9 +51,10 @@ class Layers:
 
     @property
     def step(self) -> int:
-        """Of the rows of a head only every ``step``-th, a power of 2, is taken by another branch than the direct one; else 1.
+        """A power of 2: branches other than the direct one take only every ``step``-th row of a head, or any row if it is 1.
 
-        It divides all their rates and all their segments (but one that is the whole), and a head's offsets agree modulo it.
+        It divides the rates and segment lengths of those branches (except a segment that is the whole sequence), and a head's offsets
+        agree modulo it.
         """
         others = [b for b in range(len(self.branches)) if b != self.direct]
         if self.direct is None or self.zero_keys or not others:
@@ -65,16 +67,16 @@ class Layers:
         return step if all(NOT_IN_BRANCH not in self.offsets[b] for b in others) else 1
 
     def size(self, branch: int) -> tuple[int, int]:
-        """(S, L) of a branch's layer."""
+        """Returns (S, L) of a branch's layer."""
         length, rate = self.branches[branch]
         return -(-self.positions // length), -(-length // rate)
 
     def rows(self, *, with_direct: bool) -> int:
-        """Places of all layers for one batch element and head."""
+        """Returns the number of places in all layers, for one batch element and head."""
         return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
 
     def split(self, flat: torch.Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[torch.Tensor | None]:
-        """Views (B, S, L, H, D) of one flat buffer, branch by branch; (B, S, H, L) where ``head_dim`` is 0, for lse."""
+        """Returns views (B, S, L, H, D) of one flat buffer, one per branch; for lse, with ``head_dim`` 0, they are (B, S, H, L)."""
         views: list[torch.Tensor | None] = []
         start = 0
         for branch in range(len(self.branches)):
@@ -92,7 +94,7 @@ class Layers:
 
 @functools.lru_cache(maxsize=256)
 def make_layers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int], positions: int, is_causal: bool) -> Layers:
-    """Layers of heads [first, last) of ``num_heads``. The first branch that takes everything is the direct one."""
+    """Returns the layers of heads [first, last) of ``num_heads``. The first branch that takes every position is the direct one."""
     branches = tuple((min(length, positions), rate) for length, rate in pattern.branches)
     offsets = tuple(row[slice(*heads)] for row in pattern.offsets(num_heads))
     direct = next((b for b, (_, rate) in enumerate(branches) if rate == 1 and NOT_IN_BRANCH not in offsets[b]), None)
@@ -100,7 +102,7 @@ def make_layers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int],
 
 
 def of_problem(problem: Problem, layer: torch.Tensor) -> torch.Tensor:
-    """The problem's rows of its branch's layer: (B, S, L, G, D) of out or a gradient, (B, S, G, L) of lse."""
+    """Returns the problem's rows of its branch's layer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
     heads = problem.heads
     first = problem.q_start // problem.stride
     segments = slice(first, first + problem.segments)
@@ -112,14 +114,14 @@ def of_problem(problem: Problem, layer: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def table(layers: Layers, device: torch.device) -> torch.Tensor:
-    """The heads' offsets (branches, H), int32, on ``device``. Kept, so that a captured graph copies nothing."""
+    """Returns the heads' offsets (branches, H), int32, on ``device``. It is cached, so that a captured CUDA graph copies nothing."""
     return torch.tensor(layers.offsets, dtype=torch.int32, device=device)
 
 
 def merge_layers(
     layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
 ) -> None:
-    """out (B, N, H, D) and lse (B, N, H) from the layers, in place; ``out`` holds the direct branch's result already."""
+    """Computes out (B, N, H, D) and lse (B, N, H) from the layers, in place; ``out`` already holds the direct branch's result."""
     acc_dtype = part_lses[0].dtype
     high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
     spread = [_spread(layers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
@@ -143,18 +145,18 @@ def merge_layers(
 
 
 def count_zero_keys(layers: Layers, parts: Sequence[torch.Tensor], part_lses: Sequence[torch.Tensor]) -> None:
-    """Each part as it would be by itself, with the zero keys of its own branch: out_b ← out_b · e^(lse_b) / (e^(lse_b) + z_b), in place."""
+    """Adds the zero keys of its own branch to each part, in place: out_b ← out_b · e^(lse_b) / (e^(lse_b) + z_b)."""
     for (length, rate), offsets, part, part_lse in zip(layers.branches, layers.offsets, parts, part_lses, strict=True):
         offset = torch.tensor(offsets, device=part.device)
         size = torch.clamp(layers.positions - torch.arange(part.shape[1], device=part.device)[:, None] * length, max=length)
-        # of each segment and head
+        # number of zero keys of each segment and head
         zeros = (-(-length // rate) - (size - offset + rate - 1) // rate)[None, :, :, None]
         share = torch.where(zeros > 0, (part_lse - zeros.to(part_lse.dtype).log()).sigmoid(), 1.0)
         part.mul_(share.transpose(2, 3)[..., None])
 
 
 def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
-    """grad (B, N, H, D) from the layers, in place, summed in float32; ``grad`` holds the direct branch's share already."""
+    """Sums the layers into grad (B, N, H, D) in place, in float32; ``grad`` already holds the direct branch's share."""
     acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
     for b, part in enumerate(parts):
         acc += grad if part is None else _spread(layers, b, part, 0.0)
@@ -162,7 +164,7 @@ def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor 
 
 
 def zero_key_counts(layers: Layers, device: torch.device) -> torch.Tensor:
-    """z of each (1, N, H) row: places of a padded segment that hold no real position, over the branches that take the row."""
+    """Returns z of each row, (1, N, H): places of its padded segments that hold no real position, over the branches that take it."""
     counts = torch.zeros(1, layers.positions, layers.heads, dtype=torch.int64, device=device)
     for b, (length, rate) in enumerate(layers.branches):
         _, taken, segment, _, offset = _places(layers, b, device)
@@ -173,7 +175,7 @@ def zero_key_counts(layers: Layers, device: torch.device) -> torch.Tensor:
 
 
 def _places(layers: Layers, branch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """(n, taken, segment, place, offset) of each position and head, (N, H)."""
+    """Returns (n, taken, segment, place, offset) of each position and head, (N, H)."""
     length, rate = layers.branches[branch]
     offset = torch.tensor(layers.offsets[branch], device=device)[None, :]
     n = torch.arange(layers.positions, device=device)[:, None]
@@ -184,7 +186,7 @@ def _places(layers: Layers, branch: int, device: torch.device) -> tuple[torch.Te
 
 
 def _spread(layers: Layers, branch: int, layer: torch.Tensor, empty: float) -> torch.Tensor:
-    """A layer (B, S, L, H, D), or of lse (B, S, H, L), by position: (B, N, H, …), ``empty`` where the branch takes nothing."""
+    """Spreads a layer (B, S, L, H, D), or (B, S, H, L) of lse, over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
     _, taken, segment, place, _ = _places(layers, branch, layer.device)
     heads = torch.arange(layers.heads, device=layer.device)[None, :].expand_as(taken)
     if layer.dim() == 5:

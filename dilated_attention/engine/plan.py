@@ -1,7 +1,8 @@
-"""A pattern and the shapes of one call become a Plan: dense problems on strided views, each exact on its own keys.
+"""Turns a pattern and the shapes of one call into a Plan: dense problems on strided views, each exact on its own keys.
 
-Every problem is rectangular and full, or square and causal, or a band (sliding window): nothing a kernel could align in two
-ways, but for backends that say how they align a causal rectangle (``aligned_last``). A query range or key range (decoding, a chunk, a rank's shard) cuts problems at its edges and nowhere else.
+Every problem is a full rectangle, a causal square, or a band (sliding window), so that kernels cannot disagree on how to align its
+mask. The exception is a causal rectangle, for backends that declare how they align it (``aligned_last``). A query range or key range
+(decoding, a chunk, a rank's shard) cuts problems only at its edges.
 
 Positions are those of the whole sequence; ``views.py`` turns them into strides.
 """
@@ -24,10 +25,10 @@ class Problem:
 
     Args:
         branch: index of the branch in the pattern.
-        q_start, q_len: first query position, and queries a segment.
-        k_start, k_len: first key position, and keys a segment.
-        causal: query i of q_len sees keys up to i + k_len − q_len: the last query sees the last key. Square but for backends that
-            align their mask so.
+        q_start, q_len: first query position, and number of queries per segment.
+        k_start, k_len: first key position, and number of keys per segment.
+        causal: query i of q_len sees keys up to i + k_len − q_len, so the last query sees the last key. The problem is square unless
+            the backend aligns its causal mask this way.
         band: allowed range of (key index − query index), for windows.
         zero_keys: z of ``tail="zero_keys"``.
         opens: no earlier problem of the same branch wrote these (query, head) rows.
@@ -51,7 +52,7 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """(query, key) products computed, without the zero keys."""
+        """Number of (query, key) products computed, not counting the zero keys."""
         rows = self.segments * self.heads.count
         if self.causal:
             return rows * (self.q_len * (self.q_len + 1) // 2 + self.q_len * (self.k_len - self.q_len))
@@ -76,14 +77,14 @@ class Plan:
         return sum(problem.pairs for problem in self.problems)
 
     def branch(self, index: int) -> Plan:
-        """The problems of one branch as a plan of their own."""
+        """Returns the problems of one branch as a separate plan."""
         problems = tuple(replace(problem, first=problem.opens) for problem in self.problems if problem.branch == index)
         return Plan(problems, covered=False, single=all(problem.first for problem in problems))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a plan depends on beside the pattern. ``documents`` are (start, end) pairs that partition the keys."""
+    """What a plan depends on in addition to the pattern. ``documents`` are (start, end) pairs that partition the keys."""
 
     num_heads: int
     num_kv_heads: int
@@ -92,19 +93,19 @@ class Shape:
     documents: tuple[Range, ...]
     is_causal: bool
     window: tuple[int | None, int | None] | None = None
-    # queries a problem may hold under a window: a kernel without windows of its own masks its whole problem
+    # most queries of one problem under a window: a kernel without native windows computes and masks its whole problem
     window_block: int | None = None
-    # plan these heads alone, counted from the first of them; whole groups of those that share a key/value head
+    # plan only these heads, numbered from the first of them; groups that share a key/value head must be whole
     heads: Range | None = None
-    # heads of several offsets in one problem; masks by position need one offset a problem
+    # whether one problem may hold heads of several offsets; masks by position need a single offset per problem
     shifted_heads: bool = True
-    # causal problems may have more keys than queries, as the backend lets the last query see the last key
+    # causal problems may have more keys than queries, since the backend aligns the last query with the last key
     aligned_last: bool = False
 
 
 @functools.lru_cache(maxsize=128)
 def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
-    """The dense problems whose merged result is the attention of ``pattern``."""
+    """Returns the dense problems whose merged result is the attention of ``pattern``."""
     problems: list[Problem] = []
     seen_heads: set[int] = set()
     rows_written = 0
@@ -123,7 +124,7 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
             first = leader.head not in seen_heads
             for (start, end), run in runs[leader.offset]:
                 zero = 0
-                # the part with the segment's first key brings the zero keys, so that a cut does not repeat them
+                # only the part with the segment's first key adds the zero keys, so that a cut does not add them twice
                 if not shape.is_causal and run.keys[0] == 0:
                     zero = pattern.zero_keys(branch, end - start, run.num_keys)
                 for problem in _cut(run, branch, rate, min(length, end - start), heads, zero, first, shape):
@@ -138,7 +139,7 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Equal segments one after the other. Indices count the taken positions of a segment: first + step · index."""
+    """Equal consecutive segments. Index i of a segment is its i-th taken position, first + step · i."""
 
     first: int
     segments: int
@@ -148,20 +149,20 @@ class _Run:
 
 
 def _all_runs(length: int, rate: int, offset: int, shape: Shape) -> Iterator[tuple[Range, _Run]]:
-    """(document, run) of one offset, in all documents."""
+    """Yields (document, run) for one offset, over all documents."""
     for document in shape.documents:
         for run in _segment_runs(length, rate, offset, *document, shape):
             yield document, run
 
 
 def _relative(run: _Run, offset: int) -> _Run:
-    """The run as heads of another offset would have it, if theirs differs in nothing else."""
+    """Returns the run with the offset removed, so that runs of heads that differ only in their offset compare equal."""
     return replace(run, first=run.first - offset)
 
 
 def _segment_runs(length: int, rate: int, offset: int, start: int, end: int, shape: Shape) -> Iterator[_Run]:
-    """The segments of one document that hold queries and keys, equal neighbours joined."""
-    # from the later of the two first segments to the earlier of the two last ones: no other holds both
+    """Yields the segments of one document that hold both queries and keys, with equal neighbors joined into one run."""
+    # from the later of the two first segments to the earlier of the two last ones; no other segment holds both
     whole = range(max(start, shape.queries[0], shape.keys[0]), min(end, shape.queries[1], shape.keys[1]))
     index = (whole.start - start) // length
     last = (whole.stop - 1 - start) // length
@@ -185,7 +186,7 @@ def _indices(first: int, step: int, count: int, positions: Range) -> Range:
 
 
 def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_keys: int, first: bool, shape: Shape) -> Iterator[Problem]:
-    """One run as problems that kernels agree on."""
+    """Cuts one run into problems whose masks all kernels interpret in the same way."""
 
     def problem(queries: Range, keys: Range, causal: bool, opens: bool, band: tuple[int | None, int | None] | None = None) -> Problem:
         return Problem(
@@ -193,7 +194,7 @@ def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_
             heads=heads,
             segments=run.segments,
             stride=stride,
-            # a step that leads to no second row may exceed what a stride can hold
+            # with a single row the step is unused, and it may exceed what a stride can hold
             step=step if max(queries[1] - queries[0], keys[1] - keys[0]) > 1 else 1,
             q_start=run.first + step * queries[0],
             q_len=queries[1] - queries[0],
@@ -214,12 +215,12 @@ def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_
     elif not shape.is_causal:
         yield problem((q0, q1), (k0, k1), False, True)
     elif q1 - q0 == 1:
-        # one query, as in decoding, sees a plain range of keys: one launch, nothing to merge
+        # a single query, as in decoding, sees a contiguous range of keys: one launch and no merge
         if k0 < min(k1, q1):
             yield problem((q0, q1), (k0, min(k1, q1)), False, True)
     else:
-        # queries [q0, q1) see keys up to themselves: those before q0 as a rectangle, then the square on the diagonal, and
-        # the square's keys again as a rectangle for queries beyond the last key
+        # queries [q0, q1) see keys up to their own position: a rectangle for the keys before q0, then the square on the diagonal,
+        # then a rectangle of the square's keys for queries beyond the last key
         opens = True
         if shape.aligned_last and k0 < q0 and q1 <= k1:
             yield problem((q0, q1), (k0, q1), True, True)
@@ -229,7 +230,7 @@ def _cut(run: _Run, branch: int, step: int, stride: int, heads: HeadGroup, zero_
             opens = False
         s0, s1 = max(q0, k0), min(q1, k1)
         if s0 < s1:
-            # one row and one key need no mask, and a rectangle joins more kernels than a square of 1
+            # one query and one key need no mask, and more kernels take a 1 × 1 problem without a causal mask
             yield problem((s0, s1), (s0, s1), s1 - s0 > 1, opens)
             if s1 < q1:
                 yield problem((s1, q1), (s0, s1), False, opens)

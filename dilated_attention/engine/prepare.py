@@ -1,6 +1,6 @@
-"""What a call needs before it runs: its pattern from an op's flat arguments, its backend, its plan's shape, tensors as kernels take them.
+"""Prepares a call: builds the pattern from an op's flat arguments, chooses backend and plan shape, and makes tensors fit for kernels.
 
-Shared by the op of one process and that of many.
+Both the single-process op and the distributed op use it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dilated_attention.engine.plan import Range, Shape
 from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
 
-# queries a windowed problem holds on a backend that masks instead of skipping
+# queries per windowed problem on a backend that masks keys instead of skipping them
 WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
 
 
 class Settings(NamedTuple):
-    """The plain arguments of an op. ``window`` is [] or [left, right], −1 for unbounded."""
+    """The non-tensor arguments of an op. ``window`` is [] or [left, right], with −1 for unbounded."""
 
     window: list[int]
     is_causal: bool
@@ -48,7 +48,7 @@ def pattern_of(
     branch_heads: str,
     tail: str,
 ) -> DilatedPattern:
-    """The pattern of the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, H integers per branch in a row."""
+    """Builds the pattern from the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, which has H integers per branch."""
     if head_offsets != "list":
         return DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)
     heads = len(offset_list) // len(segment_lengths)
@@ -68,14 +68,14 @@ def prepare(
     num_keys: int | None = None,
     least_extent: int = 0,
 ) -> tuple[Shape, Call]:
-    """Choose the backend of this pass and plan it on ``views`` (q, k and what else kernels read).
+    """Chooses the backend of this pass and returns the plan's shape and the call for ``views`` (q, k and the other tensors kernels read).
 
-    The forward of a call that needs gradients asks for both passes, so BackendUnavailable comes before anything is allocated.
+    The forward of a call that needs gradients checks both passes, so BackendUnavailable is raised before anything is allocated.
 
     Args:
-        documents: (start, end) pairs that partition the keys; None for one.
-        num_keys: of the whole sequence, where k holds a part of it.
-        least_extent: of memory that kernels will read beside the views.
+        documents: (start, end) pairs that partition the keys; None for a single document.
+        num_keys: number of keys of the whole sequence, where k holds only a part of it.
+        least_extent: lower bound of the extent, for tensors that kernels will read in addition to the views.
     """
     q, k = views[:2]
     _, Nq, H, D = q.shape
@@ -100,7 +100,7 @@ def prepare(
         extent=max(least_extent, *(segment_extent(x, longest) for x in views)),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
-    # each pass has its own choice: every backend's backward takes any other's out and lse
+    # each pass chooses its backend independently: every backend's backward accepts any other's out and lse
     chosen = registry.select(request, settings.backend)
     if settings.needs_grad and not is_backward:
         registry.select(replace(request, needs_grad=True), settings.backend)
@@ -134,7 +134,7 @@ def prepare(
 
 
 def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: Settings) -> bool:
-    """Whether the forward visits the pairs of nested branches once: where it can, if no other kernel is asked for by name."""
+    """Whether the forward visits each pair that nested branches share only once: it does where it can, unless another kernel was named."""
     q, k, v = views[:3]
     backend = settings.backend
     if backend != NESTED and (backend != "auto" or q.device.type not in schedule.FUSED_DEVICES):
@@ -153,24 +153,24 @@ def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tens
 
 @functools.lru_cache(maxsize=256)
 def _tell_nested(request: Request) -> None:
-    """Once for a kind of call: a training step makes the same ones over and over."""
+    """Reports the choice once per kind of call, since training repeats the same calls."""
     registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
 
 
 def kept_elements(
     q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, cu_seqlens: torch.Tensor | None, query_offset: int
 ) -> Any:
-    """Elements of the branches' own outputs that the forward keeps for a backward with detached mixing; 0 where that makes them again.
+    """Number of elements of per-branch outputs that the forward keeps for a detached backward; 0 where the backward recomputes them.
 
-    They are kept where they would lie in memory side by side in any case: the fused forward of a call in one chunk. From shapes alone,
-    so that it may be asked of fake tensors; a symbolic length stays one.
+    They are kept where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
+    on shapes only, so fake tensors work too, and a symbolic length stays symbolic.
     """
     if not (settings.detached and settings.needs_grad) or pattern.num_branches == 1 or pattern.branch_heads == "split":
         return 0
     if q.device.type not in schedule.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
     (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
-    # the nested kernel has no outputs of branches, and was asked for by name
+    # the nested kernel has no per-branch outputs; it runs here only if it was named
     if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
         return 0
     if query_offset != 0 or k.shape[1] != N:
@@ -181,7 +181,7 @@ def kept_elements(
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:
-    """(start, end) of each document. Reads the values, so it waits for the GPU where they lie on one."""
+    """Returns (start, end) of each document that is not empty. It reads the values, so it synchronizes with the GPU if they are on one."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
         shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
@@ -190,14 +190,14 @@ def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...
 
 
 def segment_extent(x: torch.Tensor, length: int) -> int:
-    """Elements between the first and the last one of ``length`` positions of all heads: with heads first, heads lie far apart."""
+    """Number of elements that ``length`` positions of all heads span in memory; in a heads-first layout, heads are far apart."""
     return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
 
 
 def kernel_ready(x: torch.Tensor) -> torch.Tensor:
-    """x as kernels take it: last stride 1 and, on a GPU, 16-byte aligned rows; else a contiguous copy."""
+    """Returns x if kernels accept it (last stride 1 and, on a GPU, 16-byte aligned rows), otherwise a contiguous copy."""
     if x.stride(-1) != 1 and x.shape[-1] > 0:
-        # not contiguous(), which is no copy where only a dimension of size 1 has another stride: kernels read that stride
+        # contiguous() would not copy where only a dimension of size 1 has another stride, but kernels read that stride
         return x.clone(memory_format=torch.contiguous_format)
     if x.device.type == "cuda":
         size = x.element_size()
@@ -207,6 +207,6 @@ def kernel_ready(x: torch.Tensor) -> torch.Tensor:
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The caller's autocast stays on inside an op and would round a backend's float32 arithmetic to half precision."""
+    """Disables autocast, which stays on inside an op and would round a backend's float32 arithmetic to half precision."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS

@@ -1,4 +1,4 @@
-"""The oracle: section 1 of the design written down literally, in float64, O(N²). Every fast path is judged by it."""
+"""The reference implementation: section 1 of the design, literally, in float64 and O(N²). Every fast path is tested against it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def multiplicities(
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m, z): m (B or 1, H, Nq, Nk) float64, and the zero keys of each row and branch (branches, H, Nq) of ``tail="zero_keys"``."""
+    """Returns (m, z): multiplicities m (B or 1, H, Nq, Nk) float64, and zero keys z (branches, H, Nq) of ``tail="zero_keys"``."""
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
     zero = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
@@ -66,11 +66,11 @@ def reference_attention(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
-    Each branch is a softmax of its own with its zero keys; branches mix by their denominators (LongNet Eq. 9–10), which *is* the
-    softmax over the multiset. ``mixture_grad="detached"`` cuts the gradient of those mixing weights, as TorchScale does.
-    ``keep`` (B, H, Nq, Nk) bool are the weights that dropout keeps.
+    Each branch is a separate softmax with its own zero keys. Branches are mixed by their denominators (LongNet Eq. 9–10), which *is*
+    the softmax over the multiset. ``mixture_grad="detached"`` cuts the gradient of those mixing weights, as TorchScale does.
+    ``keep`` (B, H, Nq, Nk) bool marks the weights that dropout keeps.
     """
     q, k, v = (x.double().cpu() for x in (q, k, v))
     B, num_queries, num_heads, head_dim = q.shape
@@ -111,7 +111,7 @@ def _shift(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """logsumexp over the last dimension whose gradient is 0, not NaN, where every entry is −inf."""
+    """Computes logsumexp over the last dimension, with gradient 0 instead of NaN where every entry is −inf."""
     empty = (x == -torch.inf).all(-1, keepdim=True)
     safe = torch.where(empty, 0.0, x)
     return torch.where(empty[..., 0], -torch.inf, safe.logsumexp(-1))

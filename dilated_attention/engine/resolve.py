@@ -1,7 +1,7 @@
-"""What a call of dilated attention is, decided once for all calls like it: pattern, settings, and the backend and shape of each pass.
+"""Resolves a call of dilated attention once for all calls like it: its pattern, its settings, and the backend and shape of each pass.
 
-A ``Resolved`` is found by everything that the decision depends on: shapes, dtype, device, options, and the state of torch and of the registry.
-Strides decide, too, and are known to each pass only, as gradients have strides of their own.
+A ``Resolved`` is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and of the
+registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dilated_attention.engine.run import Call
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-# distinct strides of one kind of call
+# most sets of strides that are remembered for one kind of call
 _MOST_PASSES = 16
-# tensors of bounds whose records are kept, each with its tables
+# most ``cu_seqlens`` tensors whose records are kept, each with its tables
 _MOST_PACKED = 4
 
 
 class Pass(NamedTuple):
-    """How one pass runs on tensors of these strides. ``tables`` is empty at first: for what a runner makes once and reads in every call."""
+    """How one pass runs on tensors of given strides. Runners store in ``tables`` what they compute once and read in every call."""
 
     shape: Shape
     call: Call
@@ -37,15 +37,16 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """One kind of call.
+    """The record of one kind of call.
 
     Args:
-        arguments: the op's arguments behind its tensors.
-        device_type: of all tensors.
-        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for one. With them the record is of one call.
-        outside: the call runs outside the dispatcher, so that what it keeps for its backward may depend on the documents.
-        passes: by the strides of what the pass reads: q, k, v, and in a backward dout and out.
-        packed: records of documents by the tensor that bounds them and its version, as the layers of a model share one.
+        arguments: the op's arguments that follow its tensors.
+        device_type: device type of all tensors.
+        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document. A record with
+            documents belongs to one ``cu_seqlens`` tensor.
+        outside: the call runs outside the dispatcher, so what it keeps for its backward may depend on the documents.
+        passes: the passes, keyed by the strides of the tensors they read: q, k, v, and in a backward dout and out.
+        packed: records with documents, keyed by the ``cu_seqlens`` tensor and its version, since the layers of a model share one.
     """
 
     pattern: DilatedPattern
@@ -59,17 +60,19 @@ class Resolved:
     packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Resolved]] = field(default_factory=dict)
 
     def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> Resolved:
-        """The record of calls with this very tensor, unchanged: where documents begin is data. Reads it once, which waits for a GPU.
+        """Returns the record of calls with this very tensor, unchanged since, because the bounds of documents are data.
+
+        The tensor is read once, which synchronizes with the GPU if it is on one.
 
         Raises:
-            ValueError: its values bound no documents of ``num_keys`` positions.
+            ValueError: its values are not the bounds of documents that cover ``num_keys`` positions.
         """
         key = (id(cu_seqlens), -1 if cu_seqlens.is_inference() else cu_seqlens._version, outside)
         known = self.packed.get(key)
         if known is not None and known[0]() is cu_seqlens:
             return known[1]
         found = replace(self, documents=document_ranges(cu_seqlens, num_keys), outside=outside, passes={}, packed={})
-        # a tensor made in inference mode counts no versions
+        # a tensor made in inference mode has no version counter
         if not cu_seqlens.is_inference():
             if len(self.packed) >= _MOST_PACKED:
                 self.packed.clear()
@@ -77,10 +80,13 @@ class Resolved:
         return found
 
     def ready(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> tuple[Tensors, Pass]:
-        """The tensors as kernels take them, and how a pass runs on them. ``tensors``: q, k, v, and in a backward dout and out.
+        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
+
+        ``tensors`` are q, k, v, and in a backward dout and out.
 
         Raises:
-            BackendUnavailable: nothing can do it; before anything but copies of q, k, v of strides that no kernel takes is allocated.
+            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
+                kernel accepts.
         """
         found = self.passes.get(tuple([x.stride() for x in tensors])) if self._aligned(tensors) else None
         if found is None:
@@ -98,19 +104,19 @@ class Resolved:
         return tensors, found
 
     def _aligned(self, tensors: Tensors) -> bool:
-        """Strides in ``passes`` are those that kernels take; what they cannot say is where a tensor begins."""
+        """Whether the tensors' addresses are aligned. Strides in ``passes`` are ones that kernels accept, but do not include addresses."""
         if self.device_type != "cuda":
             return True
         return all_aligned([x.data_ptr() for x in tensors])
 
     def _make(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> Pass:
         shape, call = prepare(len(tensors) > 3, tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset)
-        # a mask and a seed are those of one call
+        # the mask and the seed belong to a single call, so the record holds neither
         return Pass(shape, replace(call, padding=None, seed=0), {})
 
 
 def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, arguments: tuple[Any, ...]) -> Resolved:
-    """The record of a call whose arguments were checked. ``arguments``: the op's behind its tensors, of their own plain types."""
+    """Returns the record of a call with checked arguments. ``arguments``: those that follow the op's tensors, as plain Python types."""
     lengths, rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset, *rest = arguments
     lists = (tuple(lengths), tuple(rates), tuple(offset_list), tuple(window))
     others = (head_offsets, branch_heads, tail, is_causal, scale, query_offset, *rest)
@@ -125,6 +131,6 @@ def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, argu
 
 
 def state(dtype: torch.dtype) -> tuple[Any, ...]:
-    """What else a choice depends on, apart from what makes the registry forget its answers."""
+    """Returns the global state a choice depends on, apart from changes that make the registry forget its answers."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
     return torch.are_deterministic_algorithms_enabled(), products, *schedule.FUSED_DEVICES

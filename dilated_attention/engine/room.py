@@ -1,4 +1,7 @@
-"""How much memory a device has, who holds it, and what is left: of a GPU by torch's allocator and the driver, of a CPU by the kernel's figures."""
+"""Reports how much memory a device has, who holds it, and what is left.
+
+The figures come from torch's allocator and the driver for a GPU, and from the operating system's kernel for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory of a device as it is now, in bytes.
+    """The current state of a device's memory, in bytes.
 
     Args:
-        device: as text, ``"cuda:0"``.
-        total: of the device; of a CPU the machine's.
-        free: what this process may still take from the device, or from the system; None where the system does not say.
-        allocated: by tensors; of a CPU what the process has in memory.
-        reserved: by torch's allocator, with what it keeps for later; of a CPU the same as ``allocated``.
-        bound: what sets ``free``, in words.
+        device: name such as ``"cuda:0"``.
+        total: memory of the device, or of the machine for a CPU.
+        free: what this process may still take from the device or from the system; None if the system does not report it.
+        allocated: memory of tensors; for a CPU, what the process has in memory.
+        reserved: memory of torch's allocator, including what it caches; for a CPU, the same as ``allocated``.
+        bound: description of what limits ``free``.
     """
 
     device: str
@@ -33,7 +36,7 @@ class Room:
 
     @property
     def left(self) -> int | None:
-        """Bytes that tensors may still take, if what the allocator keeps is of use to them."""
+        """Bytes that tensors may still take, provided that they can use what the allocator caches."""
         return None if self.free is None else self.free + self.reserved - self.allocated
 
     def __str__(self) -> str:
@@ -45,7 +48,7 @@ class Room:
 
 
 def room_of(device: torch.device) -> Room:
-    """The figures of now. Of a GPU they cost a call of the driver, so this is for reports, not for every call of an op."""
+    """Returns the current figures. For a GPU this calls the driver, so use it for reports and not in every call of an op."""
     return _gpu_room(device) if device.type == "cuda" else _cpu_room()
 
 
@@ -91,7 +94,7 @@ def _cpu_room() -> Room:
 
 
 def _of_container() -> list[tuple[int, str]]:
-    """Where a control group (v2) limits memory: what is left of it, files that the kernel may drop counted as free."""
+    """Returns what is left of each memory limit of a control group (v2), counting file pages that the kernel may drop as free."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -104,7 +107,7 @@ def _of_container() -> list[tuple[int, str]]:
 
 
 def _table(path: str) -> dict[str, int]:
-    """ "Name:   123 kB" lines as bytes; empty where the system has no such file."""
+    """Parses lines such as "Name:   123 kB" into bytes; returns an empty dictionary if the system has no such file."""
     try:
         text = Path(path).read_text()
     except OSError:

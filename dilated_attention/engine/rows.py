@@ -1,4 +1,4 @@
-"""Launches on rows of any tensors, their geometry worked out once: short launches wait for the CPU."""
+"""Launches on rows of any tensors, with cached geometry, since with short launches the GPU waits for the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Limits = tuple[int | None, int | None, int | None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Geometry:
-    """Views of one launch, (size, stride, offset) each, and a key that no launch of other shapes and strides has."""
+    """The views of one launch as (size, stride, offset), and a key that is unique to these shapes and strides."""
 
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
     key: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -30,13 +30,13 @@ class Geometry:
 def launches_of_rows(
     problem: Problem, tensors: Sequence[tuple[Rows, torch.Tensor]], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
 ) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """The problem's launches on ``tensors`` (B, N, H, …), of each the given rows, as ``run.launches_of`` on views.
+    """Yields the problem's launches on the given rows of each of ``tensors`` (B, N, H, …), as ``run.launches_of`` does on views.
 
     Args:
-        batch_and_keys: (B, N) of the whole sequence, by whose positions masks are cut.
+        batch_and_keys: (B, N) of the whole sequence, whose positions the masks are indexed by.
     """
     if call.padding is not None or call.dropout_p:
-        # every launch has a slice of the masks
+        # every launch needs its own slice of the masks
         yield from launches_of(problem, [rows.of(x) for rows, x in tensors], call, batch_and_keys, whole=whole)
         return
     facts, options = call.backend.facts, call.options
@@ -44,7 +44,7 @@ def launches_of_rows(
     shapes = tuple((rows, x.shape, x.stride()) for rows, x in tensors)
     mask = Mask(None, problem.band)
     for geometry in _geometry(shapes, limits):
-        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator see to
+        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
         made = Options(options.scale, problem.causal, mask, None, options.deterministic, geometry.key)
         yield geometry.of([x for _, x in tensors]), made
 
@@ -55,7 +55,7 @@ def _geometry(shapes: tuple[tuple[Rows, torch.Size, tuple[int, ...]], ...], limi
 
 
 def make_geometry(views: Sequence[torch.Tensor], limits: Limits) -> tuple[Geometry, ...]:
-    """Of views (B, S, L, …) of tensors that need no memory, every launch's."""
+    """Returns the geometry of every launch on views (B, S, L, …). The tensors may be on the meta device."""
     max_batch, max_extent, rows = limits
     made = []
     for group in launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows):

@@ -1,10 +1,10 @@
 """Runs a Plan forward and backward on one backend.
 
-Forward, every problem's (out, lse) is merged into the result. Backward, every problem's backward runs with the *merged* out and
-lse in place of its own, which yields exactly its share of dq, dk, dv; shares add up. No gradient runs through the merge and
-nothing per branch is kept. Accumulation is in float32 (float64 for float64).
+The forward merges every problem's (out, lse) into the result. The backward runs every problem's backward with the *merged* out and
+lse in place of its own, which yields exactly its share of dq, dk, dv; the shares are summed. No gradient flows through the merge and
+nothing is kept per branch. Accumulation is in float32 (float64 for float64).
 
-Layout inside: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launch.
+Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dilated_attention.engine.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.plan import Plan, Problem
 from dilated_attention.engine.views import Rows, key_rows, launches, query_rows
 
-# results of one launch are held twice for a moment (kernel's own, merged); longer branches run in chunks of segments
+# limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a run needs beside the plan and the tensors.
+    """What a run needs in addition to the plan and the tensors.
 
     Args:
         backend: runs every problem.
         options: scale and determinism; causality and masks are set for each problem.
         query_offset: position of the first query row.
-        padding: (B, Nk) bool, True = the key takes no part.
-        dropout_p, seed: of dropout by position.
-        detached: TorchScale's gradient: no gradient through the mixing weights of the branches.
-        is_causal: as asked; of a problem, ``options`` say it.
-        nested: a forward visits the pairs of nested branches once.
-        request: what the backend was chosen for; ``named``: it was asked for by name.
+        padding: (B, Nk) bool, True = the key is ignored.
+        dropout_p, seed: probability and seed of position-based dropout.
+        detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
+        is_causal: causality of the whole call; that of a problem is in its ``options``.
+        nested: the forward visits the pairs of nested branches once.
+        request: what the backend was chosen for; ``named``: the caller named the backend.
         needs_grad: a backward will follow, or this is one.
-        origin, first_head: what to add to positions and heads for those of the whole sequence and model, by which dropout is decided.
+        origin, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
     """
 
     backend: Backend
@@ -58,9 +58,9 @@ class Call:
 
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) float32)."""
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) in the accumulation dtype)."""
     acc = accumulation_dtype(q.dtype)
-    # nothing to merge: the kernels' own rounding is the final one
+    # without a merge, the kernels' own rounding is the final one
     out_dtype = q.dtype if plan.single else acc
     if plan.covered:
         out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
@@ -96,19 +96,19 @@ def run_backward(
     call: Call,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the inputs' dtype. lse and dlse (B, Nq, H)."""
+    """Returns (dq, dk, dv) in the inputs' dtype. lse and dlse are (B, Nq, H)."""
     acc = accumulation_dtype(q.dtype)
     make = torch.empty if plan.covered else torch.zeros
     dq = make(q.shape, dtype=acc, device=q.device)
     dk = torch.zeros(k.shape, dtype=acc, device=k.device)
     dv = torch.zeros(v.shape, dtype=acc, device=v.device)
     k_, v_ = without_padding(k, v, call.padding)
-    # a row without keys must weigh its (masked) scores with 0, and exp(s − (+inf)) does that in every kernel
+    # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if call.detached and not plan.single:
         for branch in sorted({problem.branch for problem in plan.problems}):
             part = plan.branch(branch)
-            # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
+            # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
             branch_out, _ = run_forward(part, q, k, v, call)
             problems = tuple(problem for problem in plan.problems if problem.branch == branch)
             _add_shares(problems, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
@@ -143,7 +143,10 @@ def _add_shares(
 
 
 def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """A launch's shares (dq, dk, dv), of a gradient of lse too. ``tensors``: dout, q, k, v, out and lse (P, L, G), as ``dlse``."""
+    """Returns a launch's shares (dq, dk, dv), including that of a gradient of lse.
+
+    ``tensors`` are dout, q, k, v, out and lse; lse and ``dlse`` are (P, L, G).
+    """
     dout, q, k, v, out, lse = tensors
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
@@ -163,7 +166,7 @@ def lse_share(
     dlse: torch.Tensor,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gradient of lse adds to dq and dk, from a ``Backend.backward`` that knows none; lse and dlse (P, G, L).
+    """Computes what a gradient of lse adds to dq and dk, with a ``Backend.backward`` that takes none. lse and dlse are (P, G, L).
 
     dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
     component of out carries what the first one loses in half precision.
@@ -184,10 +187,10 @@ def lse_share(
 def launches_of(
     problem: Problem, views: list[torch.Tensor], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
 ) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """The problem's launches with the options of each: its causality, its slice of the masks and of the positions.
+    """Yields the problem's launches, each with its options: its causality and its slice of the masks and of the positions.
 
     Args:
-        whole: a launch makes nothing beside its results, so it may be as long as the kernel takes it.
+        whole: a launch allocates nothing in addition to its results, so only the kernel limits its length.
     """
     num_views = len(views)
     views = list(views)
@@ -196,7 +199,7 @@ def launches_of(
     if call.dropout_p:
         B, num_keys = batch_and_keys
         device = views[0].device
-        # positions of the whole sequence, so a query row of a cut keeps its own
+        # positions in the whole sequence, so that a cut does not change the position of a query row
         positions = torch.arange(call.origin, call.origin + num_keys, device=device).repeat(B, 1)
         batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
         views += [_of_positions(query_rows(problem, 0), positions), _of_positions(key_rows(problem, 0), positions)]
@@ -215,17 +218,17 @@ def launches_of(
 
 
 def max_rows(problem: Problem, q: torch.Tensor) -> int:
-    """Rows that a launch may return or accumulate in float32."""
+    """Returns the most rows that a launch may return or accumulate in float32."""
     return PART_BYTES.get(q.device.type, PART_BYTES["cuda"]) // (4 * q.shape[-1] * problem.heads.count)
 
 
 def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
-    """View (B, S, L) of a (B, N) tensor."""
+    """Returns the view (B, S, L) of a (B, N) tensor."""
     return replace(rows, head_start=0, head_step=1, heads=1).of(x[..., None]).squeeze(-1)
 
 
 def without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with padded rows zeroed, so that a NaN in one cannot reach anything through 0 · NaN."""
+    """Returns k and v with padded rows zeroed, so that a NaN in one of them cannot spread through 0 · NaN."""
     if padding is None:
         return k, v
     blocked = padding[:, :, None, None]

@@ -1,4 +1,4 @@
-"""The oracle on a few rows of a sequence of any length: float64, O(keys per query) a row, no N²."""
+"""The reference on a few rows of a sequence of any length, in float64, in O(keys per query) per row instead of O(N²)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
 def partners(pattern: DilatedPattern, position: int, head: int, num_heads: int, num_positions: int) -> torch.Tensor:
-    """Positions that share a segment and are taken with ``position``, branch by branch, so repeated by their multiplicity."""
+    """Returns the positions that attend together with ``position``, concatenated over branches, so repeated by their multiplicity."""
     found = [torch.empty(0, dtype=torch.int64)]
     for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
         start = position // length * length
@@ -27,9 +27,9 @@ def sampled_rows(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (rows, D) and lse (rows,) in float64 for (position, head) ``rows`` of the first batch element of q (B, N, H, D).
+    """Returns out (rows, D) and lse (rows,) in float64 for (position, head) ``rows`` of the first batch element of q (B, N, H, D).
 
-    Self-attention with ``tail="mask"`` and as many key/value heads as divide H. A row without keys is 0 with lse −inf.
+    It covers self-attention with ``tail="mask"``. The number of key/value heads must divide H. A row without keys has out 0 and lse −inf.
     """
     _check(pattern)
     N, H, D = q.shape[1:]
@@ -53,11 +53,11 @@ def sampled_gradients(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), each (rows, D) in float64, for (position, head) ``rows`` of the first batch element.
+    """Returns (dq, dk, dv), each (rows, D) in float64, for (position, head) ``rows`` of the first batch element.
 
     Args:
-        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, N). out and lse are taken as given: check them by ``sampled_rows``.
-            Every query head has its own key/value head.
+        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, N). out and lse are used as given; check them with ``sampled_rows``.
+            Every query head must have its own key/value head.
     """
     _check(pattern)
     dout, q, k, v, out, lse = tensors

@@ -1,4 +1,4 @@
-"""A whole call: in chunks with one merge each where it is the self-attention of a sequence on a GPU, else problem by problem."""
+"""Runs a whole call: in chunks with one merge each if it is self-attention of one sequence on a GPU, otherwise problem by problem."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dilated_attention.engine.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
-    # needs triton
+    # this module needs Triton
     from dilated_attention.engine.tiles import Share
 
-# on a CPU a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
+# not the CPU, where a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
 FUSED_DEVICES = {"cuda"}
 Tensors = tuple[torch.Tensor, ...]
 
@@ -41,11 +41,11 @@ def forward(
     kept: torch.Tensor | None = None,
     tables: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
 
     Args:
-        kept: (``prepare.kept_elements``,), filled with the branches' own outputs for ``backward``.
-        tables: kept by the caller between calls of one kind, for what is made once.
+        kept: flat buffer of ``prepare.kept_elements`` elements, filled with the per-branch outputs for ``backward``.
+        tables: dictionary that the caller keeps between calls of one kind, for data that is computed once.
     """
     shares = _shares(pattern, shape, q, k, call, tables, is_backward=False, is_kept=kept is not None)
     if shares is not None:
@@ -59,7 +59,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
     if kept is not None:
-        # branch by branch also where nested branches could share pairs: the backward would have to make their outputs again
+        # also for nested branches, without sharing pairs: otherwise the backward would have to recompute the per-branch outputs
         fused.forward(make_plan(pattern, shape), _kept_layers(pattern, shape), (q, k, v), (out, lse.transpose(1, 2)), call, kept=kept)
         return out, lse
     for piece in make_pieces(pattern, H, N) if call.nested else (Piece(0, N, None),):
@@ -81,7 +81,7 @@ def _shares(
     is_backward: bool,
     is_kept: bool,
 ) -> tuple[Share, ...] | None:
-    """Of a call that runs on the kernels over a table of tiles; None of any other."""
+    """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
     tables = {} if tables is None else tables
     if "shares" not in tables:
         found = None
@@ -89,13 +89,13 @@ def _shares(
             from dilated_attention.engine import tiles
 
             found = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
-        # at once: another thread that found None here meanwhile would go the other way, with outputs kept in another order
+        # a single assignment: a thread that saw a preliminary None would take the other path, which keeps outputs in another order
         tables["shares"] = found
     return tables["shares"]  # type: ignore[no-any-return]
 
 
 def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
-    """Elements of the branches' own outputs that a forward over packed documents keeps; 0 where its backward makes them again."""
+    """Number of elements of per-branch outputs that a forward over packed documents keeps; 0 where its backward recomputes them."""
     if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
         return 0
     elements = num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
@@ -103,7 +103,7 @@ def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, ca
 
 
 def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
-    """A stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), views."""
+    """Computes a stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
 
@@ -132,19 +132,19 @@ def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: T
 
 
 def _layers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> Layers:
-    """Layers of a chunk; ``onto`` the result so far, which takes everything."""
+    """Returns the layers of a chunk. With ``onto``, layer 0 is the result so far, which covers every row."""
     if onto:
         branches = branches.with_branches(range(branches.num_branches), part.num_heads, onto_all=True)
     return make_layers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
 
 
 def _kept_layers(pattern: DilatedPattern, shape: Shape) -> Layers:
-    """Layers of the whole call, where the merge must not write over the output of any branch."""
+    """Returns the layers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
     return replace(make_layers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
 
 
 def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
-    """A stretch whose nested branches are visited together, each pair once; the others are merged to that."""
+    """Computes a stretch whose nested branches are visited together, each pair once; the other branches are merged into that."""
     split = piece.split
     assert split is not None
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
@@ -168,7 +168,7 @@ def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: 
         layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
         fused.forward(make_plan(others, part), layers, views, (out_, lse_), call, beside=beside, direct=direct)
 
-    # a chunk begins with segments of all branches, and what waits in memory is the others' results
+    # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
     _in_chunks(forward_cut(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
 
 
@@ -188,10 +188,12 @@ def backward(
     kept: torch.Tensor | None = None,
     tables: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) in the inputs' dtype, contiguous. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``.
+    """Returns (dq, dk, dv) in the inputs' dtype, contiguous.
 
     Args:
-        kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
+        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
+        dlse: gradient of lse (B, H, Nq).
+        kept: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
     """
     dout, q, k, v, out, lse = tensors
     shares = _shares(pattern, shape, q, k, call, tables, is_backward=True, is_kept=kept is not None)
@@ -205,7 +207,7 @@ def backward(
         return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
-    # a row of one branch is not mixed with anything, also where that branch is all that a tier has of several
+    # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
     call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
     layers_kept: list[torch.Tensor | None] = []
     if kept is not None and call.detached:
@@ -219,7 +221,7 @@ def backward(
             grads_ = _narrow(shape, chunk, *grads)
             plan, part_call = make_plan(branches, part), _call_of(call, chunk)
             if in_layers:
-                # a row without keys must weigh its scores with 0, and exp(s − (+inf)) does that in every kernel
+                # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
                 lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
                 layers = _layers_of(branches, part, chunk, onto)
                 own = _own_of(pattern, branches, shape, chunk, layers_kept)
@@ -240,7 +242,7 @@ def backward(
 def _own_of(
     pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, kept: list[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Of the kept outputs of ``pattern`` those of a chunk and of some of its branches, which are found by what they take."""
+    """Selects the kept outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
     if not kept:
         return None
     layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), kept, strict=True))
@@ -253,25 +255,25 @@ def _own_of(
 
 
 def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
-    """No gradient of a key is shared between problems of one branch, so a layer can hold it."""
+    """Whether no two problems of a branch contribute to the gradient of the same key, so that a layer can hold it."""
     plan = make_plan(pattern, shape)
     return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
 
 
 def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None) -> Cut:
-    """Chunks of a forward: a part keeps out in the inputs' dtype and a lse. ``waiting``: as of ``make_cut``."""
+    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_cut``."""
     row_bytes = q.shape[3] * q.element_size() + 4
     return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
 
 
 def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
-    """Chunks of a backward, ``in_layers`` or problem by problem."""
+    """Returns the chunks of a backward, ``in_layers`` or problem by problem."""
     if in_layers:
         B, N, H, D = q.shape
         sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
         return backward_layers_cut(pattern, **sizes)
     budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
-    # problem by problem, dq, dk and dv of the chunk are summed in float32: as much as one layer that takes everything
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one layer that covers every row
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
     return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
 
@@ -297,7 +299,7 @@ def _cut(
 
 
 def kept_budget() -> int:
-    """Bytes of the branches' own outputs up to which a call keeps them for its backward: a chunk's, of inputs of any size."""
+    """Most bytes of per-branch outputs that a call keeps for its backward: the budget of a chunk, whatever the size of the inputs."""
     return transient_budget(0)
 
 
@@ -306,7 +308,7 @@ def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
-    """Whole sequences of one document: every row of a branch is one problem's, and every problem begins with its segment."""
+    """Whether the call is self-attention over a single document: each row of a branch is in one problem, which begins with its segment."""
     start, end = shape.queries
     whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
     if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
@@ -320,7 +322,7 @@ def _in_chunks(cut: Cut, shape: Shape, device: torch.device, call: Call, run: Ca
         run(pieces[0], False)
         return
     with Lanes(device, min(cut.lanes, len(pieces)) if call.backend.facts.concurrent else 1) as lanes:
-        # turn by turn, so that a lane's merge is issued while the other lane computes
+        # alternately, so that one lane's merge is issued while the other lane computes
         for index, chunk in enumerate(pieces):
             with lanes.lane(index):
                 run(chunk, True)
@@ -334,7 +336,7 @@ def _shape_of(shape: Shape, chunk: Chunk) -> Shape:
 
 
 def _narrow(shape: Shape, chunk: Chunk, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of the chunk's positions and heads; of the key/value heads where a tensor has only those."""
+    """Returns views of the chunk's positions and heads, or of the corresponding key/value heads where a tensor has only those."""
     positions = slice(*chunk.positions)
     return tuple(x[:, positions, slice(*(head * x.shape[2] // shape.num_heads for head in chunk.heads))] for x in tensors)
 

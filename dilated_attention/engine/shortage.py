@@ -1,7 +1,8 @@
-"""What an error says when memory has run out inside an operation of ours.
+"""Writes the error message for a call that runs out of memory inside one of this library's operations.
 
-The error stays the one that torch raised, of its type and with its traceback, and torch's own words stay in its text, as other libraries look
-for them. In front of them it says what was asked for, what the call needs in all, what there is, and which smaller calls would fit.
+The exception remains the one that torch raised, with its type and traceback. Its message keeps torch's own text, since other libraries
+search for it. In front of that text, it states what was requested, what the call needs in total, what is available, and which smaller
+calls would fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from dilated_attention.engine.need import Need, dtype_text, largest, terms_text
 from dilated_attention.engine.room import Room, room_of, size_text
 
-# estimates count tensors; kernels take a little beside them, and blocks are rounded up
+# estimates count tensors, but kernels need a little more, and the allocator rounds blocks up
 MARGIN = 0.95
 _PACKAGE = Path(__file__).parents[1]
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
@@ -28,17 +29,20 @@ _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_shortage(error: RuntimeError) -> bool:
-    """Whether torch's allocators raised it; of the CPU's, which has no type of its own, the text tells."""
+    """Whether one of torch's allocators raised the error. The CPU allocator has no error type, so the message is checked.
+
+    It is False for an error that has already been explained.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return not hasattr(error, "_told")
     return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error) and not hasattr(error, "_told")
 
 
 def explain(error: RuntimeError, need_of: Callable[[], Need]) -> None:
-    """Puts what can be said of the shortage in front of the error's text, in place.
+    """Puts an explanation of the shortage in front of the error's message, in place.
 
-    What the failed call holds is given back first, as its frames end here in any case: so the figures are what others hold, and a handler that
-    keeps the error does not keep the memory.
+    First it releases what the failed call holds, since its frames end here anyway. So the figures show what others hold, and a handler
+    that keeps the error does not keep the memory.
     """
     own = str(error)
     error._told = True  # type: ignore[attr-defined]
@@ -48,15 +52,18 @@ def explain(error: RuntimeError, need_of: Callable[[], Need]) -> None:
         text = _text(own, place, need_of())
     except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
         text = f"out of memory in {place}; more cannot be said ({type(failed).__name__}: {failed})"
-    # one argument, which some libraries look into
+    # a single argument, since some libraries read args[0]
     error.args = (f"{text}\n  torch: {own.strip()}",)
 
 
 def _let_go(error: RuntimeError) -> None:
-    """Empties the frames of the failed call. A frame keeps its function, and that the variables of the one around it, so these go, too,
-    where that one has ended with the call."""
+    """Clears the frames of the failed call.
+
+    A frame keeps its function alive, and a nested function keeps the variables of the enclosing one. So these variables are cleared
+    too, if the enclosing function was also part of the failed call.
+    """
     traceback.clear_frames(error.__traceback__)
-    # the first is the one that asks for this, and runs
+    # the first frame is the caller, which is still running
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     inside = {code for frame in frames for code in _defined_in(frame.f_code)}
     for frame in frames:
@@ -75,17 +82,17 @@ def _defined_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def asked_bytes(text: str) -> int | None:
-    """Of torch's words."""
+    """Returns the number of bytes that torch's message says were requested, or None."""
     found = _ASKED.search(text)
     return None if found is None else int(float(found[1]) * _BYTES[found[2]])
 
 
 def ways_out(need: Need, room: Room, asked: int | None) -> list[str]:
-    """Sentences, each with a setting that would fit into what is there, by the estimate."""
+    """Returns sentences, each with a setting that would fit into the available memory according to the estimate."""
     ways = list(_in_pieces(need, room, asked))
     if need.terms is None or room.left is None:
         return ways
-    # what the call's own tensors hold changes with it
+    # the call's own tensors count as available, since their size changes with the setting
     there = int(MARGIN * (room.left + need.held))
     now = need.setting
 
@@ -118,7 +125,7 @@ def _in_pieces(need: Need, room: Room, asked: int | None) -> Iterator[str]:
 
 
 def allocator_settings() -> str:
-    """What the environment says to torch's allocator, under any of its names."""
+    """Returns the settings of torch's allocator in the environment, under any of the variable's names."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     return ",".join(os.environ.get(name, "") for name in names).strip(",")
 
@@ -133,7 +140,7 @@ def _text(own: str, place: str, need: Need) -> str:
     lines.append(f"  memory: {room}")
     ways = ways_out(need, room, asked)
     if ways:
-        # free blocks of this call's sizes are cut up for smaller tensors, and what is left of each is lost to them
+        # cached free blocks of this call's sizes get split for smaller tensors, and the remainders are unusable
         lines.append("  would fit, after torch.cuda.empty_cache():" if need.device.type == "cuda" else "  would fit:")
         lines += [f"    {way}" for way in ways]
     elif need.terms is not None and room.left is not None:
@@ -143,11 +150,11 @@ def _text(own: str, place: str, need: Need) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function of ours that the error came through."""
+    """Returns the innermost function of this package in the error's traceback."""
     found = "an operation"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
-        # not "<genexpr>"
+        # skips names such as "<genexpr>"
         is_named = not frame.f_code.co_name.startswith("<")
         if is_named and path.is_relative_to(_PACKAGE) and path.name != "watched.py":
             found = f"{frame.f_code.co_name} ({path.relative_to(_PACKAGE)})"

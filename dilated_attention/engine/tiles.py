@@ -1,4 +1,4 @@
-"""A whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward."""
+"""Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Batch entries and query heads that run together; ``whole``: all there are."""
+    """Batch entries and query heads that run together. ``whole``: the share covers all of them."""
 
     batch: Range
     heads: Range
@@ -32,8 +32,8 @@ class Share:
 
 @functools.lru_cache(maxsize=256)
 def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
-    """The call of query heads [first, last)."""
-    # no further than the positions reach: a window of any width is one kernel's
+    """Returns the call of query heads [first, last)."""
+    # clamp the window to the sequence, so that one compiled kernel serves windows of any width
     left, right = (None if side is None else min(side, shape.keys[1]) for side in shape.window or (None, None))
     if shape.is_causal:
         right = 0 if right is None else min(right, 0)
@@ -45,10 +45,10 @@ def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: 
 def make_shares(
     pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
 ) -> tuple[Share, ...]:
-    """What runs at a time (``tiles_layout.ranges_of``), each with what its launches share.
+    """Returns the shares that run one after another (``tiles_layout.ranges_of``), each with the data its launches have in common.
 
     Args:
-        is_kept: the branches' own outputs are kept from forward to backward.
+        is_kept: the per-branch outputs are kept from forward to backward.
     """
     B, _, H, D = q.shape
     keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_kept
@@ -58,7 +58,7 @@ def make_shares(
     shares = []
     for batch, heads in ranges:
         found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
-        # documents of one batch do not come back
+        # the documents of a batch do not recur, so caching would not help
         make = tiles.prepared if len(shape.documents) == 1 else Prepared
         prepared = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
         shares.append(Share(batch, heads, len(ranges) == 1, prepared))
@@ -68,7 +68,7 @@ def make_shares(
 def forward(
     shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept``: filled with the branches' own outputs for ``backward``."""
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept`` is filled with the per-branch outputs for ``backward``."""
     k, v = without_padding(k, v, call.padding)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
@@ -80,10 +80,12 @@ def forward(
 def backward(
     shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, N, H, D), lse (B, H, Nq), as ``dlse``.
+    """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
-        kept: the branches' own outputs as ``forward`` left them; None: detached mixing makes them again.
+        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
+        dlse: gradient of lse (B, H, Nq).
+        kept: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
@@ -113,7 +115,7 @@ def _forward(share: Share, tensors: Tensors, lse: torch.Tensor, call: Call, part
 
 
 def _narrow(share: Share, num_heads: int, *tensors: torch.Tensor) -> Tensors:
-    """Views of a share's batch entries and heads; of the key/value heads where a tensor has only those."""
+    """Returns views of a share's batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
     if share.whole:
         return tensors
     return tuple(x[slice(*share.batch), :, slice(*(h * x.shape[2] // num_heads for h in share.heads))] for x in tensors)
@@ -128,7 +130,7 @@ def _padding(call: Call, share: Share) -> torch.Tensor | None:
 
 
 def _words(call: Call, share: Share) -> Words | None:
-    """Words of the queries and keys of a share, by which dropout decides (``backends/dropout.py``)."""
+    """Returns the words of a share's queries and keys that decide dropout (``backends/dropout.py``)."""
     if not call.dropout_p:
         return None
     p = share.prepared

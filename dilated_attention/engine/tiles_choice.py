@@ -1,7 +1,7 @@
-"""Whether a whole call runs on the kernels that walk a table of tiles, or problem by problem on a kernel library.
+"""Decides whether a whole call runs on the kernels that walk a table of tiles, or problem by problem on a kernel library.
 
-A library's kernels are faster on long problems, but every problem is a launch of its own, which costs the host more than the GPU at short
-lengths. So both times are estimated, from the rates of the preference table and the launches of the plan, and the shorter one wins.
+A library's kernels are faster on long problems, but every problem is a separate launch, which takes more host time than GPU time at
+short lengths. So both times are estimated from the rates in the preference table and the plan's launches, and the faster way is chosen.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dilated_attention.engine.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "tiles"
-# Host time of a library's problem, its views and launches, and of what a call does besides, in ms, forward and backward: benchmarks/short.py on
-# an H200. A whole call of the tiles takes less than 0.1 and 0.25.
+# Host time in ms, forward and backward, of one problem on a library (its views and launches), and of the rest of a call, measured with
+# benchmarks/short.py on an H200. A whole call on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.17}
 _CALL_MS = {False: 0.2, True: 1.0}
-# TFLOP/s where the table has no row: of the tiles and of a library, half precision and float32
+# TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
 _TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
 _LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
-# pairs of a nested forward, as a fraction of those of its branches
+# pairs that a nested forward computes, as a fraction of those of its branches
 _NESTED = 0.75
-# kernels that are no match for the tiles, whatever the length; the last two in half precision
+# kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 
 def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
-    """Whether this pass does; with detached mixing both passes go one way, as the backward reads what the forward kept."""
+    """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward kept."""
     both = call.detached and call.needs_grad
     if call.named or call.request is None:
         return call.backend.facts.whole_calls
@@ -49,7 +49,7 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
 
 
 class Choice(NamedTuple):
-    """Of one pass: the backend that the registry prefers, whether tiles run instead, and the estimates for both in ms, 0 where none was made."""
+    """The choice for one pass: the registry's preferred backend, whether tiles run, and both estimates in ms (0 if none was made)."""
 
     library: str
     tiles: bool
@@ -67,10 +67,10 @@ def choices_of(
     detached: bool = False,
     backend: str = "auto",
 ) -> tuple[Choice, ...]:
-    """What ``runs_on_tiles`` will say of the forward and, with ``needs_grad``, of the backward of a call that need not be there.
+    """Predicts ``runs_on_tiles`` for the forward and, with ``needs_grad``, the backward of a call, without its tensors.
 
     Raises:
-        BackendUnavailable: nothing can compute it.
+        BackendUnavailable: no backend can compute it.
     """
     both, found = detached and needs_grad, []
     for is_backward in (False, True)[: 1 + needs_grad]:
@@ -86,7 +86,7 @@ def choices_of(
 
 
 def whole_shape(request: Request, num_positions: int) -> Shape:
-    """The attention of one sequence to itself."""
+    """Returns the shape of the self-attention of one sequence."""
     whole = 0, num_positions
     return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
 
@@ -101,7 +101,7 @@ def tiles_passes(
     detached: bool = False,
     backend: str = "auto",
 ) -> tuple[bool, bool]:
-    """Whether forward and backward of the attention of a sequence to itself run on tiles; never where nothing can compute it."""
+    """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
     length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
     try:
         found = choices_of(
@@ -122,7 +122,7 @@ def tiles_passes(
 def _is_faster(
     pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str | None, is_backward: bool, nested: bool, _: int
 ) -> bool:
-    """Of one pass, of which the library is known, or of both together."""
+    """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
     if any(tiles.why_not(request) for request in passes):
@@ -163,13 +163,13 @@ def _library_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: 
 
 
 def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> int:
-    """How often a library's kernels are called."""
-    # every document has launches of its own, and planning many takes longer than this answer is worth
+    """Estimates the number of kernel launches of a library."""
+    # every document has separate launches, and planning many documents takes longer than the estimate is worth
     few = len(shape.documents) <= 8
     problems = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
     if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
         return problems
-    # memory cuts a long backward into chunks, each with all problems, and these once more by what accumulates in float32
+    # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
     N, H, D = shape.queries[1], shape.num_heads, request.head_dim
     sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
     cut = backward_layers_cut(pattern, batch=batch, **sizes)
@@ -178,7 +178,7 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: in
 
 
 def _rate(name: str, request: Request) -> float | None:
-    """TFLOP/s as measured here, else as shipped."""
+    """Returns the TFLOP/s measured on this machine, or else the shipped figure, or None."""
     tables = (preference.measured_here(request.hardware), preference.shipped(request.hardware.architecture))
     for table in tables:
         row = table.row_for(request) if table is not None else None

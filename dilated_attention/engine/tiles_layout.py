@@ -1,6 +1,7 @@
-"""What a call on a table of tiles computes at a time, and the scratch memory that takes: from shapes alone, without Triton.
+"""Decides what a call on tiles computes at a time, and how much scratch memory it takes, from shapes alone and without Triton.
 
-What waits for the merge or the sum is bounded as elsewhere (``chunks.transient_budget``): where it would be more, heads run in turn.
+Results that wait for the merge or the sum have the same budget as elsewhere (``chunks.transient_budget``). If they would exceed it, heads
+run one group after another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
 class Layout(NamedTuple):
-    """Of some query heads: their walk, the offset of each branch and head, and whether query heads that share keys take the same ones."""
+    """The layout of some query heads: walk, offset of each branch and head, and whether query heads of one key head read the same keys."""
 
     walk: Walk
     offsets: tuple[tuple[int, ...], ...]
@@ -27,7 +28,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
-    """Of query heads [first, last). ``keeps_parts``: each branch's own output stays, so none is written into the result directly."""
+    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are kept, so no branch is direct."""
     rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
     documents = tuple(document for document in shape.documents if document[0] < document[1])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
@@ -39,7 +40,7 @@ def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: R
 
 
 def num_places(pattern: DilatedPattern, shape: Shape) -> int:
-    """Rows of one head over all branches, each branch's own output."""
+    """Returns the number of output rows of one head over all branches, if every branch has a separate output."""
     return make_spans(layout_of(pattern, shape, True, (0, shape.num_heads)).walk, False).num_places
 
 
@@ -54,11 +55,11 @@ def ranges_of(
     detached: bool,
     is_kept: bool,
 ) -> tuple[tuple[Range, Range], ...]:
-    """(batch entries, query heads) that run at a time: all where what waits fits the budget, else some heads of one batch entry.
+    """Returns (batch entries, query heads) that run at a time: all if the waiting results fit the budget, else heads of one batch entry.
 
     Args:
         detached: mixing is detached.
-        is_kept: the branches' own outputs are kept from forward to backward, for which both run everything at once.
+        is_kept: the per-branch outputs are kept from forward to backward. Both passes then run everything at once.
     """
     H = shape.num_heads
     row_bytes, budget = _of_head(pattern, shape, batch, head_dim, dtype, is_backward, detached, is_kept)
@@ -70,7 +71,7 @@ def ranges_of(
 
 
 def fits(pattern: DilatedPattern, shape: Shape, head_dim: int, dtype: torch.dtype, batch: int, is_backward: bool, detached: bool) -> bool:
-    """Whether the fewest heads that can run at a time keep to the budget."""
+    """Whether the smallest group of heads that can run at a time stays within the budget."""
     head_bytes, budget = _of_head(pattern, shape, batch, head_dim, dtype, is_backward, detached, False)
     return head_bytes * (shape.num_heads // shape.num_kv_heads) <= budget
 
@@ -78,7 +79,7 @@ def fits(pattern: DilatedPattern, shape: Shape, head_dim: int, dtype: torch.dtyp
 def _of_head(
     pattern: DilatedPattern, shape: Shape, batch: int, head_dim: int, dtype: torch.dtype, is_backward: bool, detached: bool, is_kept: bool
 ) -> tuple[int, int]:
-    """(bytes that wait for one head, bytes that may)."""
+    """Returns (bytes of waiting results per head, budget in bytes)."""
     H, Hk = shape.num_heads, shape.num_kv_heads
     own = detached and pattern.num_branches > 1
     spans = make_spans(layout_of(pattern, shape, own if is_backward else is_kept, (0, H)).walk, False)
@@ -86,7 +87,7 @@ def _of_head(
     lengths = [end - start for start, end in (shape.queries, shape.keys)]
     budget = transient_budget(batch * (lengths[0] * H + 2 * lengths[1] * Hk) * width)
     if is_backward:
-        # dq, dk, dv and outputs of the branches; δ and lse of each row
+        # dq, dk, dv and per-branch outputs; δ and lse of each row
         return spans.num_places * width * (3 + own) + spans.all_places * 8, budget
     return spans.num_places * (width + 4), budget
 
@@ -103,11 +104,11 @@ def tiles_scratch(
     is_kept: bool = False,
     dropout: bool = False,
 ) -> int:
-    """Bytes that a pass on tiles allocates beside its inputs, its results and outputs that are kept, at its highest point."""
+    """Returns the peak bytes that a pass on tiles allocates in addition to its inputs, its results and kept outputs."""
     own = detached and pattern.num_branches > 1
     ranges = ranges_of(pattern, shape, batch, head_dim, dtype, is_backward=is_backward, detached=detached, is_kept=is_kept)
     most = 0
-    # batch entries take the same
+    # all batch entries take the same amount
     for (first, last), heads in dict.fromkeys(((0, b[1] - b[0]), h) for b, h in ranges):
         layout = layout_of(pattern, shape, own if is_backward else is_kept, heads)
         queries, keys = make_spans(layout.walk, False), make_spans(layout.walk, True)
@@ -119,11 +120,11 @@ def tiles_scratch(
         if is_backward:
             size = scratch_bytes(extent.backward(dtype, dropout=dropout))
             if own and not is_kept:
-                # own outputs are made again, with a result and an lse that nobody reads
+                # the per-branch outputs are recomputed, along with a result and an lse that are not used
                 rows = B * H * (shape.queries[1] - shape.queries[0])
                 size = extent.own_outputs() * dtype.itemsize + max(size, forward + rows * (head_dim * dtype.itemsize + 4))
         if dropout:
-            # two words of a query, one of a key
+            # dropout words: two per query, one per key
             size += 4 * B * H * (2 * (shape.queries[1] - shape.queries[0]) + shape.keys[1] - shape.keys[0])
         most = max(most, size)
     return most

@@ -1,6 +1,6 @@
-"""What an op does under the transforms of ``torch.func``, and with the tangents of forward mode, which torch.library does not ask.
+"""Defines what an op does under ``torch.func`` transforms and with forward-mode tangents, which torch.library does not cover.
 
-Both are looked after in the dispatcher, so they hold however an op is reached: by a public function, inside a compiled graph, by itself.
+Both are handled in the dispatcher, so they apply however an op is reached: from a public function, inside a compiled graph, or directly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
-    """Call ``transformed`` in place of a custom op, with its arguments, under any transform of torch.func.
+    """Calls ``transformed`` in place of a custom op, with its arguments, under any transform of torch.func.
 
-    ``functionalize`` needs nothing: there the op is called as it is.
+    ``functionalize`` is the exception: it calls the op unchanged.
     """
     schema = op._opoverload._schema
     needs_grad = next((i for i, argument in enumerate(schema.arguments) if argument.name == "needs_grad"), None)
@@ -32,7 +32,7 @@ def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
         if peek_interpreter_stack().key() == TransformType.Functionalize:
             return unchanged.call_boxed(keyset, *args)
         if needs_grad is not None and not args[needs_grad] and torch.is_grad_enabled():
-            # the caller does not see the gradients that transforms around a vmap ask for
+            # the caller cannot see whether a transform around a vmap needs gradients
             wanted = any(x.requires_grad for x in _seen_by_each_transform(args))
             args = (*args[:needs_grad], wanted, *args[needs_grad + 1 :])
         return transformed(*args)
@@ -41,7 +41,7 @@ def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
 
 
 def on_tangents(op: Any, with_tangents: Callable[..., Any]) -> None:
-    """Call ``with_tangents`` in place of a custom op where an argument has a tangent of ``torch.autograd.forward_ad``."""
+    """Calls ``with_tangents`` in place of a custom op if an argument has a tangent of ``torch.autograd.forward_ad``."""
     reverse_mode = make_autograd_impl(op._opoverload, op)
 
     def autograd(keyset: Any, *args: Any) -> Any:
@@ -50,16 +50,16 @@ def on_tangents(op: Any, with_tangents: Callable[..., Any]) -> None:
         return reverse_mode(keyset, *args)
 
     with warnings.catch_warnings():
-        # the kernel that torch.library made is the one called above
+        # the override is intended: the kernel that torch.library registered is called above
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(op._name, autograd, "Autograd", with_keyset=True, allow_override=True)
 
 
 def folded(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """A rule for vmap: the mapped dimension becomes part of the batch, with which every tensor of two or more dimensions begins."""
+    """A vmap rule that folds the mapped dimension into the batch, the first dimension of every tensor with two or more dimensions."""
     first = [length for i, length in enumerate(args[0].shape) if i != in_dims[0]]
     outputs = call(*(_fold(x, dim, size) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims, strict=True)))
-    # of fewer dimensions are those that are the same for the whole batch
+    # tensors with fewer dimensions are the same for the whole batch
     split = tuple(x.unflatten(0, (size, first[0])) if x.ndim > 1 else x for x in outputs)
     return split, tuple(0 if x.ndim > 1 else None for x in outputs)
 
@@ -71,7 +71,7 @@ def _fold(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """A rule for vmap: one call for each index of the mapped dimension."""
+    """A vmap rule that makes one call for each index of the mapped dimension."""
     if not size:
         raise NotImplementedError("torch.func.vmap maps over a dimension of size 0, in a call that is made for each of its entries")
     (flat, spec), dims = pytree.tree_flatten(list(args)), pytree.tree_leaves(list(in_dims))
@@ -84,12 +84,12 @@ def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> t
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward mode, is under way. A constant to torch.compile."""
+    """Whether a torch.func transform or forward mode is active. torch.compile treats it as a constant."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_transforms(name: str, way_out: str, *tensors: Any) -> None:
-    """Raise where a derivative of ``name``, which has none, would be taken for 0, or where vmap hides its batch.
+    """Raises an error where a missing derivative of ``name`` would be taken for 0, or where vmap hides the batch dimension.
 
     Raises:
         NotImplementedError: a tensor is mapped, carries a tangent, or is differentiated by a transform of torch.func.

@@ -1,6 +1,6 @@
-"""A problem's rows of a tensor as a strided view: segments and dilation are strides, nothing is gathered.
+"""Strided views of the rows that a problem takes from a tensor: segments and dilation become strides, and nothing is gathered.
 
-Shape letters: B batch, S segments, L rows a segment, G heads of the group, D head dim, P = B·S problems of a launch.
+Shape letters: B batch, S segments, L rows per segment, G heads of the group, D head dim, P = B·S problems of a launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dilated_attention.engine.plan import Problem
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a (B, N, H, …) tensor a problem takes: those of each head ``shift`` positions after those of the head before."""
+    """The rows of a (B, N, H, …) tensor that a problem takes. Each head's rows are ``shift`` positions after those of the previous head."""
 
     start: int
     segments: int
@@ -28,7 +28,7 @@ class Rows:
     shift: int = 0
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """View (B, S, L, G, …) of x (B, N, H, …)."""
+        """Returns the view (B, S, L, G, …) of x (B, N, H, …)."""
         B, _, _, *rest = x.shape
         s_B, s_N, s_H, *s_rest = x.stride()
         size = (B, self.segments, self.length, self.heads, *rest)
@@ -37,7 +37,7 @@ class Rows:
 
 
 def query_rows(problem: Problem, origin: int) -> Rows:
-    """Rows of queries; ``origin`` is the position that row 0 of the tensor holds."""
+    """Returns the query rows. ``origin`` is the position of row 0 of the tensor."""
     heads, start = problem.heads, problem.q_start - origin
     return Rows(start, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count, heads.shift)
 
@@ -50,22 +50,22 @@ def key_rows(problem: Problem, origin: int) -> Rows:
 
 
 def extent(view: torch.Tensor) -> int:
-    """Elements from the first to the last of a view, inclusive."""
+    """Returns the number of elements from the first to the last one of a view, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) if view.numel() else 0
 
 
 def launches(
     views: Sequence[torch.Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None
 ) -> Iterator[list[torch.Tensor]]:
-    """Fold (B, S, L, …) views into (P, L, …), cut so that each launch keeps to a kernel's limits.
+    """Folds (B, S, L, …) views into (P, L, …), cut so that each launch stays within a kernel's limits.
 
-    Batch and segments fold into one dimension where the strides of *all* views allow it; otherwise each batch element, or
-    each segment, is a launch of its own, whichever are fewer.
+    Batch and segments fold into one dimension if the strides of *all* views allow it. Otherwise each batch element or each segment is
+    a separate launch, whichever are fewer.
 
     Args:
-        max_batch: most problems a launch.
+        max_batch: most problems per launch.
         max_extent: most elements between the first and the last element of any view of a launch.
-        max_rows: most rows (P·L) a launch, which bounds the memory of its results; at least one problem always runs.
+        max_rows: most rows (P·L) per launch, which bounds the memory of its results. At least one problem always runs.
     """
     B, S = views[0].shape[:2]
     if B == 1:

@@ -1,6 +1,6 @@
-"""What stands around every operation of ours: who is told of a call, and what an error of memory says.
+"""The decorator applied to every custom op: it reports calls to watchers and explains out-of-memory errors.
 
-One decorator, below ``torch.library.custom_op``: it sees what really runs, and neither fake tensors nor torch.compile see it.
+It is applied below ``torch.library.custom_op``, so it sees only calls that really run; fake tensors and torch.compile do not reach it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-# the name by which torch.library reads the annotations of what it is given, which is the function made here
+# torch.library resolves annotations such as torch.Tensor in the globals of the function it is given, which is the one made here
 import torch  # noqa: F401
 
 from dilated_attention.engine.need import Need, without_memory
@@ -19,16 +19,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 NeedOf = Callable[[Mapping[str, Any]], Need]
 
-# told the need of every call while they are in here: a profile that is under way
+# functions that receive the memory need of every call while they are in this list; a running profile adds one
 watchers: list[Callable[[Need], None]] = []
 
 
 def watched(need_of: NeedOf, named: Callable[..., Mapping[str, Any]] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of an op's implementation. Where memory runs out inside, the error's text is put into words (``shortage.py``).
+    """Decorates an op's implementation. If memory runs out inside, the error's message explains the shortage (``shortage.py``).
 
     Args:
-        need_of: what a call needs, of its arguments by name, tensors as ``TensorFacts``. Asked only when memory has run out, or by a profile.
-        named: those arguments, where the function has others of its own. None: its own.
+        need_of: returns what a call needs, given its arguments by name, with ``TensorFacts`` in place of tensors. It is called only when
+            memory has run out or a profile runs.
+        named: returns those arguments by name, if the function's own parameters differ from them. None: the function's own.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Rows of the attention matrix of one sequence, chunk by chunk of keys: what ``attention_map`` is made of."""
+"""Computes rows of the attention matrix of one sequence, one chunk of keys at a time, for ``attention_map``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KeySide:
-    """What chosen queries of one sequence, or of one packed document, may attend to: dense if it has neither branches nor blocks.
+    """The keys that selected queries of one sequence, or of one packed document, may attend to; dense without branches and blocks.
 
     Args:
         k: keys (B, N, Hk, D).
-        branches: adds their multiplicities.
-        blocks: adds 1 on the pairs kept: one pattern for all batch entries, or one each. No content-chosen ones, but what they chose.
-        padding: (B, N) bool, True = no key.
-        dtype: scores and weights are computed in it.
+        branches: pattern whose multiplicities are added.
+        blocks: adds 1 to the multiplicity of kept pairs. One pattern for all batch entries, or one for each. A content-chosen pattern
+            must be replaced by the blocks it chose.
+        padding: (B, N) bool, True = the key is masked.
+        dtype: dtype in which scores and weights are computed.
     """
 
     k: torch.Tensor
@@ -35,9 +36,9 @@ class KeySide:
         return self.k.shape[1]
 
     def weights(self, q: torch.Tensor, positions: list[int], lse: torch.Tensor | None, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; others have weight 0.
+        """Yields (first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; other weights are 0.
 
-        ``lse`` (B, H, R): None for the one over all keys, which is a pass of its own.
+        ``lse`` (B, H, R) may be None. It is then computed over all keys, which takes an additional pass.
         """
         q, at = q.to(self.dtype) * self.scale, torch.tensor(positions, device=q.device)
         low, high = self._span(positions)
@@ -46,13 +47,13 @@ class KeySide:
             lse = self._zero_lse(at, q.shape[2])
             for first, last in chunks:
                 lse = lse.logaddexp(self._logits(q, at, first, last).logsumexp(-1))
-        # an empty row has no finite logit, whatever is taken off
+        # an empty row has no finite logit, so any finite shift works
         shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         for first, last in chunks:
             yield first, self._logits(q, at, first, last).sub_(shift).exp_()
 
     def _span(self, positions: list[int]) -> tuple[int, int]:
-        """The keys [low, high) beyond which none of these positions reaches."""
+        """Returns the range [low, high) that contains all keys of these positions."""
         low, high = 0, self.num_keys
         if self.branches is not None and not self.blocks:
             lengths = self.branches.segment_lengths
@@ -61,9 +62,9 @@ class KeySide:
         return low, min(high, max(positions) + 1) if self.is_causal else high
 
     def _logits(self, q: torch.Tensor, at: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """s + log m (B, H, R, K) for keys [first, last), −inf where m is 0."""
+        """Computes s + log m (B, H, R, K) for keys [first, last), −inf where m is 0."""
         H, Hk = q.shape[2], self.k.shape[2]
-        # the query heads of one key head side by side
+        # make the query heads of one key head adjacent
         grouped = q.transpose(1, 2).unflatten(1, (Hk, H // Hk)).flatten(2, 3)
         scores = grouped @ self.k[:, first:last].to(self.dtype).permute(0, 2, 3, 1)
         scores = scores.unflatten(2, (H // Hk, q.shape[1])).flatten(1, 2)
@@ -77,7 +78,7 @@ class KeySide:
         return torch.where(m > 0, scores + m.log(), -torch.inf)
 
     def _multiplicity(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """m in ``dtype``, (B or 1, H or 1, R, K), causality and padding aside."""
+        """Returns m in ``dtype``, (B or 1, H or 1, R, K), not considering causality and padding."""
         if self.branches is None and not self.blocks:
             return torch.ones((1, 1, rows.shape[0], keys.shape[0]), dtype=self.dtype, device=keys.device)
         parts = [] if self.branches is None else [branch_pairs(self.branches, rows, keys, num_heads)[None]]
@@ -89,7 +90,7 @@ class KeySide:
         return sum(parts[1:], parts[0]).to(self.dtype)
 
     def _zero_lse(self, at: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """(B, H, R): the log of the zero keys of each row, −inf where there are none."""
+        """Returns (B, H, R): the log of the number of zero keys of each row, −inf where there are none."""
         zero = torch.zeros((num_heads, at.shape[0]), dtype=self.dtype, device=at.device)
         if self.branches is not None and not self.is_causal:
             zero = zero_keys(self.branches, at, num_heads, self.num_keys).to(self.dtype)
@@ -97,10 +98,10 @@ class KeySide:
 
 
 def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(H, R, K) int16: in how many branches head h pairs a row's position with a key's; ``dense_mask`` of any rows and keys."""
+    """Returns (H, R, K) int16: the number of branches in which head h pairs a row with a key; ``dense_mask`` for any rows and keys."""
     m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=torch.int16, device=keys.device)
     for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
-        # heads outside the branch have offset −1, which no position has
+        # heads outside the branch have offset −1, which matches no position
         offset = torch.tensor(offsets, device=keys.device)[:, None]
         row_taken, key_taken = (x % length % rate == offset for x in (rows, keys))
         same_segment = (rows // length)[:, None] == keys // length
@@ -109,7 +110,7 @@ def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor
 
 
 def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_positions: int) -> torch.Tensor:
-    """(H, R) int64: the zero keys of all branches that each row attends to, none with ``tail="mask"``."""
+    """Returns (H, R) int64: the number of zero keys, over all branches, that each row attends to; 0 with ``tail="mask"``."""
     total = torch.zeros((num_heads, rows.shape[0]), dtype=torch.int64, device=rows.device)
     if pattern.tail == "mask":
         return total

@@ -1,4 +1,4 @@
-"""What attends to what. Patterns are frozen, validated records that count and draw themselves."""
+"""Patterns define which queries attend to which keys. They are frozen, validated records that can count and draw themselves."""
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.block import BlockPattern

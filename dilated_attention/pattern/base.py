@@ -1,4 +1,4 @@
-"""What every pattern offers: its dense definition, its counts, its picture."""
+"""The base class of all patterns, with the dense definition, the counts and the picture of a pattern."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
 class Pattern(ABC):
     """Which keys a query attends to, and how often: the multiplicity m_h(i, j) ≥ 0 of ``DESIGN`` section 1.
 
-    A pattern knows nothing about tensors of a model or about kernels. ``dense_mask`` *is* its definition; every count
-    below is derived from it, in closed form where N is large, and tests hold the two equal.
+    A pattern knows nothing about a model's tensors or about kernels. ``dense_mask`` *is* its definition. Every count below is derived
+    from it, in closed form for large N, and tests check that both agree.
     """
 
     @abstractmethod
@@ -27,14 +27,14 @@ class Pattern(ABC):
         is_causal: bool = False,
         query_offset: int = 0,
     ) -> torch.Tensor:
-        """Multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). O(N²): for small N."""
+        """Returns the multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). It is O(N²), for small N."""
 
     @abstractmethod
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Sum of all multiplicities over heads, queries and keys: the (query, key) products that are computed."""
+        """Returns the sum of all multiplicities over heads, queries and keys, which is the number of (query, key) products computed."""
 
     def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
-        """``pairs`` divided by those of dense full attention, H·N². A pair computed twice counts twice."""
+        """Returns ``pairs`` divided by the pairs of dense full attention, H·N². A pair that is computed twice counts twice."""
         num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
         if not num_positions:
@@ -42,7 +42,7 @@ class Pattern(ABC):
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / (num_heads * num_positions**2)
 
     def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
-        """Floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
+        """Returns the floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
 
         Two matrix products per pair forward (QKᵀ, PV), five backward; a multiply-add counts as two, and the softmax
         is left out, as is the custom of attention kernels.
@@ -53,4 +53,4 @@ class Pattern(ABC):
 
     @abstractmethod
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
-        """Draw the pattern with matplotlib, one panel a head; saved to ``path`` if given. Returns the figure."""
+        """Draws the pattern with matplotlib, one panel per head, and saves it to ``path`` if given. Returns the figure."""

@@ -1,6 +1,6 @@
-"""What every block-sparse pattern offers: its definition by positions, its kept blocks row by row, its counts.
+"""The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
-A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions; the last of
+A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
 each may be shorter. A new pattern is one class with three methods: ``allowed``, ``columns`` and ``classify``.
 """
 
@@ -17,17 +17,17 @@ from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
 
 BLOCK_SIZES = (64, 128)
-# lists of blocks count positions in 32 bits
+# lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# the state of a block: no pair kept · some pairs kept · every pair within the sequence kept
+# states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a sequence, and which rows of them are asked for: [first_row, last_row)."""
+    """The blocks of a sequence, and the requested rows of them: [first_row, last_row)."""
 
     num_positions: int
     q_block: int
@@ -42,7 +42,7 @@ class Grid:
 
     @property
     def num_rows(self) -> int:
-        """Rows asked for."""
+        """Number of requested rows."""
         return self.last_row - self.first_row
 
     def rows(self) -> torch.Tensor:
@@ -52,11 +52,11 @@ class Grid:
         return torch.arange(first, last, device=self.device)
 
     def queries(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and last position of query blocks."""
+        """Returns the first and the last position of query blocks."""
         return self._ends(row, self.q_block)
 
     def keys(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and last position of key blocks."""
+        """Returns the first and the last position of key blocks."""
         return self._ends(column, self.k_block)
 
     def _ends(self, block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,19 +65,19 @@ class Grid:
         return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
 
     def block(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """A number for each block of the whole sequence."""
+        """Returns a unique number for each block of the whole sequence."""
         return row * self.num_columns + column
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Kept blocks, flat and ascending by (group, row, column).
+    """Kept blocks as a flat list, ascending by (group, row, column).
 
     Args:
-        group: (E,) int64, index of the head; 0 where all heads share one list.
-        row, column: (E,) int64, of the whole sequence.
+        group: (E,) int64, index of the head; 0 if all heads share one list.
+        row, column: (E,) int64, counted over the whole sequence.
         full: (E,) bool, every pair within the sequence is kept.
-        key: (E,) int64: two blocks that are not full and have equal keys keep the same pairs, as far as both lie within the sequence.
+        key: (E,) int64: two blocks that are not full and have equal keys keep the same pairs, as far as both are within the sequence.
     """
 
     group: torch.Tensor
@@ -95,17 +95,17 @@ class BlockPattern(Pattern):
     ``allowed`` says which pairs are kept. Patterns compose by ``|`` (either keeps the pair), ``&`` (both do) and ``PerHead``.
 
     Args:
-        block_size: positions of a block: 64 or 128, or (query block, key block) with each of them 64 or 128. It changes no kept pair of
-            patterns given by positions; patterns given by blocks count in it.
+        block_size: positions per block: 64 or 128, or (query block, key block) with each of them 64 or 128. For patterns defined by
+            positions, it does not change which pairs are kept. For patterns defined by blocks, it is the unit of their parameters.
     """
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
 
-    # whether ``columns`` names kept blocks only, and ``classify`` never calls a block partial that is full or empty
+    # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
     is_tight: ClassVar[bool] = True
-    # a Python function or a tensor cannot be written down: ``spec`` names the living object instead
+    # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
     holds_objects: ClassVar[bool] = False
-    # whether the blocks are chosen by what q and k hold; such a pattern says itself what | and & with it mean
+    # whether the blocks are chosen by the content of q and k; such a pattern defines itself what | and & with it mean
     is_chosen: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -125,7 +125,7 @@ class BlockPattern(Pattern):
         return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy has a name of its own, since its original may be freed before it
+        # a copy gets a new name, since the original may be freed before it
         self.__dict__.update(state)
         if self.holds_objects:
             from dilated_attention.pattern.spec import name_object
@@ -134,15 +134,15 @@ class BlockPattern(Pattern):
 
     @property
     def per_head(self) -> bool:
-        """Whether the lists differ from head to head."""
+        """Whether the lists differ between heads."""
         return False
 
     @property
     def is_prefix_stable(self) -> bool:
-        """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to have it, whatever follows.
+        """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to contain it, whatever follows.
 
-        Only then can a token be decoded from cached keys as the forward of any longer sequence has it. A pattern class says so itself: False
-        stands for "not, or not known".
+        Only then does decoding a token from cached keys give the same result as the forward of any longer sequence. Each pattern class
+        declares this; False means "no, or not known".
         """
         return False
 
@@ -161,53 +161,54 @@ class BlockPattern(Pattern):
         """The definition: whether head h keeps the pair (i, j), elementwise.
 
         Args:
-            queries, keys, heads: int64, broadcastable: absolute positions and head indices. Positions from ``num_positions`` on belong
-                to no sequence; they must raise nothing, and any answer is right.
-            num_positions: N, the positions of the whole key sequence.
+            queries, keys, heads: int64, broadcastable: absolute positions and head indices. Positions from ``num_positions`` on are
+                outside the sequence; they must not raise an error, and any answer is valid for them.
+            num_positions: N, the number of positions of the whole key sequence.
 
         Returns:
-            bool, of the broadcast shape or of one that broadcasts to it.
+            bool, of the broadcast shape or of a shape that broadcasts to it.
         """
 
     @abstractmethod
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(index into ``heads``, row, column) of every kept block, ascending, none twice; some that are not kept unless ``is_tight``.
+        """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
-        Time and memory in proportion to what is returned. Patterns that are not ``per_head`` are asked for one head.
+        Unless ``is_tight``, it may include blocks that are not kept. Time and memory must be proportional to the size of the result.
+        Patterns that are not ``per_head`` are called with a single head.
         """
 
     @abstractmethod
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``)."""
+        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``)."""
 
     def cost(self, grid: Grid) -> float:
-        """About how many blocks of a row ``columns`` returns; the cheaper part of an intersection is listed, the other one asked."""
+        """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
         return float(grid.num_columns)
 
     def check(self, num_positions: int, num_heads: int) -> None:
-        """Raise ValueError if there is no such pattern of so many positions or heads."""
+        """Raises ValueError if the pattern does not exist for this number of positions or heads."""
 
     def at(self, num_positions: int) -> BlockPattern:
-        """The pattern of ``num_positions``: itself, unless it is given by a density."""
+        """Returns the pattern for ``num_positions``, which is the pattern itself unless it is defined by a density."""
         return self
 
     def causal(self) -> BlockPattern:
-        """The pairs of it with j ≤ i."""
+        """Returns the pattern restricted to pairs with j ≤ i."""
         from dilated_attention.pattern.block_window import Causal
 
         return self & Causal(block_size=self.block_size)
 
     def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(low, high) if every *kept* block, partial or full, keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
+        """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
 
         ``positions`` are those of the queries; the result is the same for all heads.
         """
         return None
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        """The definition as FlexAttention takes it: f(batch, head, q_idx, kv_idx) -> bool. Tables that it reads lie on ``device``.
+        """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``.
 
-        What is a search or a hash in ``allowed`` is a table here: compilers write each use of a value out again.
+        Where ``allowed`` searches or hashes, this uses tables, since compilers recompute a value at each use.
         """
         pattern = self
 
@@ -236,14 +237,14 @@ class BlockPattern(Pattern):
     def entries(
         self, num_positions: int, num_heads: int, *, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu"
     ) -> Entries:
-        """The kept blocks of query blocks [first, last), all by default, in time and memory proportional to their number."""
+        """Returns the kept blocks of query blocks [first, last), by default all, in time and memory proportional to their number."""
         self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         pattern = self.at(num_positions)
         heads = tuple(range(num_heads)) if pattern.per_head else (0,)
         return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
-        """``entries`` of some heads alone; group g is head ``heads[g]``."""
+        """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
         group, row, column = self.columns(grid, heads)
         head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
         state, key = self.classify(grid, head, row, column)
@@ -261,9 +262,9 @@ class BlockPattern(Pattern):
         is_causal: bool = False,
         query_offset: int = 0,
     ) -> torch.Tensor:
-        """Kept pairs, bool (num_heads, num_queries, num_keys); query row i is position query_offset + i.
+        """Returns the kept pairs, bool (num_heads, num_queries, num_keys). Query row i is position query_offset + i.
 
-        The pattern is that of max(num_keys, query_offset + num_queries) positions.
+        The pattern is that for max(num_keys, query_offset + num_queries) positions.
         """
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
@@ -277,24 +278,24 @@ class BlockPattern(Pattern):
         return mask.broadcast_to(num_heads, num_queries, num_keys).contiguous()
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Kept (head, query, key) triples, exact: sizes of full blocks and the pairs of each different mask."""
+        """Returns the exact number of kept (head, query, key) triples, from sizes of full blocks and the pairs of each distinct mask."""
         from dilated_attention.pattern.block_kept import count_pairs
 
         return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
 
     def mask_bytes(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Bytes of the lists and masks that kernels read for this pattern."""
+        """Returns the bytes of the lists and masks that kernels read for this pattern."""
         from dilated_attention.pattern.block_kept import kept_blocks
 
         return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
 
     def spec(self) -> str:
-        """The pattern as a string: ``pattern_from_spec`` gives an equal one (the same one, where it holds a function or a tensor)."""
+        """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
         from dilated_attention.pattern.spec import spec_of
 
         if torch.compiler.is_compiling():
             return spec_of(self)
-        # written once: every call of an op needs it
+        # computed once, since every call of an op needs it
         if "_spec" not in self.__dict__:
             kind = vars(type(self))
             if "__init__" in kind and "__dataclass_fields__" not in kind:
@@ -308,7 +309,7 @@ class BlockPattern(Pattern):
 
     @property
     def lives_here(self) -> bool:
-        """Whether it, or a part of it, holds a function or a tensor, which other processes cannot know by ``spec``."""
+        """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
         from dilated_attention.pattern.spec import OBJECT
 
         return OBJECT in self.spec()
@@ -324,7 +325,7 @@ def checked_positions(num_positions: Any) -> int:
 
 
 def checked_block_size(block_size: Any) -> tuple[int, int]:
-    """(q_block, k_block) of an integer or a pair."""
+    """Returns (q_block, k_block) from an integer or a pair."""
     sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2:
         raise ValueError(f"block_size is {shown(block_size)}; expected one integer or (query block, key block)")
@@ -335,7 +336,7 @@ def checked_block_size(block_size: Any) -> tuple[int, int]:
 
 
 def expand(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(i, x) for every x in range i, [low[i], high[i]), in order. One host synchronisation."""
+    """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
     counts = (high - low).clamp(min=0)
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
@@ -344,11 +345,11 @@ def expand(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def state_of(kept: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """States of blocks; whatever is full must be kept."""
+    """Returns the states of blocks. Every full block must be kept."""
     return kept.to(torch.int8) + full.to(torch.int8)
 
 
 def divided(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x // by, x % by)."""
+    """Returns (x // by, x % by)."""
     quotient = x // by
     return quotient, x - quotient * by

@@ -1,4 +1,4 @@
-"""Patterns made of patterns: either of them, both of them, one for each head."""
+"""Patterns composed of patterns: their union, their intersection, or one for each head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention.pattern.block import FULL, PARTIAL, BlockPattern, Grid, M
 
 @dataclass(frozen=True)
 class _Composite(BlockPattern):
-    """A pattern made of ``parts`` of one block size."""
+    """A pattern composed of ``parts`` with the same block size."""
 
     parts: tuple[BlockPattern, ...]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
@@ -60,12 +60,12 @@ class _Composite(BlockPattern):
 
     @property
     def different(self) -> tuple[BlockPattern, ...]:
-        """Parts, each once."""
+        """The distinct parts."""
         return self.parts
 
     @abstractmethod
     def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
-        """``allowed`` of the whole from that of the ``different`` parts."""
+        """Returns ``allowed`` of the whole pattern from that of the ``different`` parts."""
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.different], heads)
@@ -79,7 +79,7 @@ class _Composite(BlockPattern):
         return mask_mod
 
     def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``columns`` of a part, which may be shared where the whole is not."""
+        """Returns ``columns`` of a part, which heads may share even if they do not share the whole."""
         group, row, column = part.columns(grid, heads if part.per_head else heads[:1])
         if part.per_head or len(heads) == 1:
             return group, row, column
@@ -115,13 +115,13 @@ class Union(_Composite):
         return sum(part.cost(grid) for part in self.parts)
 
     def causal(self) -> BlockPattern:
-        # part by part: what lies above the diagonal is never listed
+        # part by part, so that blocks above the diagonal are never listed
         return Union(tuple(part.causal() for part in self.parts))
 
 
 @dataclass(frozen=True)
 class Intersection(_Composite):
-    """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, the others are asked about these."""
+    """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, and the others classify these blocks."""
 
     @staticmethod
     def of(*patterns: BlockPattern) -> Intersection:
@@ -155,7 +155,7 @@ class PerHead(_Composite):
     """Pattern h for head h.
 
     Args:
-        parts: one pattern for each head. A part that differs from head to head is taken as head h has it.
+        parts: one pattern for each head. Of a part that differs between heads, head h uses that of head h.
     """
 
     @property
@@ -168,7 +168,7 @@ class PerHead(_Composite):
         super().check(num_positions, num_heads)
 
     def heads_of(self) -> dict[BlockPattern, list[int]]:
-        """The heads of each different pattern."""
+        """Returns the heads of each distinct pattern."""
         heads: dict[BlockPattern, list[int]] = {}
         for head, part in enumerate(self.parts):
             heads.setdefault(part, []).append(head)
@@ -220,26 +220,26 @@ class PerHead(_Composite):
 def _of_parts(
     parts: tuple[BlockPattern, ...], grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """States (parts, E) and keys of each part."""
+    """Returns the states (parts, E) and the keys of each part."""
     states, keys = zip(*(part.classify(grid, head, row, column) for part in parts), strict=True)
     return torch.stack(states), list(keys)
 
 
 def _joined(states: torch.Tensor, keys: list[torch.Tensor], partial: torch.Tensor) -> torch.Tensor:
-    """Keys of the blocks that are ``partial`` in the whole: equal where all parts have equal states and equal keys.
+    """Returns keys of the blocks that are ``partial`` in the whole, equal if all parts have equal states and equal keys.
 
-    Exact, no hash: the keys of each part are numbered, and so is each pair of numbers, so that no product overflows.
+    The keys are exact and not hashed: the keys of each part are numbered, and so is each pair of numbers, so that no product overflows.
     """
     chosen = partial.nonzero()[:, 0]
     joined = torch.zeros_like(chosen)
     for state, key in zip(states[:, chosen], keys, strict=True):
-        # a part that is whole or absent has no mask of its own
+        # a part that is full or absent has no mask
         numbers, num_keys = _dense(torch.where(state == PARTIAL, key[chosen], 0))
         joined, _ = _dense((joined * num_keys + numbers) * (FULL + 1) + state)
     return torch.zeros_like(partial, dtype=torch.int64).index_put((chosen,), joined)
 
 
 def _dense(keys: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, int]:
-    """Keys numbered from ``offset`` on, and how many different ones there are."""
+    """Returns the keys renumbered from ``offset`` on, and the number of distinct ones."""
     different, numbers = torch.unique(keys, return_inverse=True)
     return numbers + offset, different.shape[0]

@@ -1,4 +1,4 @@
-"""Patterns given by the part of all pairs that they keep."""
+"""Patterns defined by the fraction of all pairs that they keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEEDED = ("random", "big_bird")
 
 
 def with_sparsity(ratio: float, kind: str = "random", *, block_size: int | tuple[int, int] = 128, seed: int = 0) -> Sparsity:
-    """A pattern that keeps ``ratio`` of all N² pairs at every N: ``sparsity_ratio=0.1`` of earlier libraries. See ``Sparsity``."""
+    """Returns a ``Sparsity`` that keeps ``ratio`` of all N² pairs at every N, like ``sparsity_ratio=0.1`` of earlier libraries."""
     return Sparsity(ratio, kind, seed, block_size=block_size)
 
 
@@ -28,15 +28,16 @@ def with_sparsity(ratio: float, kind: str = "random", *, block_size: int | tuple
 class Sparsity(BlockPattern):
     """A pattern of density ``ratio``, whatever the length: ``at(N)`` is the pattern of N positions.
 
-    |density(N) − ratio| ≤ k_block / N, one block per row; and no query is without keys, so at least one key (``"random"``, ``"dilated"``: one
-    block) per query is kept. The density is that without causality; a causal one keeps about the same part of the causal pairs.
+    |density(N) − ratio| ≤ k_block / N, which is one block per row. Every query has at least one key (with ``"random"`` and
+    ``"dilated"``, at least one block). The density is that without causality; with it, about the same fraction of causal pairs is kept.
 
     Args:
-        ratio: kept part of all pairs, above 0 and at most 1.
-        kind: ``"random"``: ``RandomBlocks`` with the own block · ``"local"``: a ``LocalWindow`` · ``"dilated"``: ``DilatedBlocks`` over about the
-            whole sequence · ``"global_local"``: a window and global tokens, a quarter of the pairs at most, one block where that is enough ·
-            ``"big_bird"``: the same and up to three random blocks per row, a quarter of the pairs at most, none above a ratio of a half.
-        seed: of the draws; for ``"random"`` and ``"big_bird"``.
+        ratio: fraction of all pairs that is kept, above 0 and at most 1.
+        kind: ``"random"``: ``RandomBlocks`` with the row's own block · ``"local"``: a ``LocalWindow`` · ``"dilated"``: ``DilatedBlocks``
+            over about the whole sequence · ``"global_local"``: a window and global tokens, which take at most a quarter of the pairs, and
+            one block if that is enough · ``"big_bird"``: the same with up to three random blocks per row, which take at most a quarter
+            of the pairs; none above a ratio of a half.
+        seed: seed of the draws, for ``"random"`` and ``"big_bird"``.
     """
 
     ratio: float
@@ -86,7 +87,7 @@ def _resolved(wanted: Sparsity, num_positions: int) -> BlockPattern:
     if n == 0:
         return LocalWindow(0, block_size=block_size)
     if wanted.kind == "random":
-        # a block for every row, its own: no query without keys, causal or not
+        # every row keeps its own block, so that no query is without keys, causal or not
         return RandomBlocks(max(ratio, 1 / grid.num_columns), wanted.seed, own_block=True, block_size=block_size)
     if wanted.kind == "local":
         return LocalWindow(_window(n, ratio * n * n), block_size=block_size)
@@ -99,7 +100,7 @@ def _resolved(wanted: Sparsity, num_positions: int) -> BlockPattern:
     pairs = ratio * n * n - num_globals * (n + rest)
     if wanted.kind == "global_local":
         return GlobalLocal(_window(rest, pairs), num_globals, block_size=block_size)
-    # up to a half there is room beside the window, so that as many are drawn as asked for
+    # up to a ratio of a half there are enough blocks outside the window to draw the full number
     num_random = min(3, int(ratio * grid.num_columns / 4)) if ratio <= 0.5 else 0
     drawing = n - min(n, -(-num_globals // wanted.q_block) * wanted.q_block)
     pairs -= num_random * wanted.k_block * drawing
@@ -107,14 +108,14 @@ def _resolved(wanted: Sparsity, num_positions: int) -> BlockPattern:
 
 
 def _window(num_positions: int, pairs: float) -> int:
-    """The window w whose pairs of ``num_positions`` positions, N·(2w + 1) − w·(w + 1), are nearest to ``pairs``."""
+    """Returns the window w whose number of pairs at N = ``num_positions``, N·(2w + 1) − w·(w + 1), is nearest to ``pairs``."""
     return _nearest(lambda w: num_positions * (2 * w + 1) - w * (w + 1), pairs, 0, num_positions - 1)
 
 
 def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
-    """Blocks as far apart as the ratio allows, and as many as it asks for."""
+    """Returns blocks as far apart as the ratio allows, and as many as it requires."""
     own = own_count(grid)
-    # the own columns of a row, neighbours, are to lead to different columns
+    # a row's own columns are neighbors and must lead to different columns
     dilation = max(own, int(own / ratio * (1 + 1e-12)))
     row = grid.rows()
     first_query, last_query = grid.queries(row)
@@ -128,7 +129,7 @@ def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
             steps = (grid.num_columns - 1 - column) // dilation
             keys = ((column // dilation).clamp(max=before) + steps.clamp(max=after) + 1) * grid.k_block
             reaches_end = (steps <= after) & (column + steps * dilation == grid.num_columns - 1)
-            # the last row may have one own column only
+            # the last row may have only one own column
             kept += torch.where((last > first) | (number == 0), keys - reaches_end * short, 0)
         return int((kept * (last_query - first_query + 1)).sum())
 
@@ -137,10 +138,10 @@ def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
 
 
 def _nearest(count: Callable[[int], int], wanted: float, low: int, high: int) -> int:
-    """The x of [low, high] whose count, which grows with x, is nearest to ``wanted``."""
+    """Returns the x in [low, high] whose count, which grows with x, is nearest to ``wanted``."""
     first, last = low, high
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if count(middle) < wanted else (low, middle)
-    # the first that reaches it, or the one before
+    # the first x that reaches it, or the one before
     return min((x for x in (low - 1, low) if first <= x <= last), key=lambda x: abs(count(x) - wanted))

@@ -1,4 +1,4 @@
-"""To and from FlexAttention's BlockMask."""
+"""Converts patterns to and from FlexAttention's BlockMask."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dilated_attention.pattern.block_level import BlockTensor
 
 
 def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
-    """The pattern that a BlockMask describes: its full blocks whole, its other blocks under its ``mask_mod``.
+    """Returns the pattern that a BlockMask describes: its full blocks entirely, and its other blocks masked by its ``mask_mod``.
 
     Args:
-        block_mask: of one sequence, with as many queries as keys, and blocks of multiples of 64: larger ones are cut into blocks of 128 or 64.
-            A mask function that depends on the head needs a BlockMask made for all heads.
-        batch: which entry of its batch; may be left out if there is one. Patterns are the same for a whole batch.
+        block_mask: must be for a single sequence with as many queries as keys, and with block sizes that are multiples of 64. Larger
+            blocks are cut into blocks of 128 or 64. A mask function that depends on the head needs a BlockMask made for all heads.
+        batch: index of the batch entry; may be omitted if there is only one. A pattern is the same for a whole batch.
 
     Raises:
-        ValueError: it has no such pattern.
+        ValueError: no pattern describes the BlockMask.
     """
     num_queries, num_keys = block_mask.seq_lengths
     if num_queries != num_keys:
@@ -45,7 +45,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     def table(counts: torch.Tensor, indices: torch.Tensor) -> BlockTensor:
         counts, indices = counts[chosen], indices[chosen].long()
         columns = -(-num_keys // sizes[1])
-        # behind the end of each list indices may be anything
+        # indices after the end of each list may be arbitrary
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
         kept.scatter_(-1, torch.where(listed, indices, columns), True)
@@ -54,7 +54,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 
     mask_mod: MaskMod = block_mask.mask_mod
     if chosen:
-        # patterns know no batch: their functions are asked about entry 0
+        # patterns have no batch dimension: their functions are called with entry 0
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
             return block_mask.mask_mod(batch + chosen, head, q_idx, kv_idx)
 
@@ -69,10 +69,10 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 def to_block_mask(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, device: torch.device | str = "cpu", is_causal: bool = False
 ) -> BlockMask:
-    """The BlockMask of a pattern, (1, 1 or num_heads, N, N), with the lists of both sides.
+    """Returns the BlockMask of a pattern, (1, 1 or num_heads, N, N), with the lists of rows and of columns.
 
-    Its index tensors are as wide as the longest list, int32: short for windows, whole for a pattern in which one row keeps everything. On the
-    CPU, where FlexAttention takes their width for the number of key blocks, those of rows are always whole.
+    Its int32 index tensors are as wide as the longest list: narrow for windows, full width for a pattern in which one row keeps everything.
+    On the CPU, FlexAttention takes their width as the number of key blocks, so those of rows always have full width.
     """
     kept = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     grid = pattern.grid(num_positions, device=device)
@@ -99,9 +99,9 @@ def _side(
     num_indices: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts (1, groups, lists) and indices (1, groups, lists, width) of the partial blocks, and of the full ones.
+    """Returns counts (1, groups, lists) and indices (1, groups, lists, width) of the partial blocks, and of the full ones.
 
-    Both as wide as the longest of either, at least ``width``: kernels of some versions take one stride for both.
+    Both are as wide as the longest list of either, and at least ``width``: kernels of some versions use one stride for both.
     """
     place, order = ((group * num_lists + of) * num_indices + index).sort()
     lists, what = divided(place, num_indices)

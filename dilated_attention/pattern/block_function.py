@@ -1,4 +1,4 @@
-"""A pattern given by a Python function of single pairs, as FlexAttention's ``mask_mod``."""
+"""A pattern defined by a Python function of single pairs, like FlexAttention's ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from dilated_attention.pattern.block import FULL, PARTIAL, BlockPattern, Grid, MaskMod, expand
 from dilated_attention.pattern.block_level import merged
 
-# blocks whose pairs are looked at in one go
+# pairs that are evaluated at once
 _PAIRS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
 class MaskFunction(BlockPattern):
-    """The pairs for which a function says so. It is asked about every pair once, O(N²) time, in chunks of blocks.
+    """The pairs for which a function returns True. It is evaluated once for every pair, in O(N²) time, in chunks of blocks.
 
-    An intersection with a cheaper pattern (``LocalWindow(4096) & MaskFunction(fn)``, or ``is_causal``) asks only about the blocks of that one.
+    In an intersection with a cheaper pattern (``LocalWindow(4096) & MaskFunction(fn)``, or ``is_causal``), it is evaluated only on the
+    blocks of that pattern.
 
     Args:
-        fn: fn(batch, head, q_idx, kv_idx) -> bool, elementwise on int64 tensors that broadcast, of the device on which lists are built: any
-            function that FlexAttention takes and that is free of Python branches. ``batch`` is 0. It must not change afterwards.
-        per_head: whether the answer depends on ``head``; if not, ``head`` is 0.
+        fn: fn(batch, head, q_idx, kv_idx) -> bool, elementwise on int64 tensors that broadcast, on the device on which lists are built. Any
+            function works that FlexAttention takes and that has no Python branches. ``batch`` is 0. It must not change afterwards.
+        per_head: whether the result depends on ``head``; if not, ``head`` is 0.
     """
 
     fn: MaskMod
@@ -42,7 +43,7 @@ class MaskFunction(BlockPattern):
         return True
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        # a function may look positions up in tables of N entries
+        # a function may index tables of N entries with positions
         queries, keys = (x.clamp(max=num_positions - 1) for x in (queries, keys))
         batch = torch.zeros_like(heads)
         kept = self.fn(batch, heads if self.per_head else batch, queries, keys)
@@ -64,7 +65,7 @@ class MaskFunction(BlockPattern):
             part = slice(first, first + step)
             queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
             keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
-            # clamped positions stand for the last ones, which are asked about anyway
+            # clamped positions repeat the last ones, which are evaluated anyway
             kept = self.allowed(queries, keys, head[part, None, None], grid.num_positions)
             kept = kept.broadcast_to(queries.shape[0], grid.q_block, grid.k_block)
             some, every = kept.any(2).any(1), kept.all(2).all(1)
@@ -73,5 +74,5 @@ class MaskFunction(BlockPattern):
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
     def cost(self, grid: Grid) -> float:
-        # dearer than any list
+        # more expensive than any list
         return 4.0 * grid.num_columns

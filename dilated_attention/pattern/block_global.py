@@ -1,4 +1,4 @@
-"""Windows with global tokens, and random blocks besides: Longformer and BigBird."""
+"""Windows with global tokens, optionally with random blocks: Longformer and BigBird."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dilated_attention.pattern.block_random import checked_seed, hashed
 from dilated_attention.pattern.block_window import LocalWindow
 from dilated_attention.pattern.checks import as_int
 
-# the key of blocks that the window does not reach; no distance of two positions is that large
+# the key of blocks that the window does not reach; larger than the distance of any two positions
 _NO_WINDOW = 2**40
 
 
 @dataclass(frozen=True)
 class GlobalLocal(LocalWindow):
-    """A window, and ``global_tokens`` first positions that attend to all and are attended by all (Longformer, arXiv 2004.05150, section 3.1).
+    """A window, with the first positions as global tokens, which attend to all and are attended by all (Longformer, arXiv 2004.05150, 3.1).
 
     Args:
         window: as in ``LocalWindow``.
         global_tokens: positions 0 … global_tokens − 1 are global.
 
-    Differs from the paper: global positions share the projections of the others, and are the first ones. Multiples of the block size
-    need no masks of single pairs.
+    Differs from the paper: global positions use the same projections as the others, and are the first ones. If ``global_tokens`` is a
+    multiple of the block size, it needs no masks of single pairs.
     """
 
     global_tokens: int
@@ -35,7 +35,7 @@ class GlobalLocal(LocalWindow):
 
     @property
     def is_tight(self) -> bool:  # type: ignore[override]
-        # a window and the end of the global positions may together keep the whole of a block
+        # the window and the last global positions may together keep a whole block
         return self.global_tokens % self.q_block == 0 and self.global_tokens % self.k_block == 0
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class GlobalLocal(LocalWindow):
         return near | (queries < self.global_tokens) | (keys < self.global_tokens)
 
     def stretches(self, grid: Grid, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Kept columns of rows: [0, globals) and, behind them, [low, high). Rows that hold a global position keep everything."""
+        """Returns the kept columns of rows: [0, globals) and then [low, high). Rows with a global position keep everything."""
         left, right = self.sides(grid.num_positions)
         first, last = grid.queries(row)
         is_global = first < self.global_tokens
@@ -64,7 +64,7 @@ class GlobalLocal(LocalWindow):
         some_query, every_query = first_query < self.global_tokens, last_query < self.global_tokens
         some_key, every_key = first_key < self.global_tokens, last_key < self.global_tokens
         full = (state == FULL) | every_query | every_key
-        # where global positions end inside the block, its row (column) says where
+        # if global positions end inside the block, its row (column) determines where
         key = torch.where(state > 0, distance, _NO_WINDOW) * 4 + some_query * 2 + some_key
         return state_of((state > 0) | some_query | some_key, full), key
 
@@ -81,17 +81,17 @@ class GlobalLocal(LocalWindow):
 
 @dataclass(frozen=True)
 class BigBird(GlobalLocal):
-    """``GlobalLocal``, and for each head ``random_blocks`` blocks in every row of blocks (BigBird, arXiv 2007.14062, section 2).
+    """``GlobalLocal`` with ``random_blocks`` additional blocks per head in every row of blocks (BigBird, arXiv 2007.14062, section 2).
 
-    Random blocks are distinct, and none of those that the window or the global positions reach: the pattern grows by all of them, as long as
-    there are so many. Rows that hold a global position draw none.
+    Random blocks are distinct from each other and from those that the window or the global positions reach. So all of them are additional,
+    as long as enough blocks are left. Rows with a global position draw none.
 
     Args:
         window, global_tokens: as in ``GlobalLocal``.
-        random_blocks: blocks drawn in each row; ≥ 0.
-        seed: of the draws.
+        random_blocks: number of blocks drawn in each row; ≥ 0.
+        seed: seed of the draws.
 
-    Differs from the paper: window and globals count positions, not blocks. A causal row loses those of its blocks that lie ahead.
+    Differs from the paper: window and globals count positions, not blocks. Under causality, a row loses its drawn blocks in the future.
     """
 
     random_blocks: int
@@ -108,15 +108,15 @@ class BigBird(GlobalLocal):
 
     @property
     def is_prefix_stable(self) -> bool:
-        # blocks are drawn among those of the whole sequence
+        # blocks are drawn from those of the whole sequence
         return self.random_blocks == 0
 
     def most_drawn(self, grid: Grid) -> int:
-        """No row has more blocks left than the sequence has columns."""
+        """Returns the most blocks that a row draws: no row has more blocks left than the sequence has columns."""
         return min(self.random_blocks, max(grid.num_columns, 1))
 
     def draws(self, grid: Grid, head: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
-        """The columns drawn for rows, −1 where there are fewer: Floyd's sampling of the columns that nothing else reaches."""
+        """Returns the columns drawn for rows, −1 if there are fewer, by Floyd's sampling of the columns that nothing else reaches."""
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
@@ -124,14 +124,14 @@ class BigBird(GlobalLocal):
         most = self.most_drawn(grid)
         chosen: list[torch.Tensor]
         if most == grid.num_columns:
-            # all that are left, so that nothing has to be drawn
+            # every row takes all columns that are left, so there is nothing to draw
             count = count.expand(torch.broadcast_shapes(head.shape, row.shape))
             chosen = [torch.where(count > number, number, -1) for number in range(most)]
             return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
         random = hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
         chosen = []
         for number in range(most):
-            # among one more than before; a number drawn twice gives way to the newest one, which cannot have been drawn yet
+            # drawn from one more number than before; a duplicate is replaced by the newest number, which cannot have been drawn yet
             newest = free - count + number
             drawn = random[number] % (newest + 1).clamp(min=1)
             for earlier in chosen:
@@ -140,7 +140,7 @@ class BigBird(GlobalLocal):
         return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
 
     def drawn(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """bool: whether the block is one of those drawn."""
+        """Returns bool: whether the block is one of those drawn."""
         found = torch.zeros((), dtype=torch.bool, device=grid.device)
         for x in self.draws(grid, head, row):
             found = found | (x == column)
@@ -175,7 +175,7 @@ class BigBird(GlobalLocal):
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         drawn = torch.stack(self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows), 1)
         blocks = torch.where(drawn < 0, -1, grid.block(group[:, None] * grid.num_rows + rows - grid.first_row, drawn))
-        # nothing is drawn that the others have: no block comes twice
+        # drawn blocks are distinct from the others, so no block occurs twice
         ordered, _ = torch.cat([shared.flatten(), blocks[blocks >= 0]]).sort()
         which, column = divided(ordered, max(grid.num_columns, 1))
         group, row = divided(which, max(grid.num_rows, 1))
@@ -183,7 +183,7 @@ class BigBird(GlobalLocal):
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state, key = super().classify(grid, head, row, column)
-        # blocks of one row come together: the draws of a row are made once
+        # blocks of one row are consecutive, so the draws of a row are made once
         blocks = max(-(-grid.num_positions // grid.q_block), 1)
         rows, of_row = torch.unique_consecutive(head * blocks + row, return_inverse=True)
         found = torch.zeros_like(row, dtype=torch.bool)
@@ -195,7 +195,7 @@ class BigBird(GlobalLocal):
         return min(super().cost(grid) + self.random_blocks, grid.num_columns)
 
     def causal(self) -> BlockPattern:
-        # what is drawn depends on the whole window
+        # the draws depend on the whole window
         return BlockPattern.causal(self)
 
     def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:

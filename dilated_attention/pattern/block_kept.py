@@ -1,4 +1,4 @@
-"""The kept blocks of a pattern with the masks of their pairs: each different mask is made once."""
+"""Computes the kept blocks of a pattern with the masks of their pairs. Each distinct mask is computed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilated_attention.pattern.block import BlockPattern, Entries, Grid, checked
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
 WORD = 32
-# blocks listed, and pairs looked at, in one go: what bounds the memory of building
+# blocks listed and pairs evaluated at once, which bounds the memory of building lists
 BLOCKS_AT_ONCE = 2**23
 PAIRS_AT_ONCE = 2**24
 MOST_BLOCKS = 2**31
@@ -19,13 +19,13 @@ MOST_BLOCKS = 2**31
 
 @dataclass(frozen=True, eq=False)
 class KeptBlocks:
-    """Lists of kept blocks as rows of (group, query block), the form of ``backends.blocks.BlockLists``.
+    """Lists of kept blocks as rows of (group, query block), in the format of ``backends.blocks.BlockLists``.
 
     Args:
         row_starts: (groups · rows + 1,) int32: row i has blocks row_starts[i] … row_starts[i + 1] − 1.
         columns: (E,) int32, ascending in each row.
-        masks: (E,) int32 index into ``bits``, −1 where every pair is kept; None if all are.
-        bits: (different masks, q_block, k_block / 32) int32; 0 beyond the end of the sequence.
+        masks: (E,) int32 index into ``bits``, −1 where every pair is kept; None if every pair of every block is kept.
+        bits: (distinct masks, q_block, k_block / 32) int32; 0 beyond the end of the sequence.
         interval: (low, high) int32 of each query, or None.
     """
 
@@ -44,7 +44,7 @@ class KeptBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the pairs that each mask keeps.
+    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the number of pairs that each mask keeps.
 
     Group g of the entries is head ``heads[g]``.
     """
@@ -67,7 +67,7 @@ def kept_blocks(
     is_causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> KeptBlocks:
-    """The kept blocks of queries [first_query, first_query + num_queries); ``first_query`` begins a block."""
+    """Returns the kept blocks of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
     num_queries = num_positions - first_query if num_queries is None else num_queries
     assert first_query % pattern.q_block == 0
@@ -99,7 +99,7 @@ def kept_blocks(
 
 
 def _row_ends(piece: _Piece) -> torch.Tensor:
-    """(groups · rows,) int32: entries up to the end of each row."""
+    """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
     entries, rows = piece.entries, piece.grid.num_rows
     row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
     row = entries.group * rows + row if entries.num_groups > 1 else row
@@ -109,9 +109,9 @@ def _row_ends(piece: _Piece) -> torch.Tensor:
 def count_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
 ) -> int:
-    """Kept pairs of all heads: sizes of the full blocks, within the sequence, and the pairs of the masks of the others.
+    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep.
 
-    ``device``: what counts. Lists of a million positions take a CPU minutes.
+    ``device``: where to count. Lists of a million positions take a CPU minutes.
     """
     check_bool("is_causal", is_causal)
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
@@ -122,7 +122,7 @@ def count_pairs(
 def block_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(head, row, column, kept pairs) of every kept block, some at a time; of head 0 alone where the pattern is not ``per_head``."""
+    """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
     pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
     for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
@@ -134,7 +134,7 @@ def block_pairs(
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:
-    """bool (…, n) as bits, int32 (…, n / 32): bit n % 32 of word n // 32."""
+    """Packs bool (…, n) into bits, int32 (…, n / 32): bit n % 32 of word n // 32."""
     shifts = torch.arange(WORD, device=kept.device)
     words = (kept.unflatten(-1, (-1, WORD)).long() << shifts).sum(-1)
     # bit 31 is the sign of an int32
@@ -142,7 +142,7 @@ def packed(kept: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(bits: torch.Tensor) -> torch.Tensor:
-    """int32 (…, w) as bool (…, 32 · w)."""
+    """Unpacks int32 (…, w) into bool (…, 32 · w)."""
     shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
     return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)
 
@@ -155,7 +155,7 @@ def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_caus
 
 
 def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[_Piece]:
-    """The whole at once, or head by head and rows by rows where that would take too much memory."""
+    """Yields everything at once, or head by head in groups of rows if that would take too much memory."""
     per_row = max(pattern.cost(grid), 1.0)
     if per_row * grid.num_rows * len(heads) > MOST_BLOCKS:
         raise ValueError(
@@ -180,13 +180,13 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     if not partial.numel():
         return _Piece(grid, heads, entries, None, no_bits, none)
     key = entries.key[partial]
-    # a short block says nothing of the pairs of a whole one
+    # the mask of a short block does not determine the pairs of a whole one
     if grid.num_positions % grid.q_block:
         key = key * 2 + (entries.row[partial] == grid.num_positions // grid.q_block)
     if grid.num_positions % grid.k_block:
         key = key * 2 + (entries.column[partial] == grid.num_positions // grid.k_block)
     different, number = torch.unique(key, return_inverse=True)
-    # the first block of each, so that every process takes the same
+    # the first block with each mask, so that every process takes the same one
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
     group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
     head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
@@ -199,7 +199,7 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
 def _masks(
     pattern: BlockPattern, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bits, kept pairs) of some blocks, by the pattern's definition."""
+    """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
     step = max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))
     bits, pairs = [], []
     for first in range(0, row.shape[0], step):
@@ -217,7 +217,7 @@ def _masks(
 
 
 def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
-    """Without blocks that keep no pair, and without masks that keep every pair: compositions may have both."""
+    """Removes blocks that keep no pair and masks that keep every pair, since compositions may have both."""
     assert piece.masks is not None
     empty, complete = piece.pairs_of_mask == 0, piece.pairs_of_mask == size_of_mask
     if not bool((empty | complete).any()):
@@ -234,14 +234,14 @@ def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
 
 
 def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """Pairs of blocks within the sequence."""
+    """Returns the number of pairs of blocks within the sequence."""
     first_query, last_query = grid.queries(row)
     first_key, last_key = grid.keys(column)
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
 def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is none.
+    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
 
     The tightest candidate is taken from the masks, and then held against the number of keys that each of them keeps: where
     a mask keeps less than the candidate, a wider one would be further off.
@@ -254,7 +254,7 @@ def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[tor
     row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
     column, mask = kept.columns[partial].long(), kept.masks[partial].long()
     if kept.num_groups > 1:
-        # heads mostly share their masks: each block once
+        # heads mostly share their masks, so take each block once
         number_of_masks = kept.bits.shape[0]
         block, mask = divided(torch.unique((row * grid.num_columns + column) * number_of_masks + mask), number_of_masks)
         row, column = divided(block, grid.num_columns)
@@ -279,7 +279,7 @@ def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[tor
 
 
 def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First kept key, one behind the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
+    """Returns first kept key, one after the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
     found = []
     for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):
         kept = unpacked(part).to(torch.int8)

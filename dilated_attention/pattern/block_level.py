@@ -14,11 +14,11 @@ from dilated_attention.pattern.checks import as_int
 
 @dataclass(frozen=True)
 class WholeBlocks(BlockPattern):
-    """A pattern of whole blocks: the base of those whose parameters count in blocks. Only causality cuts them."""
+    """Base class of patterns that keep whole blocks and whose parameters count in blocks. Only causality cuts a block."""
 
     @abstractmethod
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """bool: whether the block is kept, elementwise on broadcastable tensors."""
+        """Returns bool: whether the block is kept, elementwise on broadcastable tensors."""
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         grid = self.grid(num_positions, device=queries.device)
@@ -33,17 +33,17 @@ class WholeBlocks(BlockPattern):
 
 @dataclass(frozen=True)
 class Strided(WholeBlocks):
-    """The blocks next to the own one, and every ``stride_blocks``-th block of the sequence (Sparse Transformers, arXiv 1904.10509, section 4.2).
+    """The blocks next to the row's own, and every ``stride_blocks``-th block (Sparse Transformers, arXiv 1904.10509, section 4.2).
 
-    A query block's own columns are the key blocks that hold its positions: one, or two where key blocks are half as long. Column c is kept if
-    an own column o has |c − o| < local_blocks or c ≡ o (mod stride_blocks).
+    A query block's own columns are the key blocks that hold its positions: one, or two if key blocks are half as long. Column c is kept
+    if an own column o has |c − o| < local_blocks or c ≡ o (mod stride_blocks).
 
     Args:
-        stride_blocks: distance of the far blocks, in key blocks; ≥ 1.
-        local_blocks: how many blocks on each side are kept, the own one counted; ≥ 0.
+        stride_blocks: distance between far blocks, in key blocks; ≥ 1.
+        local_blocks: number of blocks kept on each side, including the row's own block; ≥ 0.
 
-    Differs from the paper: strides count blocks, not positions, and both parts are one pattern, not two sets of heads. Give the
-    parts to heads of their own by ``PerHead``.
+    Differs from the paper: strides count blocks, not positions, and both parts are one pattern instead of two sets of heads. Use
+    ``PerHead`` to give the parts to separate heads.
     """
 
     stride_blocks: int
@@ -82,14 +82,14 @@ class Strided(WholeBlocks):
 
 @dataclass(frozen=True)
 class DilatedBlocks(WholeBlocks):
-    """``num_blocks`` blocks around the own one, every ``dilation``-th (Longformer's dilated window, arXiv 2004.05150, section 3.1, in blocks).
+    """``num_blocks`` blocks around the row's own, ``dilation`` apart (Longformer's dilated window, arXiv 2004.05150, 3.1, in blocks).
 
-    Column c = o + t · dilation for t = −⌊num_blocks / 2⌋ … ⌈num_blocks / 2⌉ − 1 and each own column o (see ``Strided``), as far as there is
-    such a column: an even number has its odd one in the past.
+    Keeps column c = o + t · dilation for t = −⌊num_blocks / 2⌋ … ⌈num_blocks / 2⌉ − 1 and each own column o (see ``Strided``), if that
+    column exists. With an even number, the extra block is in the past.
 
     Args:
-        dilation: distance of kept blocks, in key blocks; ≥ 1.
-        num_blocks: kept blocks, away from the ends of the sequence; ≥ 1.
+        dilation: distance between kept blocks, in key blocks; ≥ 1.
+        num_blocks: number of kept blocks, away from the ends of the sequence; ≥ 1.
     """
 
     dilation: int
@@ -107,7 +107,7 @@ class DilatedBlocks(WholeBlocks):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Blocks before and after the own one."""
+        """Returns the number of blocks before and after the row's own."""
         return self.num_blocks // 2, (self.num_blocks - 1) // 2
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -133,20 +133,21 @@ class DilatedBlocks(WholeBlocks):
 
 @dataclass(frozen=True)
 class Axial(WholeBlocks):
-    """The blocks of the own row and of the own column of a picture (axial attention, arXiv 1912.12180).
+    """The blocks in the same row and in the same column of an image (axial attention, arXiv 1912.12180).
 
-    Position p lies at row p // width and column p % width. A block of keys is kept, whole, if any of its keys shares a row or a column
-    of the picture with any query of the block of queries.
+    Position p is at row p // width and column p % width. A key block is kept whole if any of its keys shares a row or a column of the
+    image with any query of the query block.
 
     Args:
-        width: positions in a row of the picture. Where it is no more than a block, blocks see everything.
+        width: number of positions in a row of the image. If it is at most a block, every block sees everything.
 
-    Differs from the paper: rows and columns together in one softmax, and whole blocks. Multiples of the block size keep the least beyond the paper's pairs.
+    Differs from the paper: rows and columns share one softmax, and blocks are whole. A width that is a multiple of the block size keeps the
+    fewest pairs beyond the paper's.
     """
 
     width: int
 
-    # in a picture narrower than a block, columns are listed that the short last row does not keep
+    # if the image is narrower than a block, listed columns include some that the short last row does not keep
     is_tight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -155,14 +156,14 @@ class Axial(WholeBlocks):
 
     @property
     def is_prefix_stable(self) -> bool:
-        # else a block of queries that the sequence cuts short shares columns of the picture with fewer blocks of keys
+        # otherwise a query block that the end of the sequence cuts short shares image columns with fewer key blocks
         return self.q_block == self.k_block and self.width % self.q_block == 0
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         first_query, last_query = grid.queries(row)
         first_key, last_key = grid.keys(column)
         same_row = (first_key // self.width <= last_query // self.width) & (first_query // self.width <= last_key // self.width)
-        # some multiple of the width lies between the nearest and the furthest of the two blocks
+        # true if a multiple of the width is between the smallest and the largest distance (key − query) of the two blocks
         same_column = (last_key - first_query) // self.width * self.width >= first_key - last_query
         return same_row | same_column
 
@@ -185,11 +186,11 @@ class Axial(WholeBlocks):
 
 @dataclass(frozen=True, eq=False)
 class BlockTensor(WholeBlocks):
-    """The blocks where a table says so.
+    """The blocks that a table marks as kept. An instance is equal only to itself.
 
     Args:
         mask: bool (H, rows, columns), or (1, rows, columns) or (rows, columns) for all heads: whether the block is kept. It is copied. The
-            sequence has that many rows and columns of blocks. Equal only to itself.
+            sequence must have that many rows and columns of blocks.
     """
 
     mask: torch.Tensor = field(repr=False)
@@ -206,7 +207,7 @@ class BlockTensor(WholeBlocks):
             raise ValueError(f"mask has shape {tuple(self.mask.shape)}; expected (heads or 1, rows, columns) of blocks")
         object.__setattr__(self, "mask", mask.detach().clone())
 
-    # the base would compare block sizes only
+    # the base class would compare only block sizes
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -235,18 +236,18 @@ class BlockTensor(WholeBlocks):
 
 
 def own_columns(grid: Grid, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last key block that hold positions of a query block."""
+    """Returns the first and the last key block that hold positions of a query block."""
     first, last = grid.queries(row)
     return first // grid.k_block, last // grid.k_block
 
 
 def own_count(grid: Grid) -> int:
-    """Key blocks that hold the positions of a whole query block."""
+    """Returns the number of key blocks that hold the positions of a whole query block."""
     return max(1, grid.q_block // grid.k_block)
 
 
 def merged(grid: Grid, *found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``columns`` of one group from lists of (index into the rows asked for, column): ordered, none twice."""
+    """Returns ``columns`` of one group from lists of (index into the requested rows, column), sorted and without duplicates."""
     blocks = torch.cat([grid.block(index, column) for index, column in found])
     row, column = divided(torch.unique(blocks), max(grid.num_columns, 1))
     return torch.zeros_like(row), row + grid.first_row, column

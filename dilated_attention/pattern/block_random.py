@@ -1,4 +1,4 @@
-"""Random blocks: drawn by a hash of (seed, head, row, draw), so that every process and device draws the same, without a table."""
+"""Random blocks, drawn by a hash of (seed, head, row, draw), so that every process and device draws the same blocks without a table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 @dataclass(frozen=True)
 class RandomBlocks(WholeBlocks):
-    """Blocks at random, ``round(ratio · rows · columns)`` of them for each head, exactly.
+    """Random blocks, exactly ``round(ratio · rows · columns)`` of them for each head.
 
-    Rows differ by at most one block. The n blocks of a row are drawn one from each of n stretches of columns, as equal as can be: none
-    twice, and spread over the whole sequence.
+    The numbers of blocks in rows differ by at most one. The n blocks of a row are drawn one from each of n nearly equal stretches of
+    columns, so they are distinct and spread over the whole sequence.
 
     Args:
-        ratio: kept blocks per block, 0 … 1.
-        seed: of the draws.
-        per_head: every head draws for itself; otherwise all share one list.
-        own_block: the key block of a row's first position is one of those that it keeps, if it keeps any. Else causal rows may be empty.
+        ratio: fraction of blocks kept, 0 … 1.
+        seed: seed of the draws.
+        per_head: every head draws separately; otherwise all heads share one list.
+        own_block: a row that keeps any block keeps the key block of its first position. Without it, causal rows may be empty.
     """
 
     ratio: float
@@ -42,13 +42,13 @@ class RandomBlocks(WholeBlocks):
         check_bool("own_block", self.own_block)
 
     def counts(self, grid: Grid, row: torch.Tensor) -> torch.Tensor:
-        """Kept blocks of rows of the whole sequence."""
+        """Returns the number of kept blocks in rows of the whole sequence."""
         rows = max(-(-grid.num_positions // grid.q_block), 1)
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Kept (head, query, key) triples, exact. Without listing blocks where each is whole and kept or not by number alone."""
+        """Returns the exact number of kept (head, query, key) triples, without listing blocks if their number alone determines it."""
         num_positions = checked_positions(num_positions)
         if check_bool("is_causal", is_causal) or num_positions % self.q_block or num_positions % self.k_block:
             return super().pairs(num_positions, num_heads, is_causal=is_causal)
@@ -57,7 +57,7 @@ class RandomBlocks(WholeBlocks):
         return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
 
     def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """The column that draw ``number`` of ``count`` takes: one of its stretch."""
+        """Returns the column that draw ``number`` of ``count`` takes from its stretch."""
         low = number * grid.num_columns // count
         high = (number + 1) * grid.num_columns // count
         column = low + hashed(self.seed, head, row, number) % (high - low)
@@ -67,7 +67,7 @@ class RandomBlocks(WholeBlocks):
         return column
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        # columns beyond the end may be asked for; they have no stretch
+        # callers may pass columns beyond the end, which have no stretch
         column = column.clamp(max=max(grid.num_columns - 1, 0))
         count = self.counts(grid, row)
         some = count.clamp(min=1)
@@ -97,7 +97,7 @@ class RandomBlocks(WholeBlocks):
             wanted = kv_idx.clamp(max=num_positions - 1) // self.k_block
             count = counts[row]
             number = ((wanted + 1) * count.clamp(min=1) - 1) // grid.num_columns
-            # a row without blocks begins where the next one does, or behind the last
+            # a row without blocks begins where the next one does, or after the last
             place = (starts[row] + number).clamp(max=drawn.shape[1] - 1)
             return (count > 0) & (drawn[self._drawing(head), place] == wanted)
 
@@ -111,7 +111,7 @@ class RandomBlocks(WholeBlocks):
 
 
 def hashed(seed: int, *coordinates: torch.Tensor) -> torch.Tensor:
-    """31 random bits for each element of the broadcast coordinates, as int64. Chained: each coordinate is mixed into those before it."""
+    """Returns 31 random bits as int64 for each element of the broadcast coordinates. Each coordinate is mixed into the previous ones."""
     state: torch.Tensor | int = seed
     for coordinate in coordinates:
         mixed = coordinate.to(torch.int64) + state + _STEP
@@ -123,7 +123,7 @@ def hashed(seed: int, *coordinates: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Computes the logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

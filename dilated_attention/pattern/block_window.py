@@ -1,4 +1,4 @@
-"""Patterns whose queries keep one stretch of keys each: windows, causality, documents."""
+"""Patterns in which each query keeps one contiguous range of keys: windows, causality, documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LocalWindow(BlockPattern):
     """Keys near the query: i − left ≤ j ≤ i + right (the sliding window of Longformer, arXiv 2004.05150, section 3.1).
 
     Args:
-        window: (left, right) in positions, None for unbounded; one integer stands for both sides, as in ``attention(window=)``.
+        window: (left, right) in positions, None for unbounded; a single integer applies to both sides, as in ``attention(window=)``.
 
     Differs from the paper: its window w is left + right.
     """
@@ -32,7 +32,7 @@ class LocalWindow(BlockPattern):
         if self.window is None:
             raise TypeError("window is None; expected one integer or (left, right), None for an unbounded side")
         sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0, maximum=None) for i, side in enumerate(window))
-        # nothing lies beyond any sequence
+        # no sequence is longer than MAX_LENGTH, so such a side is unbounded
         object.__setattr__(self, "window", tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
 
     @property
@@ -79,7 +79,7 @@ class LocalWindow(BlockPattern):
 
 @dataclass(frozen=True)
 class Causal(BlockPattern):
-    """Keys up to the query: j ≤ i. ``is_causal=True`` says the same of any pattern."""
+    """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -110,10 +110,10 @@ class Causal(BlockPattern):
 
 @dataclass(frozen=True)
 class Document(BlockPattern):
-    """Keys of the query's own document: documents of the given lengths lie one behind the other.
+    """Keys of the query's own document. Documents of the given lengths are packed one after another.
 
     Args:
-        lengths: positions of each document; they sum to N.
+        lengths: number of positions of each document; they sum to N.
     """
 
     lengths: tuple[int, ...]
@@ -132,7 +132,7 @@ class Document(BlockPattern):
             )
 
     def starts(self, device: torch.device) -> torch.Tensor:
-        """(documents + 1,) int64: where each begins, and N."""
+        """Returns (documents + 1,) int64: the first position of each document, and N."""
         return torch.tensor((0, *self.lengths), device=device).cumsum(0)
 
     def document_of(self, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Document(BlockPattern):
         return self.document_of(queries, starts) == self.document_of(keys, starts)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # every document between the first and the last query's has a query in the row: the stretch holds no other
+        # every document between those of the first and the last query has a query in the row, so the range holds no other keys
         first, last = grid.queries(grid.rows())
         starts = self.starts(grid.device)
         low = starts[self.document_of(first, starts)] // grid.k_block

@@ -1,4 +1,4 @@
-"""A pattern seen from afar: the pairs of squares of positions, counted without a mask of N² pairs."""
+"""Counts the pairs of a pattern in square cells of positions, without a mask of N² pairs, to show patterns of long sequences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dilated_attention.pattern.block_kept import block_pairs
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 
-# up to here the pattern's definition is asked for every pair
+# up to this length, the pattern's definition is evaluated for every pair
 _DENSE_POSITIONS = 1024
 _MOST_POSITIONS = 2**28
 
 
 def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> torch.Tensor:
-    """Pairs, with multiplicity, of every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
+    """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
 
     Args:
-        cell: positions. Of a block pattern beyond 1,024 positions a multiple of both sizes of its blocks.
+        cell: side of a cell in positions. For a block pattern beyond 1,024 positions, it must be a multiple of both block sizes.
 
     Returns:
         int64 (num_heads, ceil(N / cell), ceil(N / cell)): head, cell of the queries, cell of the keys. Their sum is ``pattern.pairs``.
@@ -40,7 +40,7 @@ def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
 
 
 def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
-    """Positions of the smallest cell that ``cell_pairs`` takes of which ``at_most`` make the sequence: a power of two."""
+    """Returns the smallest cell size that ``cell_pairs`` takes, a power of two, such that at most ``at_most`` cells cover the sequence."""
     cell = 1 << max(0, -(-num_positions // at_most) - 1).bit_length()
     if isinstance(pattern, BlockPattern) and num_positions > _DENSE_POSITIONS:
         cell = max(cell, pattern.q_block, pattern.k_block)
@@ -48,7 +48,7 @@ def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
 
 
 def cell_sizes(num_positions: int, cell: int) -> torch.Tensor:
-    """All pairs of every square, int64 (cells, cells): what ``cell_pairs`` of dense attention would be."""
+    """Returns the number of all pairs in every square, int64 (cells, cells): the ``cell_pairs`` of dense attention."""
     ends = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions)
     lengths = ends.diff()
     return lengths[:, None] * lengths[None, :]
@@ -74,14 +74,14 @@ def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cel
 
 
 def _within_segments(segment: torch.Tensor, cell: torch.Tensor, cells: int, is_causal: bool) -> torch.Tensor:
-    """(cells, cells) pairs of positions of one segment, given the ascending segments and cells of the positions taken."""
+    """Counts the pairs of positions in a common segment, (cells, cells), given the ascending segments and cells of the positions taken."""
     if not segment.numel():
         return torch.zeros(cells, cells, dtype=torch.int64)
-    # the positions that a segment has in a cell
+    # the number of positions that a segment has in each cell
     pieces, count = torch.unique_consecutive(segment * cells + cell, return_counts=True)
     segment, cell = pieces // cells, pieces % cells
     own = torch.zeros(cells, dtype=torch.int64).index_add(0, cell, count * (count + 1) // 2 if is_causal else count * count)
-    # only segments across a boundary of cells have pairs of two cells, and there are fewer of them than cells
+    # only segments that cross a cell boundary have pairs in two cells, and there are fewer of them than cells
     number, parts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)[1:]
     across = parts[number] > 1
     rows = torch.unique_consecutive(number[across], return_inverse=True)[1]

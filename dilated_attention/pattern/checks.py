@@ -1,4 +1,4 @@
-"""Argument checks that patterns and the functional surface share: got, expected, one way out."""
+"""Argument checks shared by patterns and the functional API. Messages name what was given, what is expected, and a way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """Python's own ``repr`` of what fits into a line; of anything larger its beginning and end."""
+    """Writes Python's own ``repr`` of what fits into a line, and the beginning and end of anything larger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ shown = _Short().repr
 
 # lengths pass through custom ops as 64-bit integers; this is longer than any sequence
 MAX_LENGTH = 2**62
-# of a pattern's figures, which name every head, and of its branches
+# limits on the heads that a pattern's counts may enumerate, and on its branches
 MAX_HEADS, MAX_BRANCHES = 2**20, 1024
 # elements of a mask of all pairs
 MAX_MASK = 2**32
 
 
 def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = MAX_LENGTH) -> int:
-    """``value`` as a Python int, which 64 bits hold. bool and float are refused: a float length is nearly always a division gone wrong."""
-    # an int passes untouched: torch.compile's symbolic ones know no hasattr, and operator.index would make a constant of them
+    """Returns ``value`` as a Python int that fits into 64 bits. Refuses bool and float: a float length is nearly always a mistake."""
+    # an int is returned unchanged: torch.compile's symbolic ints do not support hasattr, and operator.index would make them constants
     if isinstance(value, bool):
         number = None
     elif isinstance(value, int):
@@ -46,7 +46,7 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
         try:
             number = operator.index(value)
         except (TypeError, RuntimeError):
-            # a tensor of several elements, or of the meta device
+            # a tensor with several elements or on the meta device
             number = None
     if number is None:
         raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected an integer")
@@ -58,7 +58,7 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
 
 
 def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset: Any) -> tuple[int, int, int, int]:
-    """The arguments of ``dense_mask``, checked, also for what a mask of all pairs would hold."""
+    """Checks the arguments of ``dense_mask``, including the size of a mask of all pairs, and returns them."""
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
     queries, keys, offset = (as_int(name, size, minimum=0, maximum=MAX_LENGTH) for name, size in sizes.items())
     heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
@@ -81,7 +81,7 @@ def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
     if plain is not None:
         return plain
     if isinstance(values, str) or not isinstance(values, Sequence):
-        # numpy and torch vectors are no Sequence, but what users compute lengths with
+        # numpy and torch vectors are not a Sequence, but users compute lengths with them
         if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
             raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
         values = values.tolist()
@@ -89,7 +89,7 @@ def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
 
 
 def plain_ints(values: Any) -> tuple[int, ...] | None:
-    """A list or tuple of Python's own integers, of which nothing is to be checked; None for anything else."""
+    """Returns a list or tuple of plain Python integers, which need no checks, as a tuple; None for anything else."""
     if type(values) is not tuple and type(values) is not list:
         return None
     for value in values:

@@ -1,4 +1,4 @@
-"""Blocks chosen by what they hold: the best of each row by the scores of block means, anew in every forward."""
+"""Patterns whose blocks are chosen by content: each forward keeps the blocks of each row whose means score highest."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from dilated_attention.pattern.checks import as_int, one_of, shown
 
 @dataclass(frozen=True, init=False, repr=False)
 class TopBlocks(BlockPattern):
-    """The key blocks of highest score in each row (query block), whole; MoBA's gate (arXiv 2502.13189, Eq. 5–6) for blocks of queries.
+    """The key blocks with the highest scores in each row (query block): MoBA's gate (arXiv 2502.13189, Eq. 5–6) for blocks of queries.
 
         score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
 
-    Chosen per batch entry and query head, without a gradient; the gradient of attention flows through the kept blocks. A row keeps
+    Blocks are chosen per batch entry and query head, without a gradient; attention's gradient flows through the kept blocks. A row keeps
 
-    * in any case its ``always`` blocks, and under causality those that some of its queries see only in part (the diagonal);
-    * of the other blocks that every query of the row may see, those of highest score, lower columns first where scores are equal.
+    * always its ``always`` blocks, and under causality the blocks that some of its queries see only in part (the diagonal);
+    * of the other blocks that every query of the row may see, those with the highest scores; among equal scores, lower columns first.
 
-    Every kept block is kept whole, but for causality. ``always`` and ``within`` count by blocks: one of which they keep any pair is kept
-    (may be chosen) whole. Blocks that hold only padding are never kept.
+    Every kept block is kept whole, except for causality. ``always`` and ``within`` apply to whole blocks: a block of which they keep any
+    pair is kept (may be chosen) whole. Blocks that hold only padding are never kept.
 
     Args:
-        blocks: how many blocks a row keeps, with those that it keeps in any case; fewer only where there are no more.
-        density: the share of blocks instead: of those with a key that is no padding, under causality of those that the row sees (a last
-            row that lacks queries counts as if it had them); rounded up, at least 1.
-        mass: the fewest blocks whose scores' softmax sums to this, instead (XAttention, arXiv 2503.16428, with means for its
-            antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole; blocks kept in any
-            case count first. Weights below 2^-25 of a row's largest are none.
-        always: a static pattern of blocks kept in any case; None: the row's own positions, as far as ``within`` keeps them.
-        within: a static pattern; other blocks are kept only if they are ``always``. None: all.
-        pool: how a block stands for its positions: ``"mean"``, over those that exist (of keys, that are no padding).
+        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist.
+        density: alternatively, the fraction of blocks to keep: of those with a key that is not padding and, under causality, of those that
+            the row sees (a last row that lacks queries counts as complete). It is rounded up and at least 1 block.
+        mass: alternatively, keep the fewest blocks whose softmax of scores sums to this (XAttention, arXiv 2503.16428, with means instead
+            of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
+            always kept count first. Weights below 2^-25 of a row's largest count as 0.
+        always: a static pattern of blocks that are always kept; None for the row's own positions, as far as ``within`` keeps them.
+        within: a static pattern; other blocks are kept only if they are in ``always``. None for all.
+        pool: how a block is summarized: ``"mean"``, over the positions that exist (for keys, those that are not padding).
         queries: ``"block"``: a row is scored by its own queries, which under causality lets a query see the choice of up to q_block − 1
             later ones: for prefill, not for training · ``"before"``: by the q_block queries up to and including its first one, so that
             nothing after a position changes it · None: ``"before"`` under causality, else ``"block"``.
 
-    Packed documents (``cu_seqlens``) are each as if alone. ``static | TopBlocks`` and ``TopBlocks & static`` are ``TopBlocks`` again.
+    Each packed document (``cu_seqlens``) is treated as a separate sequence. ``static | TopBlocks`` and ``TopBlocks & static`` are again
+    ``TopBlocks``.
 
-    Differs from MoBA: choices are of query blocks, not of single queries. ``dense_mask`` and ``show`` need tensors: see ``choose``.
+    Differs from MoBA: query blocks choose, not single queries. ``dense_mask`` and ``show`` need tensors: see ``choose``.
     """
 
     blocks: int | None = None
@@ -69,7 +70,7 @@ class TopBlocks(BlockPattern):
         queries: str | None = None,
         block_size: int | tuple[int, int] = 128,
     ) -> None:
-        # written out because ``density`` is the name of a method, too
+        # assigned explicitly, since ``density`` is also the name of a method
         values = {"blocks": blocks, "share": density, "mass": mass, "always": always, "within": within, "pool": pool, "queries": queries}
         for name, value in (*values.items(), ("block_size", block_size)):
             object.__setattr__(self, name, value)
@@ -111,7 +112,7 @@ class TopBlocks(BlockPattern):
         return f"TopBlocks({', '.join([*parts, f'block_size={self.block_size}'])})"
 
     def queries_are_before(self, is_causal: bool) -> bool:
-        """Whether rows are scored by the queries up to their first one."""
+        """Whether rows are scored by the queries up to and including their first one."""
         return is_causal if self.queries is None else self.queries == "before"
 
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
@@ -134,7 +135,7 @@ class TopBlocks(BlockPattern):
         if always is None:
             from dilated_attention.pattern.block_window import LocalWindow
 
-            # the row's own blocks are those of the diagonal
+            # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
         return self._with(always | other, self.within)
@@ -163,11 +164,11 @@ class TopBlocks(BlockPattern):
         key_padding_mask: torch.Tensor | None = None,
         query_offset: int = 0,
     ) -> ChosenBlocks:
-        """The pattern of these tensors, as ``block_sparse_attention`` chooses it: to look at, to test with, or to use for other tensors.
+        """Returns the pattern that ``block_sparse_attention`` chooses for these tensors, to inspect, test, or use with other tensors.
 
         Args:
-            q, k: (B, Nq, H, D) and (B, Nk, Hk, D), as of attention.
-            is_causal, scale, key_padding_mask, query_offset: as of ``block_sparse_attention``.
+            q, k: (B, Nq, H, D) and (B, Nk, Hk, D), as for attention.
+            is_causal, scale, key_padding_mask, query_offset: as for ``block_sparse_attention``.
         """
         from dilated_attention import validation as check
 
@@ -176,23 +177,23 @@ class TopBlocks(BlockPattern):
         check.check_bool("is_causal", is_causal)
         query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
         check.check_key_padding_mask(key_padding_mask, k)
-        # by its name: patterns know no engine
+        # by the op's name, since patterns do not import the engine
         op = torch.ops.dilated_attention.choose_blocks
         kept = op(q.detach(), k.detach(), key_padding_mask, None, self.spec(), is_causal, scale, query_offset)
         return ChosenBlocks(kept, k.shape[1], query_offset // self.q_block, block_size=self.block_size)
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Kept (head, query, key) triples, where they do not depend on what is chosen.
+        """Returns the number of kept (head, query, key) triples, if it does not depend on the choice.
 
         Raises:
-            ValueError: they do: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
+            ValueError: it does: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
         """
         self.check(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
         grid = self.grid(num_positions)
         first, last = grid.queries(grid.rows())
-        # a causal row counts as if the sequence did not end in it
+        # a causal row counts as if the sequence did not end inside it
         own_end = (first + (self.q_block - 1) if is_causal else last) // self.k_block + 1
         own = own_end - first // self.k_block
         seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
@@ -206,7 +207,7 @@ class TopBlocks(BlockPattern):
         queries = last - first + 1
         if not is_causal:
             return num_heads * int((queries * (kept * self.k_block).clamp(max=num_positions)).sum())
-        # candidates are whole blocks before the row's own, of which query i keeps the positions up to i
+        # candidates are whole blocks before the row's own blocks, of which query i keeps the positions up to i
         before = (kept - own) * self.k_block - first // self.k_block * self.k_block
         return num_heads * int((queries * before + queries * (first + last + 2) // 2).sum())
 
@@ -230,9 +231,9 @@ class TopBlocks(BlockPattern):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChosenBlocks(BlockPattern):
-    """The blocks that ``TopBlocks.choose`` chose, each kept whole: a pattern of as many heads and positions as its tensors had.
+    """The blocks that ``TopBlocks.choose`` chose, each kept whole, for the same number of heads and positions as its tensors had.
 
-    ``chosen[b]`` is that of one batch entry, which everything but this needs where there are several.
+    ``chosen[b]`` is the pattern of one batch entry. If there are several, every other method needs that first.
 
     Args:
         kept: (B, H, rows, words) int32: bit c % 32 of word c // 32 of row r is set where query block first_row + r keeps key block c.
@@ -244,14 +245,14 @@ class ChosenBlocks(BlockPattern):
     num_positions: int
     first_row: int = 0
 
-    # not the base's, which would hold all choices equal
+    # not those of the base class, for which all choices would be equal
     __eq__ = object.__eq__
     __hash__ = object.__hash__
     per_head: ClassVar[bool] = True
     holds_objects: ClassVar[bool] = True
 
     def __getitem__(self, entry: int) -> ChosenBlocks:
-        """Of batch entry ``entry``."""
+        """Returns the pattern of batch entry ``entry``."""
         return ChosenBlocks(self.kept[entry][None], self.num_positions, self.first_row, block_size=self.block_size)
 
     def __repr__(self) -> str:
@@ -294,5 +295,5 @@ class ChosenBlocks(BlockPattern):
 
 
 def share_of(density: float, existing: torch.Tensor) -> torch.Tensor:
-    """ceil(density · existing), at least 1. What is less than a billionth above a whole number is that: 0.1 · 30 is 3."""
+    """Returns ceil(density · existing), at least 1. A value less than a billionth above an integer counts as the integer: 0.1 · 30 is 3."""
     return (existing.double() * density - 1e-9).ceil().clamp(min=1).to(existing.dtype)

@@ -1,4 +1,4 @@
-"""Distinct pairs of a dilated pattern, by inclusion and exclusion over its branches."""
+"""Counts the distinct pairs of a dilated pattern by inclusion and exclusion over its branches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 
-# some ten minutes
+# takes about ten minutes
 _MOST_STEPS = 2**40
 
 
 def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> int:
-    """Number of (head, query, key) triples with multiplicity ≥ 1."""
+    """Returns the number of (head, query, key) triples with multiplicity ≥ 1."""
     return pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)[0]
 
 
 def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, ...]:
-    """Number of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
+    """Returns the numbers of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
     num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
-    # where segments of all branches end together the pattern begins anew, and no pair reaches across
+    # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary
     periods, rest = divmod(num_positions, lcm(*pattern.segment_lengths))
     if periods:
         part = pairs_of_at_least(pattern, rest, num_heads, is_causal=is_causal)
@@ -52,7 +52,7 @@ def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_cau
         for size in range(1, len(branches) + 1):
             for subset in combinations(branches, size):
                 shared[size] += num_equal_heads * _pairs_in_all(subset, is_causal)
-    # a pair of multiplicity m lies in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
+    # a pair of multiplicity m is in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
     sizes = range(1, pattern.num_branches + 1)
     return tuple(
         sum((-1) ** (size - least) * comb(size - 1, least - 1) * shared[size] for size in range(least, sizes.stop)) for least in sizes
@@ -60,7 +60,7 @@ def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_cau
 
 
 def _pairs_in_all(branches: tuple[tuple[torch.Tensor, torch.Tensor], ...], is_causal: bool) -> int:
-    """Pairs that every branch of the set takes: squares of the counts between common segment boundaries.
+    """Counts the pairs that every branch of the set takes: squares of the counts between common segment boundaries.
 
     A branch is (positions taken, positions that begin a segment), both bool.
     """

@@ -31,20 +31,20 @@ class DilatedPattern(Pattern):
     """The multiset of keys of dilated attention (LongNet, arXiv 2307.02486, Eq. 3–15).
 
     Branch b = (w, r) cuts the sequence into segments of w positions (the last may be shorter). In it, head h takes the
-    positions whose index inside their segment is ≡ o_h (mod r). The branch adds 1 to m_h(i, j) where i and j lie in the
-    same segment and both are taken; branches add up.
+    positions whose index inside their segment is ≡ o_h (mod r). The branch adds 1 to m_h(i, j) if i and j are in the
+    same segment and both are taken. The multiplicities of all branches are summed.
 
     Args:
         segment_lengths: w of each branch, in positions; w ≥ 1. It need not divide the sequence.
         dilation_rates: r of each branch; 1 ≤ r ≤ w. It need not divide w.
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper, Eq. 13) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale, and so
             the weights of Prov-GigaPath and LongViT) · ``"zero"`` · one list of H integers per branch, each < r.
-        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches in contiguous
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are divided among the G branches in contiguous
             groups, the first H mod G groups one larger, and o = branch index mod r (fkodom's layout).
-        tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's padding; see ``zero_keys``.
+        tail: ``"mask"``: only real keys are attended to · ``"zero_keys"``: TorchScale's padding; see ``zero_keys``.
 
     Raises:
-        ValueError, TypeError: for a branch that cannot exist; the text names the argument, its value, what is allowed.
+        ValueError, TypeError: a branch cannot exist. The message names the argument, its value and what is allowed.
 
     Differs from the paper: offsets count inside the segment (the paper's upper index would spill into the next one), and
     N, w and r are arbitrary.
@@ -125,11 +125,11 @@ class DilatedPattern(Pattern):
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
-        """(w, r) of each branch."""
+        """Returns (w, r) of each branch."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def offsets(self, num_heads: int) -> tuple[tuple[int, ...], ...]:
-        """o_h for each branch and head; −1 (``NOT_IN_BRANCH``) where the head does not run the branch."""
+        """Returns o_h for each branch and head; −1 (``NOT_IN_BRANCH``) if the head does not run the branch."""
         num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
         heads = range(num_heads)
         if self.branch_heads == "split":
@@ -148,10 +148,10 @@ class DilatedPattern(Pattern):
         return self.head_offsets
 
     def with_branches(self, branches: Sequence[int], num_heads: int, *, onto_all: bool = False) -> DilatedPattern:
-        """Some branches as a pattern of their own, for ``num_heads`` heads, which must all run them.
+        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them.
 
         Args:
-            onto_all: before them a branch that takes every position of the whole sequence.
+            onto_all: insert a first branch that takes every position of the whole sequence.
         """
         offsets = self.offsets(num_heads)
         lengths = [MAX_LENGTH] * onto_all + [self.segment_lengths[b] for b in branches]
@@ -160,7 +160,7 @@ class DilatedPattern(Pattern):
         return DilatedPattern(tuple(lengths), tuple(rates), tuple(rows), "all", self.tail)
 
     def with_heads(self, first: int, last: int, num_heads: int) -> DilatedPattern:
-        """The pattern of heads [first, last) of ``num_heads`` alone. Heads that run only some branches have no such pattern."""
+        """Returns the pattern of heads [first, last) of ``num_heads`` alone. It does not exist for heads that run only some branches."""
         assert self.branch_heads == "all"
         if (first, last) == (0, num_heads):
             return self
@@ -168,7 +168,7 @@ class DilatedPattern(Pattern):
         return DilatedPattern(self.segment_lengths, self.dilation_rates, rows, "all", self.tail)
 
     def zero_keys(self, branch: int, num_positions: int, num_taken: int) -> int:
-        """z, the zero keys that TorchScale's padding adds to a segment of which ``num_taken`` real positions are taken.
+        """Returns z, the number of zero keys that TorchScale's padding adds to a segment with ``num_taken`` taken real positions.
 
         The sequence is padded to a multiple of w' = min(w, N) and each segment to a multiple of r, so every offset of every
         segment holds ceil(w'/r) positions; those that are not real have score 0 and value 0. Always 0 with ``tail="mask"``.
@@ -187,7 +187,7 @@ class DilatedPattern(Pattern):
         is_causal: bool = False,
         query_offset: int = 0,
     ) -> torch.Tensor:
-        """m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys); query row i is position query_offset + i."""
+        """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
         offsets = self.offsets(num_heads)
@@ -210,7 +210,7 @@ class DilatedPattern(Pattern):
         return sum(self.branch_pairs(num_positions, num_heads, is_causal=is_causal))
 
     def branch_pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> tuple[int, ...]:
-        """``pairs`` of each branch alone."""
+        """Returns ``pairs`` for each branch separately."""
         n = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         check_bool("is_causal", is_causal)
         totals = []
@@ -225,17 +225,17 @@ class DilatedPattern(Pattern):
         return tuple(totals)
 
     def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
-        """Mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
+        """Returns the mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
         rows = num_positions * num_heads
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
 
     def bytes_moved(
         self, num_positions: int, num_heads: int, head_dim: int, itemsize: int, num_kv_heads: int | None = None
     ) -> tuple[int, int]:
-        """Fewest bytes through device memory for one sequence, (forward, backward), each branch reading its own rows.
+        """Returns the fewest bytes of device memory traffic for one sequence, (forward, backward), if each branch reads its own rows.
 
-        Forward a branch reads q, k, v and its row of the output and writes it; backward it reads q, k, v, out, dout and
-        adds to dq, dk, dv. The log-sum-exp is 4 bytes a row.
+        In the forward, a branch reads q, k, v and its row of the output and writes that row. In the backward, it reads q, k, v, out, dout
+        and adds to dq, dk, dv. The log-sum-exp takes 4 bytes per row.
         """
         num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         head_dim, itemsize = (as_int(name, x, minimum=1, maximum=MAX_LENGTH) for name, x in (("head_dim", head_dim), ("itemsize", itemsize)))
@@ -251,10 +251,10 @@ class DilatedPattern(Pattern):
         return forward, backward
 
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
-        """Fraction of the N² pairs that take part at least once, mean over heads; exact for any N, without an N² mask.
+        """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask.
 
-        Inclusion and exclusion over the branches: a set of branches shares a pair where both positions are taken by all of
-        them and lie between the same segment boundaries of all of them. Time O(2^branches · N) for each distinct head.
+        It uses inclusion and exclusion over the branches: a set of branches shares a pair if all of them take both positions and the
+        positions are between the same segment boundaries of all of them. It takes time O(2^branches · N) for each distinct head.
         """
         from dilated_attention.pattern.coverage import distinct_pairs
 
@@ -271,7 +271,7 @@ class DilatedPattern(Pattern):
 
 
 def taken(length: int, rate: int, offset: int) -> int:
-    """How many of ``length`` positions have index ≡ offset (mod rate): ceil((length − offset) / rate), at least 0."""
+    """Returns how many of ``length`` positions have index ≡ offset (mod rate): ceil((length − offset) / rate), at least 0."""
     return max(0, -(-(length - offset) // rate))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of patterns. matplotlib is an extra: ``pip install "dilated-attention[plot]"``."""
+"""Draws patterns. matplotlib is an optional dependency: ``pip install "dilated-attention[plot]"``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.cells import cell_pairs, cell_sizes
 from dilated_attention.pattern.checks import as_int
 
-# of a title, in matplotlib's own size
+# letters per inch of a title, in matplotlib's default size
 _LETTERS_PER_INCH = 10
 
 
 def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, path: str | None = None) -> Any:
-    """One panel a head: rows are queries, columns keys, colour the multiplicity (white: not attended)."""
+    """Draws one panel per head: rows are queries, columns are keys, and the color is the multiplicity (white: not attended)."""
     _need_matplotlib()
     num_heads = _checked_panels(num_heads)
     from matplotlib.colors import BoundaryNorm, ListedColormap
@@ -43,7 +43,7 @@ def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: boo
 
 
 def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:
-    """As ``draw``, for lengths beyond its pixels: colour is the mean multiplicity of the pairs of ``cell`` × ``cell`` positions."""
+    """Same as ``draw``, for longer sequences: the color is the mean multiplicity of the pairs of ``cell`` × ``cell`` positions."""
     _need_matplotlib()
     num_heads = _checked_panels(num_heads)
     from matplotlib.colors import PowerNorm
@@ -51,7 +51,7 @@ def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
 
     pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
     mean = pairs / cell_sizes(num_positions, cell)
-    # the square root, so that a cell of few pairs is seen at all
+    # the square root makes cells with few pairs visible
     norm = PowerNorm(0.5, vmin=0.0, vmax=max(1.0, float(mean.max()) if mean.numel() else 1.0))
     figure = Figure(figsize=(3.2 * num_heads + 1.4, 3.9), layout="constrained")
     panels = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]
@@ -74,13 +74,13 @@ def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
 
 def _save(figure: Any, path: str | None) -> None:
     if path is not None:
-        # the suffix says the format; matplotlib adds .png where there is none
+        # the suffix determines the format; matplotlib adds .png if there is none
         with replacing(path if Path(path).suffix else f"{path}.png") as new:
             figure.savefig(new, dpi=120)
 
 
 def _checked_panels(num_heads: int) -> int:
-    # a picture may be 65,536 pixels wide
+    # an image may be at most 65,536 pixels wide
     return as_int("num_heads", num_heads, minimum=1, maximum=128)
 
 

@@ -1,4 +1,4 @@
-"""Patterns as strings, as they pass through a custom op."""
+"""Converts patterns to strings and back, since they pass through custom ops as strings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count(1)
 
 
 def register_kind(kind: type[BlockPattern]) -> None:
-    """A pattern class is known by its name; defining it again, as notebooks do, replaces it."""
+    """Registers a pattern class by its name. Defining it again, as notebooks do, replaces it."""
     known = _KINDS.get(kind.__name__)
     if known is not None and known.__module__ != kind.__module__:
         raise TypeError(f"{kind.__module__}.{kind.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
@@ -37,13 +37,13 @@ def spec_of(pattern: BlockPattern) -> str:
 
 
 def pattern_from_spec(spec: str) -> BlockPattern:
-    """The pattern that ``BlockPattern.spec`` wrote down.
+    """Restores the pattern that ``BlockPattern.spec`` wrote.
 
     Raises:
-        RuntimeError: it held a Python function or a tensor, and has gone since, or lived in another process.
-        ValueError: the string names no pattern.
+        RuntimeError: the pattern held a Python function or a tensor, and has been freed or was in another process.
+        ValueError: the string is not the spec of a pattern.
     """
-    # a cache would keep living objects alive for good
+    # a cache would keep live objects alive forever
     return _read(spec) if OBJECT in spec else _read_and_kept(spec)
 
 
@@ -61,7 +61,7 @@ _read_and_kept = functools.lru_cache(maxsize=256)(_read)
 
 
 def _written(value: Any) -> str:
-    """``value`` as JSON. By hand, in what torch.compile traces: a pattern may be made inside a compiled function."""
+    """Writes ``value`` as JSON by hand, with code that torch.compile can trace: a pattern may be made inside a compiled function."""
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             return f'"{OBJECT}{_number_of(value)}"'
@@ -87,8 +87,8 @@ def _written(value: Any) -> str:
 
 
 def name_object(pattern: BlockPattern) -> None:
-    """Give a pattern that holds a function or a tensor the number by which its spec names it."""
-    # inside a compiled function nothing would keep it alive until the graph runs
+    """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
+    # not inside a compiled function, where nothing would keep the pattern alive until the graph runs
     if not torch.compiler.is_compiling():
         number = next(_numbers)
         object.__setattr__(pattern, "_number", number)
