@@ -21,7 +21,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_origin, heads, first_head, first_batch,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes BLOCK positions of one head: of the queries first, then of the keys. Integers are passed as signed 32-bit words."""
+    """Each program writes BLOCK positions of one head: query blocks first, then key blocks. Integers arrive as signed 32-bit words."""
     query_blocks = tl.cdiv(num_queries, BLOCK)
     blocks = query_blocks + tl.cdiv(num_keys, BLOCK)
     block = tl.program_id(0) % blocks

@@ -45,7 +45,7 @@ class MathBackend(GatheringBackend):
         for rows in _row_blocks(q, k):
             s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
             lse_PGL = s_PGLS.logsumexp(-1)
-            # these are scores that acc cannot hold; NaN keeps them apart from −inf (a row without keys) and +inf (an idle row in a backward)
+            # acc cannot hold these scores; NaN keeps them apart from −inf (a row without keys) and +inf (an idle row of a backward)
             lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
             if options.dropout is not None:

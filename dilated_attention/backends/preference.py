@@ -157,7 +157,7 @@ def fingerprint(hardware: Hardware) -> str:
 
 
 def cache_path(hardware: Hardware) -> Path:
-    """Returns the path of this hardware's own table: in ``$DILATED_ATTENTION_CACHE`` (a folder or a ``.json`` file), else the user's cache."""
+    """Returns the path of this hardware's own table: ``$DILATED_ATTENTION_CACHE`` (a folder or a ``.json`` file), else the user's cache."""
     named = os.environ.get("DILATED_ATTENTION_CACHE")
     if named and named.endswith(".json"):
         return Path(named).expanduser()
@@ -232,7 +232,7 @@ def shipped(architecture: str) -> Table | None:
 
 
 def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
-    """Ranks the names by this machine's table, then the shipped table, the architecture's order and the order of registration; each once."""
+    """Ranks each name once: by this machine's table, then the shipped table, the architecture's order and the order of registration."""
     groups: list[tuple[tuple[str, ...], str]] = []
     here = measured_here(request.hardware)
     if here is not None and (row := here.row_for(request)) is not None:
