@@ -123,7 +123,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of a problem take part, apart from causality.
+    """Which keys of a problem are attended to, apart from causality.
 
     Args:
         padding: bool, broadcastable to (P, S), True = the key is masked out.
@@ -176,7 +176,7 @@ class Options:
 
 
 class Backend(ABC):
-    """One kernel library behind two raw functions.
+    """A kernel library, wrapped in two raw functions.
 
     ``forward`` returns (out, lse): out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural
     logarithm. A row without keys has lse −inf and out 0, whatever the library itself returns for it.
@@ -281,7 +281,7 @@ class WritingBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # dense, whatever the strides of q, k and v
+        # the gradients are dense, whatever the strides of q, k and v
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
         return dq, dk, dv

@@ -89,7 +89,7 @@ class BlockLists:
     @cached_property
     @torch.inference_mode(False)
     def row_of_entry(self) -> torch.Tensor:
-        """(entries,) int64: group · num_rows + row of each entry."""
+        """The index group · num_rows + row of each entry, (entries,) int64."""
         counts = self.row_starts.diff().long()
         rows = torch.arange(counts.shape[0], device=counts.device)
         return torch.repeat_interleave(rows, counts, output_size=self.num_entries)

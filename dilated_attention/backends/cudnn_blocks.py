@@ -31,12 +31,12 @@ from dilated_attention.backends.blocks_only import BlocksBackend
 _ROW_MULTIPLE = {64: 64, 128: 1}
 # alignment in bytes that the forward of 64-blocks assumes of every tensor
 _ALIGNMENT = 128
-# batch entries times heads of a launch: the third extent of its grid
+# limit of batch entries times heads in a launch: the third dimension of its grid
 _MOST_HEADS = 65535
 
 
 class CudnnBlocksBackend(BlocksBackend):
-    """Lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
+    """Computes lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
 
     name = "cudnn_fe"
     facts = Facts(
@@ -112,7 +112,7 @@ class CudnnBlocksBackend(BlocksBackend):
         if not lists.num_entries:
             return dq.zero_(), dk.zero_(), dv.zero_()
         launches = _launches(lists, q, k, uncut=True)
-        # each launch has some query blocks, and gives its share of dk and dv
+        # each launch computes some query blocks and their contributions to dk and dv
         cut = len({launch.rows.start for launch in launches}) > 1
         totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)] if cut else []
         for launch in launches:

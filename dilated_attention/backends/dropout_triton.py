@@ -12,7 +12,7 @@ from dilated_attention.backends.dropout import Words
 # words per program: four per thread
 _BLOCK = 512
 _WARPS = 4
-# one compiled kernel for all seeds, sizes and origins
+# arguments that are not specialised, so that one compiled kernel serves all seeds, sizes and origins
 _VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_origin", "key_origin", "heads", "first_head", "first_batch"]
 
 

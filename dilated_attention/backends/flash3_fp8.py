@@ -79,7 +79,7 @@ class Flash3Fp8Backend(Backend):
         rows = L if num_splits == 1 else max(_LEAST_ROWS, _SPLIT_BYTES // (num_splits * P * G * D * 4))
         for start in range(0, L, rows):
             end = min(start + rows, L)
-            # a causal launch is aligned at its last row and key
+            # a causal launch aligns its last row with its last key
             keys = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
                 q8.y[:, start:end],

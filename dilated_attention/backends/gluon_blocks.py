@@ -11,7 +11,7 @@ from dilated_attention.backends.base import HALVES, Facts, Options
 from dilated_attention.backends.blocks import BlockLists, on_device
 from dilated_attention.backends.blocks_only import BlocksBackend
 
-# a list is long above this many times the mean
+# a list counts as long if it has more than this many times the mean
 _LONG = 4
 
 
@@ -42,7 +42,7 @@ LAUNCHES = {64: Launch(128, (5, 4)), 128: Launch(128, (2, 3))}
 
 
 class GluonBlocksBackend(BlocksBackend):
-    """Lists of kept blocks of 128 queries and 64 or 128 keys, forward, head dims 64 and 128, on compute capability 9.0."""
+    """Computes the forward over lists of blocks of 128 queries and 64 or 128 keys, head dims 64 and 128, compute capability 9.0."""
 
     name = "gluon"
     facts = Facts(

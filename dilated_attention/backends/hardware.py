@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# key in Hardware.packages → what must be importable
+# key in Hardware.packages → the module that must be importable
 PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
     "flash-attn-2": "flash_attn.flash_attn_interface",

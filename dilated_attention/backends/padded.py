@@ -16,7 +16,7 @@ from dilated_attention.backends.blocks import BlockLists
 
 # the largest size of one table; it holds all groups if they fit
 TABLE_BYTES = 128 * 2**20
-# a list is long above this many times the mean
+# a list counts as long if it has more than this many times the mean
 _LONG = 4
 _MOST_RUNS = 8
 

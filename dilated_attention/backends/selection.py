@@ -43,7 +43,7 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._families: dict[str, tuple[str, ...]] = {}
-        # by architecture and kind of request
+        # the orders, by architecture and kind of request
         self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
         # caches answers, since a training step repeats the same few requests

@@ -40,7 +40,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """One tile for each kernel: rows and keys powers of two, keys at least 32, rows at least 16."""
+    """One tile for each kernel. Rows and keys are powers of two; keys are at least 32, rows at least 16."""
 
     forward: Tile
     dq: Tile

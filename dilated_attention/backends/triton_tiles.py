@@ -1,4 +1,7 @@
-"""This project's kernels over a table of tiles (``tiles/``): a whole call in two launches forward and three backward, or one problem."""
+"""This project's kernels over a table of tiles (``tiles/``).
+
+They compute a whole call in two launches forward and three backward, or one dense problem.
+"""
 
 from __future__ import annotations
 

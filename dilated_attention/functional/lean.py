@@ -240,7 +240,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], asked: Sequence[A
     """Returns [dx, dgate], [dnorm_weight, dnorm_bias], [dweights], [dbiases], with None where no gradient is needed."""
     x, gate, norm_weight, norm_bias, stats, *parameters = ctx.saved_tensors
     weights, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
-    # an output that nothing used has gradient 0
+    # an unused output has the gradient 0
     kind = {"dtype": ctx.settings[-2], "device": x.device}
     dys = [torch.zeros(*x.shape[:-1], w.shape[0], **kind) if dy is None else dy for dy, w in zip(grads, weights, strict=True)]
     needs = [any(asked[:2]), any(asked[2:4]), any(asked[4]), any(asked[5])]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34), and XPOS (arXiv 2212.10554), by absolute position, before dilation."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34) and XPOS (arXiv 2212.10554) by absolute position, before dilation."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Prepared:
         if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
             return
         if torch.cuda.is_current_stream_capturing():
-            # a graph cannot wait for events outside it, and the copies finished before the capture
+            # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._copied)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# (elements, dtype) of each part of one allocation
+# (elements, dtype) of each part of an allocation
 Parts = tuple[tuple[int, torch.dtype], ...]
 _ALIGNMENT = 128
 
