@@ -34,9 +34,10 @@ registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# What applies where no table of measured times has a row (preference.py; shipped/ holds those of the package). Hopper: H200 figures of each backend's `source`. Ampere and Ada: FlashAttention-2 leads cuDNN there
-# (FlashAttention-3 paper's A100 rows). Pascal: scaled_dot_product_attention was 2000 times slower than plain products
-# (a GTX 1080's published runs). Volta and Turing have no flash kernels.
+# The orders that apply where no table of measured times has a row (see preference.py; shipped/ holds the package's tables). Hopper: by
+# the H200 figures in each backend's `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the
+# FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
+# Volta and Turing have no flash kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
 registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "flex", "math"))
 registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "flex", "math"))
@@ -46,12 +47,13 @@ registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
-# Lists of blocks, where the shipped table has no row. Hopper: benchmarks/block_sparse.py on an H200. Elsewhere the kernels of this project
-# go first since flex_attention, of the same compiler, compiles for seconds per kind of call; neither was measured there.
+# Orders for block lists, where the shipped table has no row. Hopper: by benchmarks/block_sparse.py on an H200. Elsewhere this project's
+# kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
 registry.set_order("sm9x", ("gluon", "flash4", "cudnn_fe", "triton", "flex", "math"), kind="blocks")
-# gluon's programs keep every multiprocessor until the launch ends, so that kernels of an exchange start behind it: on 4 H200s a ring of
-# steps by heads then took as long as exchange and attention one after the other (benchmarks/ring_blocks.py, 0.64 to 0.84 of alone)
+# gluon's programs occupy every multiprocessor until the launch ends, so the kernels of an exchange start only after it: on 4 H200s a ring
+# in steps by heads then took as long as exchange and attention in sequence (benchmarks/ring_blocks.py: 0.64 to 0.84 of the rate of the
+# attention alone)
 registry.set_order("sm9x", ("flash4", "gluon", "cudnn_fe", "triton", "flex", "math"), kind="blocks beside an exchange")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
     registry.set_order(_architecture, ("triton", "flex", "math"), kind="blocks")

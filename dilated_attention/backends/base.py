@@ -1,6 +1,6 @@
-"""What a kernel library is asked (Request), what it declares of itself (Facts), and its two raw functions (Backend).
+"""The interface to kernel libraries: what is asked (Request), what a library declares (Facts), and its two raw functions (Backend).
 
-A backend is declared facts plus ``why_not(request)``, which returns *every* reason against it; an empty list means that it can.
+A backend declares facts and has ``why_not(request)``, which returns *every* reason against it; an empty list means that it can.
 
 Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K key/value heads, D head dim.
 """
@@ -26,7 +26,7 @@ PRECISIONS = ("native", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be computed, as far as the choice of a backend depends on it. Nothing here depends on data."""
+    """What is to be computed, as far as the choice of a backend depends on it. No field depends on the tensors' values."""
 
     hardware: Hardware
     dtype: torch.dtype
@@ -34,31 +34,31 @@ class Request:
     num_heads: int = 1
     num_kv_heads: int = 1
     causal: bool = False
-    # the backward pass; forward and backward are chosen apart, since each takes any other's (out, lse)
+    # the backward pass; forward and backward are chosen separately, since any backward accepts any forward's (out, lse)
     needs_grad: bool = False
     key_mask: bool = False
     window: bool = False
     dropout: bool = False
     deterministic: bool = False
     lse_grad: bool = False
-    # torch.use_deterministic_algorithms(True) is on: some torch ops have no argument of their own for it
+    # torch.use_deterministic_algorithms(True) is on; some torch ops have no determinism argument of their own
     torch_deterministic: bool = False
-    # elements between the first and the last one of the longest single segment, over all tensors
+    # the largest span in elements, from first to last, of a single segment in any tensor
     extent: int = 0
-    # rows of a typical problem, by which measured times are looked up; 0 where unknown
+    # rows of a typical problem, used to look up measured times; 0 if unknown
     length: int = 0
     # "native": products in the inputs' dtype · "fp8": in 8-bit floats
     precision: str = "native"
-    # (query block, key block) of lists of kept blocks; None for dense problems
+    # (query block, key block) sizes of block lists; None for dense problems
     blocks: tuple[int, int] | None = None
-    # what masks of single pairs inside blocks say: "none" · "interval" · "bits"
+    # form of the masks of single pairs inside blocks: "none" · "interval" · "bits"
     block_masks: str = "none"
-    # other kernels, which carry keys between GPUs, should find room while it runs
+    # communication kernels, which move keys between GPUs, should be able to run at the same time
     beside_exchange: bool = False
 
     @property
     def kind(self) -> str:
-        """Which order of backends applies."""
+        """The kind of request, which determines the order of backends that applies."""
         if self.blocks is None:
             return "dense"
         return "blocks beside an exchange" if self.beside_exchange else "blocks"
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a kernel library declares about itself. A limit of None means that there is none."""
+    """What a kernel library declares about itself. A limit of None means no limit."""
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
@@ -95,26 +95,26 @@ class Facts:
     head_dims: frozenset[int] | None = None
     key_mask: bool = False
     window: bool = False
-    # windows of any width in one launch; otherwise the engine cuts the queries into blocks and the backend masks each
+    # computes windows of any width in one launch; otherwise the engine splits the queries into blocks and the backend masks each
     native_window: bool = False
     dropout: bool = False
     deterministic: bool = True
     backward: bool = True
     lse_grad: bool = False
-    # limits that the engine honours by cutting launches
+    # limits that the engine respects by splitting launches
     max_batch: int | None = None
     max_extent: int | None = None
-    # writes its results where it is told; others return them, to be copied there
+    # writes its results into given views; other backends return them and the results are copied
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
-    # computes a call of many problems at once, whatever it is made of
+    # computes a call of many problems at once, whatever it consists of
     whole_calls: bool = False
-    # lists of kept blocks, and whether it computes nothing else
+    # which block lists it computes, and whether it computes nothing else
     block_sizes: frozenset[tuple[int, int]] = frozenset()
     block_masks: frozenset[str] = frozenset({"none"})
     blocks_only: bool = False
-    # its launches may run beside each other, on several streams
+    # its launches may run concurrently on several streams
     concurrent: bool = True
     # where these facts were read or measured
     source: str = ""
@@ -123,10 +123,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of a problem take part, apart from causality.
+    """Which keys of a problem are attended to, apart from causality.
 
     Args:
-        padding: bool, broadcastable to (P, S), True = the key takes no part.
+        padding: bool, broadcastable to (P, S), True = the key is masked out.
         band: (lowest, highest) allowed value of (key index − query index), each None where unbounded.
     """
 
@@ -140,9 +140,9 @@ class Mask:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Attention dropout by position: pair (batch, head, query, key) is kept or not by what ``backends.dropout`` makes of the four and the seed.
+    """Attention dropout by position: ``backends.dropout`` decides each (batch, head, query, key) pair from these four and the seed.
 
-    So the same pair has the same fate in every branch, in forward and backward, and however the work is cut.
+    So a pair has the same decision in every branch, in forward and backward, and however the work is split.
     """
 
     probability: float
@@ -154,15 +154,16 @@ class Dropout:
 
     @cached_property
     def words(self) -> Words:
-        """Random words of all queries and keys, made once for all blocks of rows."""
+        """The random words of all queries and keys, computed once for all blocks of rows."""
         return words_of(self.seed, self.batch, self.heads, self.queries, self.keys)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What both passes of one launch need beside the tensors.
+    """What both passes of one launch need in addition to the tensors.
 
-    ``causal``: the last query sees the last key, and each one before it one key less; square unless ``facts.aligned_last``.
+    ``causal``: the last query sees the last key, and each earlier query one key less. There are as many queries as keys unless
+    ``facts.aligned_last``.
     """
 
     scale: float
@@ -170,34 +171,34 @@ class Options:
     mask: Mask = field(default_factory=Mask)
     dropout: Dropout | None = None
     deterministic: bool = False
-    # equal for launches whose tensors have equal shapes, strides and alignment; None where nobody knows
+    # equal for launches whose tensors have equal shapes, strides and alignment; None if unknown
     geometry: Hashable = None
 
 
 class Backend(ABC):
-    """One kernel library behind two raw functions.
+    """A kernel library, wrapped in two raw functions.
 
     ``forward`` returns (out, lse): out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural
-    logarithm, −inf and out = 0 for a row without keys – whatever the library itself says of such a row.
+    logarithm. A row without keys has lse −inf and out 0, whatever the library itself returns for it.
 
     ``backward`` takes the out and lse *of the whole softmax*, of which this problem may be a part, and returns this part's
-    share of dq, dk, dv. An lse of +inf marks a row that takes no part: its shares are 0.
+    contributions to dq, dk, dv. An lse of +inf marks a row that takes no part: its contributions are 0.
     """
 
     name: str
     facts: Facts
 
     def why_not(self, request: Request) -> list[str]:
-        """Every reason against this backend for this request; empty if it can."""
+        """Returns every reason why this backend cannot compute this request; an empty list if it can."""
         return reasons_of(self.facts, request) + self.more_reasons(request)
 
     def more_reasons(self, request: Request) -> list[str]:
-        """Rules that are no plain fact; a backend overrides this where it has some."""
+        """Returns the reasons from rules that ``Facts`` cannot express; a backend with such rules overrides this."""
         return []
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        """q (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1, any strides with the last one 1."""
+        """Computes (out, lse) of q (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1, with any strides whose last one is 1."""
 
     @abstractmethod
     def backward(
@@ -211,12 +212,12 @@ class Backend(ABC):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Shares (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``facts.lse_grad``."""
+        """Returns the contributions (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``facts.lse_grad``."""
 
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """``forward`` with its results written into out (P, L, G, D) and lse (P, G, L), views of any strides (out's last one 1)."""
+        """``forward`` that writes its results into out (P, L, G, D) and lse (P, G, L), views of any strides (out's last one 1)."""
         part_out, part_lse = self.forward(q, k, v, options)
         out.copy_(part_out)
         lse.copy_(part_lse)
@@ -233,7 +234,7 @@ class Backend(ABC):
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         dlse: torch.Tensor | None = None,
     ) -> None:
-        """``backward`` with its shares written into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
+        """``backward`` that writes its contributions into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
 
@@ -255,12 +256,12 @@ class Backend(ABC):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``backward`` over the pairs that ``lists`` keep: shares in q's dtype or float32. ``dlse`` only if ``facts.lse_grad``."""
+        """``backward`` over the pairs that ``lists`` keep: contributions in q's dtype or float32. ``dlse`` only if ``facts.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
 
 class WritingBackend(Backend):
-    """A library that writes its results where it is told: ``forward_into`` and ``backward_into`` are its raw functions."""
+    """A library that writes its results into given views: ``forward_into`` and ``backward_into`` are its raw functions."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         P, L, G, _ = q.shape
@@ -280,19 +281,19 @@ class WritingBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # dense, whatever the strides of q, k and v
+        # the gradients are dense, whatever the strides of q, k and v
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
         return dq, dk, dv
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results of inputs in ``dtype`` are summed in, and what lse has."""
+    """Returns the dtype in which results of inputs in ``dtype`` are summed, which is also that of lse."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def reasons_of(facts: Facts, request: Request) -> list[str]:
-    """Every plain reason that ``facts`` give against ``request``."""
+    """Returns every reason that ``facts`` give against ``request``."""
     return hardware_reasons(facts, request.hardware) + _request_reasons(facts, request)
 
 

@@ -1,10 +1,10 @@
-"""Lists of key blocks, as block-sparse kernels read them.
+"""Lists of key blocks, in the form that block-sparse kernels read.
 
-The sequence is cut into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
-whole and some under a mask of single pairs. Lists are CSR: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
-ascending, i = group · num_rows + row. A *group* is a (batch entry, head) that has lists of its own; one list may serve all.
+The sequence is split into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
+whole and some under a mask of single pairs. The lists are in CSR form: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
+ascending, with i = group · num_rows + row. A *group* is a (batch entry, head) with its own lists; one list may serve all.
 
-Memory: 4 bytes a row, 4 (8 with masks) a kept block, and q_block · k_block / 8 bytes a *different* mask of pairs.
+Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block / 8 bytes per *distinct* mask of pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from dilated_attention.fork import cached_property
 
 WORD = 32
-# what lists may have: (query block, key block)
+# the block sizes that lists may have: (query block, key block)
 BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 
@@ -29,14 +29,14 @@ class BlockLists:
     Args:
         num_queries, num_keys: positions; the last block of each may be shorter.
         q_block, k_block: positions of a block.
-        num_batch, num_heads: groups: 1 where all batch entries (heads) share one list, else their number.
+        num_batch, num_heads: 1 where all batch entries (heads) share one list, else their number; their product is the number of groups.
         row_starts: (num_batch · num_heads · num_rows + 1,) int32.
         columns: (entries,) int32 key blocks, ascending in each row.
         masks: (entries,) int32, −1 where every pair of the block is kept, else the index of its mask in ``bits``; None if all are −1.
-        bits: (different masks, q_block, k_block / 32) int32: bit n % 32 of word n // 32 of row m is set where query m of the block keeps
-            key n. Pairs beyond the end of the sequence may have any bit: kernels mind the end themselves. Empty where ``masks`` is None.
-        interval: (low, high) (num_queries,) int32 each, if the masks all say low[i] ≤ j < high[i] of key position j, which some
-            kernels take instead of bits; None if they do not.
+        bits: (distinct masks, q_block, k_block / 32) int32: bit n % 32 of word n // 32 of row m is set where query m of the block keeps
+            key n. Pairs beyond the end of the sequence may have any bit: kernels check the end themselves. Empty if ``masks`` is None.
+        interval: (low, high), each (num_queries,) int32, if all masks have the form low[i] ≤ j < high[i] for key position j, which some
+            kernels accept instead of bits; else None.
     """
 
     num_queries: int
@@ -50,7 +50,7 @@ class BlockLists:
     masks: torch.Tensor | None
     bits: torch.Tensor
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
-    # what backends work out of the lists once, in their own form
+    # what backends derive from the lists once, in their own form
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -71,7 +71,7 @@ class BlockLists:
 
     @property
     def mask_kind(self) -> str:
-        """``"none"`` · ``"interval"`` · ``"bits"``: the least that a kernel must understand."""
+        """``"none"`` · ``"interval"`` · ``"bits"``: the simplest form of masks that a kernel must support."""
         if self.masks is None:
             return "none"
         return "interval" if self.interval is not None else "bits"
@@ -83,13 +83,13 @@ class BlockLists:
 
     @cached_property
     def fills_every_row(self) -> bool:
-        """Every query keeps a key for sure. Waits for the GPU, once."""
+        """Whether every query certainly keeps a key. Waits for the GPU once."""
         return self.masks is None and bool((self.row_starts.diff() > 0).all())
 
     @cached_property
     @torch.inference_mode(False)
     def row_of_entry(self) -> torch.Tensor:
-        """(entries,) int64: group · num_rows + row of each entry."""
+        """The index group · num_rows + row of each entry, (entries,) int64."""
         counts = self.row_starts.diff().long()
         rows = torch.arange(counts.shape[0], device=counts.device)
         return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
@@ -114,14 +114,14 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Where a Triton kernel is launched: on the current device, which need not be the tensors'. Its interpreter takes those of a CPU."""
+    """Makes ``device`` current for a Triton launch, which uses the current device. Triton's interpreter accepts CPU tensors."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
 
 
 def checked_total(total: int) -> int:
-    """``total`` entries, if kernels can count them: in 32 bits, in quarters of a block."""
+    """Returns ``total`` entries if kernels can count them (in 32 bits, in quarters of a block); raises otherwise."""
     if total >= 2**29:
         raise ValueError(
             f"{total} kept blocks over all batch entries and heads; lists count to 2**29 − 1: keep less, use larger blocks, or give one list "

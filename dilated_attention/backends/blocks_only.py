@@ -1,4 +1,4 @@
-"""What kernels have in common that compute lists of blocks and nothing else."""
+"""The base class of kernels that compute block lists and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dilated_attention.backends.base import Backend, Options
 
 
 class BlocksBackend(Backend):
-    """Its facts say ``blocks_only``, so that nobody asks for a dense problem."""
+    """A backend whose facts say ``blocks_only``, so that it is never selected for a dense problem."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError(f"{self.name} computes lists of blocks only")

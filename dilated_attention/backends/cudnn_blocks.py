@@ -1,15 +1,15 @@
 """Block-sparse attention on Hopper by NVIDIA's cudnn-frontend (CuTe DSL), whose backward is the fastest known here at head dim 128.
 
-Read in 1.32 and relied upon:
-- its lse is natural, float32 (B, H, N). A row whose lse is +inf gets exp2(s − inf) = 0, or 0 by a test of its own, so it gives nothing;
+This module relies on the following behaviour, read in the sources of 1.32:
+- its lse is natural, float32 (B, H, N). A row with an lse of +inf gets exp2(s − inf) = 0, or 0 by an explicit test: it contributes nothing;
 - rows past the end of the queries: kernels of 128-blocks drop them (loads past the end are zeros, such a row's lse is +inf, stores are
-  cut off); the forward of 64-blocks takes whole blocks only, and its backward is given no others here;
-- a last key block that is shorter is declared by ``block_sizes``, as its manual demands;
-- the transposed lists of the backward are made by atomics: its sums over query blocks have no fixed order. That kernel is compiled
-  anew for each width of table, of which ``padded`` makes few;
-- nothing is checked: an index out of range is silent damage;
-- importing it wraps CUTLASS's converter of launch arguments for the whole process, by the two rules (``Constexpr`` arguments are no
-  arguments, named tuples bring their own types) that FlashAttention-4's library sets, too. In either order both see what they did.
+  masked); the forward of 64-blocks takes whole blocks only, and its backward is given only whole blocks here;
+- a shorter last key block is declared by ``block_sizes``, as its manual requires;
+- the transposed lists of the backward are built with atomics, so its sums over query blocks have no fixed order. That kernel is
+  recompiled for each table width, of which ``padded`` produces few;
+- nothing is checked: an index out of range silently corrupts memory;
+- importing it wraps CUTLASS's converter of launch arguments for the whole process, with the two rules (``Constexpr`` arguments are not
+  passed, named tuples bring their own types) that FlashAttention-4's library also sets. They are compatible in either import order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dilated_attention.backends.base import HALVES, Facts, Options, Request
 from dilated_attention.backends.blocks import BlockLists
 from dilated_attention.backends.blocks_only import BlocksBackend
 
-# query rows that a launch must have whole multiples of, by block size
+# the number of query rows of a launch must be a multiple of this, by block size
 _ROW_MULTIPLE = {64: 64, 128: 1}
-# bytes; the forward of 64-blocks assumes it of every tensor
+# alignment in bytes that the forward of 64-blocks assumes of every tensor
 _ALIGNMENT = 128
-# batch entries times heads of a launch: the third extent of its grid
+# limit of batch entries times heads in a launch: the third dimension of its grid
 _MOST_HEADS = 65535
 
 
 class CudnnBlocksBackend(BlocksBackend):
-    """Lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
+    """Computes lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
 
     name = "cudnn_fe"
     facts = Facts(
@@ -112,7 +112,7 @@ class CudnnBlocksBackend(BlocksBackend):
         if not lists.num_entries:
             return dq.zero_(), dk.zero_(), dv.zero_()
         launches = _launches(lists, q, k, uncut=True)
-        # each launch has some query blocks, and gives its share of dk and dv
+        # each launch computes some query blocks and their contributions to dk and dv
         cut = len({launch.rows.start for launch in launches}) > 1
         totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)] if cut else []
         for launch in launches:
@@ -145,11 +145,11 @@ class CudnnBlocksBackend(BlocksBackend):
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """Some heads of some query blocks, and their lists for each batch entry and head, which the library wants in full.
+    """Some heads of some query blocks, and their lists for each batch entry and head, which the library requires in full.
 
     Args:
-        heads, kv_heads, rows: what to take of q, of k and v, and of the positions of q.
-        missing: rows that this launch must be given beyond those.
+        heads, kv_heads, rows: the selected heads of q, heads of k and v, and positions of q.
+        missing: rows of padding that this launch needs in addition.
         counts, indices: (B, heads, blocks) and (B, heads, blocks, width) int32, dense.
     """
 
@@ -161,7 +161,7 @@ class _Launch:
     indices: torch.Tensor
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, rows, heads, D) with the missing rows as zeros."""
+        """Returns x (B, rows, heads, D) with the missing rows added as zeros."""
         return pad(x, (0, 0, 0, 0, 0, self.missing)) if self.missing else x
 
 
@@ -182,7 +182,7 @@ def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, unc
         bytes_per_head = batch * indices[0, 0].numel() * 4
         most = min(padded.TABLE_BYTES // bytes_per_head, _MOST_HEADS // batch)
         step = max(group, most // group * group)
-        # of a list that heads share, one copy serves every launch of as many heads
+        # if heads share a list, one copy serves all launches with equally many heads
         copies: dict[int, list[torch.Tensor]] = {}
         for head in range(first, last, step):
             heads = slice(head, min(head + step, last))
@@ -202,7 +202,7 @@ def _check(lists: BlockLists, options: Options) -> None:
 
 
 def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
-    """(B, key blocks) int32 keys of each block, where the last one has fewer."""
+    """Returns (B, key blocks) int32, the number of keys in each block, if the last one has fewer; else None."""
     last = lists.num_keys % lists.k_block
     if not last:
         return None
@@ -216,9 +216,9 @@ def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows do not lie as bulk copies read them: 16 bytes apart or a multiple of it, and no row twice.
+    """Returns x, or a copy if bulk copies cannot read its rows: strides must be positive multiples of 16 bytes.
 
-    Detached: some of the library's exports refuse what needs a gradient.
+    The result is detached, since some of the library's exports refuse tensors that require a gradient.
     """
     x = x.detach()
     fits = x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0

@@ -1,19 +1,19 @@
-"""Dropout by position: counter-based random words decide each (batch, head, query, key) pair, so any cut agrees with any other.
+"""Dropout by position: counter-based random words decide each (batch, head, query, key) pair, however the work is split.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the 64-bit seed as its key (low word, high word)
-gives the words of each position; all of a counter are 32-bit words::
+generates the words of each position; all parts of a counter are 32-bit words::
 
     query: (a, c', …) = philox(seed, (position mod 2³², head, batch, 0))      c = c' | 1
     key:   (b, …)     = philox(seed, (position mod 2³², head, batch, 1))
 
     x = ((a xor b) · c) mod 2³²        the pair is kept where x ≥ threshold = ⌊p · 2³²⌋
 
-So threshold / 2³² of the pairs are dropped, for three integer operations a pair. ``dropout_triton`` writes the same words on a GPU.
+So threshold / 2³² of the pairs are dropped, at three integer operations per pair. ``dropout_triton`` writes the same words on a GPU.
 
-Why so few operations are enough: the words are independent and uniform, so a xor b is, and x too, as c is odd. Exactly so for the pairs
-of one row, and for those of one column. Two rows of a head are two functions of one 32-bit word b: their correlation over all keys is 0 on
-average, and in the root mean square 2⁻¹⁶ to 2⁻¹⁵, that of functions drawn at random; beyond 0.1 it is for some 10⁻⁸ of the pairs of rows
-(by enumeration of words of 8 to 16 bits). 2⁻³² of the pairs of keys share b, and with it every decision.
+Why so few operations are enough: the words are independent and uniform, so a xor b is too, and so is x, since c is odd. This holds
+exactly for the pairs of one row, and for those of one column. Two rows of a head are two functions of one 32-bit word b: their
+correlation over all keys is 0 on average and 2⁻¹⁶ to 2⁻¹⁵ in the root mean square, as for functions drawn at random; it exceeds 0.1 for
+about 10⁻⁸ of the pairs of rows (by enumeration of words of 8 to 16 bits). 2⁻³² of the pairs of keys share b, and so every decision.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-# multipliers of a round, and what is added to the key after one; int64 products wrap, so that they hold the 64 bits of an unsigned product
+# multipliers of a round, and increments of the key after each; int64 products wrap, so they hold the 64 bits of the unsigned product
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _ADD = (0x9E3779B9, 0xBB67AE85)
-# words made at a time: on a CPU the int64 tensors of a round stay in its cache, on a GPU they are few launches and little memory
+# words computed at a time: on a CPU the int64 tensors of a round fit in its cache; on a GPU this means few launches and little memory
 _CPU_CHUNK, _GPU_CHUNK = 2**15, 2**22
 
 
@@ -43,14 +43,14 @@ class Words(NamedTuple):
 
 
 def threshold_of(probability: float) -> int:
-    """As many of the 2³² words are below it as pairs are to be dropped."""
+    """Returns the threshold below which one of the 2³² words means that the pair is dropped."""
     return int(probability * 2**32)
 
 
 def keep_mask(dropout: Dropout, rows: slice) -> torch.Tensor:
-    """bool (P, G, rows, S): True where the attention weight is kept, with probability 1 − p."""
+    """Returns bool (P, G, rows, S): True where the attention weight is kept, with probability 1 − p."""
     words = dropout.words
-    # int32 compares as signed, so that x is to have its sign bit flipped: by that of a, as c is odd
+    # int32 compares as signed, so the sign bit of x must be flipped; since c is odd, flipping that of a does this
     a = words.a[..., rows, None] ^ -(2**31)
     x = a ^ words.b[..., None, :]
     x *= words.c[..., rows, None]
@@ -58,7 +58,7 @@ def keep_mask(dropout: Dropout, rows: slice) -> torch.Tensor:
 
 
 def words_of(seed: int, batch: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Words:
-    """Words of queries at positions (P or 1, L) and keys at (P or 1, S), of batch entries (P,) and heads (G,); all int64."""
+    """Returns the words of queries at positions (P or 1, L) and keys at (P or 1, S), for batch entries (P,) and heads (G,); all int64."""
     P, G, L = batch.numel(), heads.numel(), queries.shape[1]
     positions = torch.cat([x.expand(P, -1) for x in (queries, keys)], dim=1) & _WORD
     is_key = (torch.arange(positions.shape[1], device=positions.device) >= L).long()
@@ -67,18 +67,18 @@ def words_of(seed: int, batch: torch.Tensor, heads: torch.Tensor, queries: torch
     chunk = max(1, (_CPU_CHUNK if positions.device.type == "cpu" else _GPU_CHUNK) // max(1, P * G))
     for start in range(0, positions.shape[1], chunk):
         part = slice(start, start + chunk)
-        # what is copied to int32 wraps
+        # copying to int32 wraps
         first[..., part], second[..., part] = philox(seed, positions[:, None, part], heads, entries, is_key[part])[:2]
     return Words(first[..., :L], second[..., :L] | 1, first[..., L:])
 
 
 def philox(seed: int, *counter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The four words of Philox4x32-10 for a counter of four int64 tensors that broadcast, each of 32-bit words; ``seed`` is taken mod 2⁶⁴."""
+    """Returns the four words of Philox4x32-10 for a counter of four broadcastable int64 tensors of 32-bit words; ``seed`` is mod 2⁶⁴."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
         one, two = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        # the upper word of one product, and whole the one before, of which the lower word counts: a mask for all that is above
+        # c0 and c2 are masked to the product's upper word; c1 and c3 stay whole products, of which only the lower word counts
         c0, c1, c2, c3 = (two >> 32 ^ c1 ^ k0) & _WORD, two, (one >> 32 ^ c3 ^ k1) & _WORD, one
         k0, k1 = (k0 + _ADD[0]) & _WORD, (k1 + _ADD[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD

@@ -1,4 +1,4 @@
-"""The words of ``dropout`` for whole tensors of consecutive positions, by one Triton kernel: what a kernel of attention reads to drop pairs."""
+"""One Triton kernel that writes the random words of ``dropout`` for consecutive positions; attention kernels read them to drop pairs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton.language as tl
 from dilated_attention.backends.blocks import on_device
 from dilated_attention.backends.dropout import Words
 
-# words a program: four a thread
+# words per program: four per thread
 _BLOCK = 512
 _WARPS = 4
-# one compiled kernel for all seeds, sizes and origins
+# arguments that are not specialised, so that one compiled kernel serves all seeds, sizes and origins
 _VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_origin", "key_origin", "heads", "first_head", "first_batch"]
 
 
@@ -21,21 +21,21 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_origin, heads, first_head, first_batch,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program writes BLOCK positions of the queries, or after those of the keys, of one head. Integers come as signed 32-bit words."""
+    """Each program writes BLOCK positions of one head: query blocks first, then key blocks. Integers arrive as signed 32-bit words."""
     query_blocks = tl.cdiv(num_queries, BLOCK)
     blocks = query_blocks + tl.cdiv(num_keys, BLOCK)
     block = tl.program_id(0) % blocks
     row = tl.program_id(0) // blocks
     is_key = block >= query_blocks
     places = tl.where(is_key, block - query_blocks, block) * BLOCK + tl.arange(0, BLOCK)
-    # sums wrap, as positions do
+    # sums wrap, as positions do (mod 2³²)
     positions = places.to(tl.uint32) + tl.where(is_key, key_origin, query_origin).to(tl.uint32)
     zeros = tl.zeros((BLOCK,), tl.uint32)
     head = zeros + (first_head + row % heads).to(tl.uint32)
     batch = zeros + (first_batch + row // heads).to(tl.uint32)
     seed = (seed_high.to(tl.uint32).to(tl.uint64) << 32) | seed_low.to(tl.uint32).to(tl.uint64)
     first, second, _third, _fourth = tl.philox(seed, positions, head, batch, zeros + is_key.to(tl.uint32))
-    # 64 bits: all heads of a long sequence are more than 2^31 words
+    # 64 bits: all heads of a long sequence can have more than 2^31 words
     if is_key:
         tl.store(b_ptr + row.to(tl.int64) * num_keys + places, first.to(tl.int32, bitcast=True), mask=places < num_keys)
     else:
@@ -57,12 +57,12 @@ def dropout_words(
     first_head: int = 0,
     first_batch: int = 0,
 ) -> Words:
-    """(a (B, H, N), c (B, H, N), b (B, H, M)) of batch entries, heads and positions that follow each other, contiguous, in one launch.
+    """Returns contiguous (a (B, H, N), c (B, H, N), b (B, H, M)) of consecutive batch entries, heads and positions, in one launch.
 
     Args:
         num_positions, origin: the queries are at ``origin`` … ``origin + num_positions − 1``; 0 positions leave a and c empty.
-        num_keys, key_origin: of the keys, where they differ; 0 keys leave b empty.
-        first_head, first_batch: the numbers in the whole model and batch of the first ones here.
+        num_keys, key_origin: the same for the keys, where they differ; 0 keys leave b empty.
+        first_head, first_batch: the index in the whole model of the first head, and in the whole batch of the first entry.
 
     Shapes: B = ``batch``, H = ``heads``, N = ``num_positions``, M = ``num_keys``.
     """
@@ -81,5 +81,5 @@ def dropout_words(
 
 
 def _signed(number: int) -> int:
-    """Mod 2³² as a signed word: one type of argument for all values."""
+    """Returns ``number`` mod 2³² as a signed word, so that all values have one argument type."""
     return (number + 2**31) % 2**32 - 2**31

@@ -1,4 +1,4 @@
-"""FlashAttention-2, the compiled package ``flash-attn``: what torch bundles as ``sdpa_flash``, with determinism as an argument."""
+"""FlashAttention-2 of the compiled package ``flash-attn``: as bundled in torch (``sdpa_flash``), but with a determinism argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilated_attention.backends.masks import window_sizes
 class Flash2Backend(Backend):
     """``flash_attn.flash_attn_interface._flash_attn_forward`` and ``_flash_attn_backward`` of flash-attn 2.7 and later.
 
-    Its own dropout draws by launch, not by position, so two branches would drop different elements; it is not used.
+    Its own dropout draws per launch, not by position, so two branches would drop different elements; it is not used.
     """
 
     name = "flash2"

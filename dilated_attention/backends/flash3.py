@@ -1,5 +1,7 @@
-"""FlashAttention-3 through its registered ops ``torch.ops.flash_attn_3``: a built flash_attn_interface, or the library that
-the xformers 0.0.34 wheel bundles, loaded with ``torch.ops.load_library``."""
+"""FlashAttention-3 through its registered ops ``torch.ops.flash_attn_3``.
+
+They come from a built flash_attn_interface, or from the library in the xformers 0.0.34 wheel, loaded with ``torch.ops.load_library``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from dilated_attention.backends.masks import window_sizes
 class Flash3Backend(WritingBackend):
     """``flash_attn_3::fwd`` and ``::bwd`` (Hopper): external out and lse, strided views, windows, grouped heads.
 
-    The bundled build carries head dims 64, 96, 128, 192 and 256; the kernels take others (multiples of 8) by rounding up
-    inside, which costs the arithmetic of the next one.
+    The bundled build has head dims 64, 96, 128, 192 and 256. The kernels accept others (multiples of 8) by rounding up
+    internally, which costs the arithmetic of the next larger one.
     """
 
     name = "flash3"
@@ -72,7 +74,7 @@ class Flash3Backend(WritingBackend):
             v,
             out,
             lse.contiguous(),
-            # the bundled build returns nothing of use when handed no buffers
+            # without output buffers the bundled build returns nothing useful
             *grads,
             *(None,) * 6,
             options.scale,
@@ -97,11 +99,11 @@ def _forward(
 
 
 def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> None:
-    """Register ``flash_attn_3::fwd`` and ``::bwd`` from a built library, such as ``xformers/flash_attn_3/_C.so`` of xformers 0.0.34.
+    """Registers ``flash_attn_3::fwd`` and ``::bwd`` from a built library, such as ``xformers/flash_attn_3/_C.so`` of xformers 0.0.34.
 
     Args:
         path: the shared library.
-        cuda_runtime: the libcudart it was linked to, where that is not the one torch brings (xformers 0.0.34: libcudart.so.12).
+        cuda_runtime: the libcudart it was linked against, if that is not the one in torch (xformers 0.0.34: libcudart.so.12).
     """
     for file in (path, cuda_runtime):
         if file is not None and not Path(file).is_file():

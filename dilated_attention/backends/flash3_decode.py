@@ -1,4 +1,4 @@
-"""FlashAttention-3's forward for one query a request, over a paged cache or one of plain stretches: its rows read all of the first positions."""
+"""FlashAttention-3's forward for one query per request, over a paged or contiguous cache; each row reads all positions up to its length."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FACTS = Facts(
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, *, table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, H, D), lse (B, H)) of q (B, H, D) over the first ``lengths`` (B,) int32 slots of each request.
+    """Returns (out (B, H, D), lse (B, H)) of q (B, H, D) over the first ``lengths`` (B,) int32 slots of each request.
 
     Args:
-        k, v: (B, C, K, D), or with a table (pages, page size, K, D).
+        k, v: (B, C, K, D), or (pages, page size, K, D) with a table.
         table: (B, pages of a request) int32.
     """
     left, causal, softcap, window = None, False, 0.0, -1
     out, lse, *_ = _ops().fwd(
         q[:, None], k, v, None, None, None, None,
-        # cu_seqlens of q, k and new keys; rows used of q and of k; longest of q and k
+        # cu_seqlens of q, k and new keys; used rows of q and of k; maximum lengths of q and k
         None, None, None, None, lengths, None, None,
         table, None, left, None, None, None, None, None, None,
         scale, causal, window, window, 0, softcap, True, None,
-        # as many splits as it finds best
+        # num_splits 0: the library chooses
         0, None, 0,
     )  # fmt: skip
     return out[:, 0], lse[:, :, 0]

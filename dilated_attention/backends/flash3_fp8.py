@@ -1,4 +1,4 @@
-"""FlashAttention-3's fp8 (e4m3) forward: ``torch.ops.fa3_fwd`` of the package fa3-fwd, installed or loaded by path."""
+"""FlashAttention-3's fp8 (e4m3) forward: ``torch.ops.fa3_fwd`` from the package fa3-fwd, installed or loaded by path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Req
 from dilated_attention.backends.hardware import refresh
 from dilated_attention.backends.quantise import Quantised, quantise, restore_
 
-# keys summed in the tensor cores' short accumulator before a float32 one takes over. Values of +1 in one half of 131,072 keys and
-# −1 in the other: relative error 2.0 in one sum, 0.22 at 8192, 0.18 at 4096; time + 8, + 16 % (H200, D = 128)
+# keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
+# and −1 in the other, the relative error is 2.0 in one sum, 0.22 at 8192 and 0.18 at 4096; the last two add 8 and 16 % to the time
+# (H200, D = 128)
 KEYS_A_SUM = 8192
-# what the library's combining kernel takes
+# the most splits that the library's combining kernel accepts
 _MOST_SPLITS = 128
-# float32 results of all splits of a launch
+# the largest size of the float32 results of all splits of a launch
 _SPLIT_BYTES = 2**30
 _LEAST_ROWS = 1024
 
@@ -26,17 +27,18 @@ _LEAST_ROWS = 1024
 class Flash3Fp8Backend(Backend):
     """``fa3_fwd::fwd`` on e4m3 copies of q, k and v (Hopper, forward only); the kernel rounds out to bfloat16.
 
-    Each launch quantises its own views, with one scale for every problem (segment) and key/value head. Coarser scales, a head's or a
-    tensor's, err as little: e4m3 floats, and only what is 2^15 times smaller than the largest is lost. Two other things matter:
+    Each launch quantises its own views, with one scale for every problem (segment) and key/value head. Coarser scales, per head or per
+    tensor, have errors just as small: e4m3 is a floating-point format, and only values 2^15 times smaller than the largest are lost. Two
+    other effects matter:
 
-    * The tensor cores sum 8-bit products in less than float32, and a sum of values that share a sign falls short, the more the more
-      there are: values of mean 1 came out 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the values is taken out
-      first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts, joined in float32.
-    * A constant in the keys costs mantissa bits that the scores need: their mean is taken out too.
+    * The tensor cores sum 8-bit products with less precision than float32, and a sum of values with the same sign is too small, the more
+      so the more terms it has: values of mean 1 came out 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the values is
+      subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
+    * A constant in the keys costs mantissa bits that the scores need, so their mean is subtracted too.
 
-    Measured on an H200 by benchmarks/fp8_forward.py. In time it all breaks even at 32,768 dense keys and pays off beyond (131,072:
-    1.08 times the fastest bf16 at D = 64, 1.14 at 128), never on segments of 2048 rows: rounding those takes longer than the faster
-    products save.
+    Measured on an H200 by benchmarks/fp8_forward.py: the total time breaks even at 32,768 dense keys and is better beyond (131,072:
+    1.08 times the speed of the fastest bf16 at D = 64, 1.14 at 128). On segments of 2048 rows it is never better: quantising them takes
+    longer than the faster products save.
     """
 
     name = "flash3_fp8"
@@ -54,7 +56,7 @@ class Flash3Fp8Backend(Backend):
     )
 
     def __init__(self, quantise: Callable[..., Quantised] = quantise, keys_a_sum: int = KEYS_A_SUM) -> None:
-        """Another ``quantise`` (of its signature) and number of keys a sum, for benchmarks and tests."""
+        """Accepts another ``quantise`` (with the same signature) and number of keys per sum, for benchmarks and tests."""
         self._quantise = quantise
         self._keys_a_sum = keys_a_sum
 
@@ -77,7 +79,7 @@ class Flash3Fp8Backend(Backend):
         rows = L if num_splits == 1 else max(_LEAST_ROWS, _SPLIT_BYTES // (num_splits * P * G * D * 4))
         for start in range(0, L, rows):
             end = min(start + rows, L)
-            # a causal launch is aligned at its last row and key
+            # a causal launch aligns its last row with its last key
             keys = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
                 q8.y[:, start:end],
@@ -103,7 +105,7 @@ class Flash3Fp8Backend(Backend):
 
 
 def load_library(path: str | Path) -> None:
-    """Register ``fa3_fwd::fwd`` from ``fa3_fwd/_C.abi3.so`` of the package fa3-fwd, where that is unpacked rather than installed."""
+    """Registers ``fa3_fwd::fwd`` from ``fa3_fwd/_C.abi3.so`` of the package fa3-fwd, if that is unpacked rather than installed."""
     if not Path(path).is_file():
         raise ValueError(f"{path} is no file; expected the path of a shared library")
     torch.ops.load_library(str(path))
@@ -114,7 +116,7 @@ def load_library(path: str | Path) -> None:
 
 def _ops() -> Any:
     if not hasattr(torch.ops.fa3_fwd, "fwd"):
-        # not by import: its Python module asks for another one that the package does not bring
+        # loaded by path, since its Python module imports another one that the package does not contain
         spec = importlib.util.find_spec("fa3_fwd")
         folders = [] if spec is None else list(spec.submodule_search_locations or ())
         torch.ops.load_library(str(next(file for folder in folders for file in Path(folder).glob("_C*.so"))))

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known here on Hopper and Blackwell."""
+"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from dilated_attention.backends.masks import window_sizes
 class Flash4Backend(WritingBackend):
     """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
 
-    Never through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has grown since, and flex's FLASH backend returns
-    lse · ln 2 on 2.11 and 2.12. On Hopper the backward of 4.0.0b36 is wrong (relative error near 1 in dq, with grouped heads in dk and
-    dv too) at head dims that round up to 16, 48, 80 or 112, measured at every multiple of 8; the forward is right at all. The forward returns 2 to 5 values depending on the release, of which the first two are meant.
+    They are never called through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has since grown, and flex's FLASH backend
+    returns lse · ln 2 on 2.11 and 2.12. On Hopper the backward of 4.0.0b36 is wrong (relative error near 1 in dq, with grouped heads in
+    dk and dv too) at head dims that round up to 16, 48, 80 or 112, measured at every multiple of 8; the forward is right at all of them.
+    The forward returns 2 to 5 values depending on the release; the first two are out and lse.
     """
 
     name = "flash4"
@@ -87,7 +88,7 @@ class Flash4Backend(WritingBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        # it writes rows of lse that lie one after the other, and no others
+        # the kernel requires lse rows with stride 1
         rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         interface = _interface()
 
@@ -147,7 +148,7 @@ class Flash4Backend(WritingBackend):
             )
 
         if options.deterministic:
-            # semaphores start as zeros
+            # the semaphores must start as zeros, which a replay does not ensure
             call()
             return
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))

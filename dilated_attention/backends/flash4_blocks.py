@@ -1,4 +1,4 @@
-"""FlashAttention-4's block-sparse kernels on Hopper: which blocks it takes, and the launches of both passes."""
+"""FlashAttention-4's block-sparse kernels on Hopper: which block lists they accept, and the launches of both passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dilated_attention.backends.padded import Table, column_tables, row_tables
 
 
 def block_reasons(request: Request) -> list[str]:
-    """Against lists of blocks; measured on 4.0.0b36, compute capability 9.0."""
+    """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
     assert request.blocks is not None
     capability = request.hardware.capability
     reasons = []
@@ -43,7 +43,7 @@ def forward_blocks(
         heads, kv_heads = _heads(table, lists, q, k)
         tensors = [q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]]
         whole = rows.stop - rows.start == q.shape[1] and heads == slice(0, q.shape[2])
-        # it writes rows of lse that lie one after the other
+        # the kernel requires a dense lse
         part = (
             lse if whole else torch.empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start), dtype=lse.dtype, device=q.device)
         )
@@ -75,7 +75,7 @@ def backward_blocks(
     options: Options,
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``tensors``: dout, q, k, v, out, lse. dq is float32 where it is the sum of several launches."""
+    """Computes (dq, dk, dv). ``tensors`` are dout, q, k, v, out, lse. dq is float32 where it is the sum of several launches."""
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
     cut = len({table.start for table in tables}) > 1
@@ -90,7 +90,7 @@ def backward_blocks(
         grads = [dq[:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
         more = [] if dlse is None else [dlse[:, heads].contiguous()]
         sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
-        # keys are counted from the first one of the launch
+        # the kernel counts keys from the first key of the launch
         aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
 
         call = functools.partial(
@@ -113,7 +113,7 @@ def backward_blocks(
 
 
 def _heads(table: Table, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) -> tuple[slice, slice]:
-    """The query and key heads of a table."""
+    """Returns the query and key heads of a table."""
     H, K = q.shape[2], k.shape[2]
     if lists.num_heads == 1:
         return slice(0, H), slice(0, K)
@@ -124,7 +124,7 @@ def _heads(table: Table, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) ->
 
 
 def _tensors(interface: Any, table: Table, lists: BlockLists, batch: int, heads: int) -> Any:
-    """The table as the interface takes it, every tensor of its final shape so that it copies and expands nothing."""
+    """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
     sides = []
     for counts, indices in (table.partial, table.full):
         sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
@@ -136,7 +136,7 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]
         return None, None
     assert lists.interval is not None, "asked for none but interval masks"
     if "whole blocks" not in lists.cache:
-        # the kernels read bounds of the last block's missing rows, too
+        # the kernels also read the bounds of the missing rows of the last block
         missing = lists.num_rows * lists.q_block - lists.num_queries
         lists.cache["whole blocks"] = tuple(torch.nn.functional.pad(x, (0, missing)).contiguous() for x in lists.interval)
     return _mask_mod(), lists.cache["whole blocks"]

@@ -1,6 +1,6 @@
-"""A mask of pairs in FlashAttention-4's own language: query i sees the keys low[i] ≤ j < high[i]."""
+"""A mask of pairs in FlashAttention-4's kernel language (CuTe DSL): query i sees the keys low[i] ≤ j < high[i]."""
 
-# the language's types are no types of Python's
+# the DSL's types are not Python types
 # mypy: ignore-errors
 import cutlass
 import cutlass.cute as cute

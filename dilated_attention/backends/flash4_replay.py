@@ -1,12 +1,12 @@
-"""FlashAttention-4's compiled kernels, called again without its Python: a launch then costs microseconds of CPU instead of 100-200.
+"""Replays FlashAttention-4's compiled kernels without its Python code: a launch then costs microseconds of CPU time instead of 100-200.
 
-Its interface works out tile sizes, compile keys and validations anew at every call, in Python; a dilated attention makes tens of
-short launches, and on 32,000 positions the CPU would be what is waited for. So the first call with given shapes and strides goes
-through the interface while its kernel caches are watched: what is recorded is which compiled kernels ran, in which order, on which
-tensors. Later calls with the same shapes, strides and alignment run those kernels on their own tensors, with scratch memory made anew.
+The interface recomputes tile sizes, compile keys and validations in Python at every call. A dilated attention makes tens of short
+launches, so at 32,000 positions the CPU would be the bottleneck. So the first call with given shapes and strides goes through the
+interface while its kernel caches are watched: it records which compiled kernels ran, in which order, on which tensors. Later calls with
+the same shapes, strides and alignment run those kernels on their own tensors, with newly allocated scratch memory.
 
-Nothing is recorded, and every call goes the long way, where that would not be the same computation: inputs that share memory,
-inputs that the interface copies first, more scratch memory than is known of, an interface whose caches are not found.
+Nothing is recorded, and every call goes through the interface, where a replay might not be the same computation: if inputs share memory,
+if the interface copies inputs first, if it uses more scratch memory than expected, or if its caches are not found.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import torch
 from dilated_attention.fork import ForkSafeLock
 
 _MOST_RECORDINGS = 2048
-# functions of the interface whose caches are watched now, with these
+# the interface's functions whose caches are being watched, with their original caches
 _replaced: list[tuple[Any, Any]] = []
 
 
 def _put_back(all_but: int = 0) -> None:
-    """The caches themselves, but of the first ``all_but`` functions; of all in a child forked while another thread recorded."""
+    """Restores the original caches, except those of the first ``all_but`` functions.
+
+    A child process that was forked while another thread recorded restores all of them.
+    """
     while len(_replaced) > all_but:
         owner, cache = _replaced.pop()
         owner.compile_cache = cache
@@ -45,16 +48,18 @@ class _Scratch:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands inside a tuple or list among the arguments for the tensor of this index into inputs + scratch."""
+    """A placeholder in a tuple or list among the arguments, for the tensor with this index into inputs + scratch."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """Kernels with their arguments: (position of the argument, index into inputs + scratch), everything else as it was.
+    """Recorded kernels and their arguments.
 
-    ``groups`` are the positions of arguments that are tuples or lists with tensors in them (lists of blocks), whose places are in them.
+    Each step is (kernel, arguments, places, groups). ``places`` are (position of the argument, index into inputs + scratch) for tensors;
+    all other arguments are kept as they were. ``groups`` are the positions of arguments that are tuples or lists with tensors (block
+    lists); these hold ``_Place`` objects.
     """
 
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
@@ -73,12 +78,12 @@ class _Recording:
 
 
 class Replay:
-    """Runs of one interface function, recorded by shapes and strides.
+    """The recorded runs of one interface function, by shapes and strides.
 
     Args:
-        owners: names of the interface's functions whose ``compile_cache`` the kernels come from.
-        num_scratch: tensors that the kernels use beside those they are given.
-        num_zeroed: how many of them, the last ones that the kernels come to use, have to start as zeros.
+        owners: names of the interface's functions whose ``compile_cache`` holds the kernels.
+        num_scratch: number of tensors that the kernels use in addition to those passed to them.
+        num_zeroed: how many of these must start as zeros: the last ones in the order of first use.
     """
 
     def __init__(self, owners: tuple[str, ...], num_scratch: int, num_zeroed: int = 0) -> None:
@@ -95,10 +100,10 @@ class Replay:
         call: Callable[[], object],
         geometry: Hashable = None,
     ) -> None:
-        """The effect of ``call()``, which must write its results into some of ``tensors`` and depend on them and ``settings`` alone.
+        """Has the effect of ``call()``, which must write its results into some of ``tensors`` and depend only on them and ``settings``.
 
         Args:
-            geometry: stands for the tensors' shapes and strides, where somebody has looked at them already.
+            geometry: a key that stands for the tensors' shapes and strides, if the caller has already computed one.
         """
         first = tensors[0]
         shapes = geometry if geometry is not None else tuple((x.shape, x.stride()) for x in tensors)
@@ -114,7 +119,7 @@ class Replay:
     def _record(self, interface: Any, key: Hashable, tensors: Sequence[torch.Tensor], call: Callable[[], object]) -> None:
         spans = [_identity(x) for x in tensors]
         if len(set(spans)) < len(spans):
-            # which of two tensors an argument was cannot be told; the next call may have two
+            # an argument could be either of two identical tensors, which may differ in the next call
             call()
             return
         steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -135,19 +140,19 @@ class Replay:
 
 replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
 _BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
-# the backward's scratch: dq in float32, which its first kernel clears, δ and lse in base 2
+# the backward's scratch: dq in float32, which its first kernel clears; δ; and lse in base 2
 _one_to_one = Replay(_BACKWARD, num_scratch=3)
-# and the sums of dk and dv over the heads that share them, in float32
+# in addition, float32 sums of dk and dv over the heads that share them
 _grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
 
 
 def replay_backward(q: torch.Tensor, k: torch.Tensor) -> Replay:
-    """Of backward passes of as many key heads as query heads, or of fewer."""
+    """Returns the replay for backward passes with as many key heads as query heads, or with fewer."""
     return _one_to_one if k.shape[2] == q.shape[2] else _grouped
 
 
 class _Watched:
-    """A kernel cache that tells which of its kernels this thread calls, and with what."""
+    """A kernel cache that records which of its kernels this thread calls, and with which arguments."""
 
     def __init__(self, cache: Any, steps: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
         self._cache = cache
@@ -178,7 +183,7 @@ def _identity(x: torch.Tensor) -> tuple[Any, ...]:
 def _recording(
     steps: list[tuple[Callable[..., Any], tuple[Any, ...]]], spans: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int
 ) -> _Recording | None:
-    """The steps with every tensor named, or None where some tensor is neither an input nor plain scratch memory."""
+    """Returns the steps with every tensor identified, or None if some tensor is neither an input nor plain scratch memory."""
     known = {span: index for index, span in enumerate(spans)}
     used: set[int] = set()
     scratch: list[_Scratch] = []
@@ -205,7 +210,7 @@ def _recording(
                 places.append((position, place))
                 kept[position] = None
             elif isinstance(argument, (tuple, list)) and _holds_tensor(argument):
-                # a tensor that is nowhere known is one that the interface made for itself
+                # an unknown tensor is one that the interface created itself
                 unknown = [x for x in _leaves(argument) if isinstance(x, torch.Tensor) and _identity(x) not in known]
                 if unknown:
                     return None
@@ -215,14 +220,14 @@ def _recording(
             elif _holds_tensor(argument):
                 return None
         recorded.append((kernel, tuple(kept), tuple(places), tuple(groups)))
-    # an input that no kernel was given was copied first; more scratch than expected may be such copies
+    # an input that was passed to no kernel was copied first; more scratch than expected may be such copies
     if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(spans))):
         return None
     return _Recording(tuple(recorded), tuple(scratch))
 
 
 def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples and lists, named ones too, of changed leaves."""
+    """Applies ``change`` to the leaves of nested tuples and lists, including named tuples."""
     if not isinstance(argument, (tuple, list)):
         return change(argument)
     parts = [_mapped(x, change) for x in argument]

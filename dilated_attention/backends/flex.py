@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled by Triton: any mask, float32, head dims that flash kernels refuse."""
+"""torch's FlexAttention, compiled by Triton: for any mask, float32, and head dims that flash kernels refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.flex_blocks import block_mask
 from dilated_attention.backends.masks import clear_empty_rows
 
-# recompiles of one kind of call: batch, heads and lengths of 1 and new stride orders each take one; torch's own limit is 8
+# limit of recompiles for one kind of call: a batch, head count or length of 1 and each new stride order cost one; torch's default is 8
 _RECOMPILE_LIMIT = 64
 _BLOCK = 128
 
@@ -23,9 +23,9 @@ _BLOCK = 128
 class FlexBackend(Backend):
     """``torch.nn.attention.flex_attention`` with its Triton kernels; lse is differentiable there.
 
-    Flex keeps its backward to itself. For the share of a part in a merged softmax its own autograd is driven instead: with
-    w = exp(lse_part − lse), the part's out gets the gradient w·dout and its lse gets w·(rowsum(dout ∘ (out_part − out)) + dlse),
-    which is the derivative of the merge. It costs one more forward.
+    Flex does not expose its backward as a function. To get the contribution of a part to a merged softmax, its autograd is used instead:
+    with w = exp(lse_part − lse), the part's out gets the gradient w·dout and its lse gets w·(rowsum(dout ∘ (out_part − out)) + dlse),
+    which is the derivative of the merge. This costs an additional forward.
     """
 
     name = "flex"
@@ -73,7 +73,7 @@ class FlexBackend(Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             out, lse = _flex(q, k, v, options, lists)
-        # lists of each head leave other rows empty in each
+        # with lists per head, different rows are empty in each head
         return out.transpose(1, 2).masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
 
     def backward_blocks(
@@ -88,7 +88,7 @@ class FlexBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # a row without keys has weight exp(−inf − lse): 0 with +inf, NaN with −inf
+        # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
 
@@ -122,7 +122,7 @@ def _part_backward(
 def _flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lists: BlockLists | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (P, G, L, D), lse (P, G, L))."""
+    """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
         assert band is None, "lists say themselves where they end"
@@ -134,9 +134,9 @@ def _flex(
     padding = options.mask.padding
     score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
     kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, score_mod is None, q.requires_grad)
-    # tiles that torch takes by default may be of 128, which blocks of 64 do not hold; it has others, among which it then measures
+    # torch's default tiles may be 128 wide, which does not divide blocks of 64; with autotuning it measures its other tile sizes
     search = lists is not None and min(lists.q_block, lists.k_block) < _BLOCK
-    # torch's kernel for few queries reads the lists of one query block only
+    # torch's kernel for few queries reads the list of only one query block
     kernel = None if lists is None else {"FORCE_USE_FLEX_ATTENTION": True}
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         out, aux = _compiled(kind, search)(
@@ -155,7 +155,7 @@ def _flex(
 
 @contextmanager
 def _autograd_inside_an_op() -> Iterator[None]:
-    """A custom op runs below autograd; this lifts that for what runs inside."""
+    """Enables autograd inside the context: a custom op otherwise runs below it."""
     keys = torch._C.DispatchKey
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
@@ -172,10 +172,13 @@ def _call_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: An
 
 @functools.lru_cache(maxsize=256)
 def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
-    """One compiled function for each kind of call. Dynamo counts recompiles by code object, so each gets a code object of its own:
-    a process that meets many shapes would otherwise use up one function's limit."""
+    """Returns one compiled function for each kind of call.
+
+    Dynamo counts recompiles per code object, so each function gets its own: a process that meets many shapes would otherwise use up one
+    function's limit.
+    """
     function = types.FunctionType(_call_flex.__code__.replace(co_name=f"flex_{hash(kind) & 0xFFFFFF:x}"), _call_flex.__globals__)
-    # fullgraph: past the limit this raises, where plain compile would quietly materialise every score
+    # with fullgraph this raises past the limit, where a plain compile would silently materialise every score
     return torch.compile(function, fullgraph=True, dynamic=True, options={"max_autotune": True} if search else None)
 
 
@@ -188,7 +191,7 @@ def _lse_only() -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
-    """The band as a BlockMask, its lists from the blocks' corners: create_block_mask would write out every (query, key) pair."""
+    """Returns the band as a BlockMask, with lists computed from the blocks' corners: create_block_mask would materialise every pair."""
     from torch.nn.attention.flex_attention import BlockMask
 
     lowest = -num_queries if band[0] is None else band[0]
@@ -198,9 +201,9 @@ def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_
     q_last, k_last = (q_first + _BLOCK - 1).clamp(max=num_queries - 1), (k_first + _BLOCK - 1).clamp(max=num_keys - 1)
     visited = (k_last - q_first >= lowest) & (k_first - q_last <= highest)
     full = visited & (k_first - q_last >= lowest) & (k_last - q_first <= highest)
-    # a ragged last block is masked, not full: kernels skip bounds checks in full blocks
+    # a ragged last block counts as masked, since kernels skip bounds checks in full blocks
     full &= (q_first + _BLOCK <= num_queries) & (k_first + _BLOCK <= num_keys)
-    # tensors, not integers, in the closure: every value of an integer would compile a kernel of its own
+    # the closure holds tensors, since every value of an integer would compile a separate kernel
     low, high = torch.tensor(lowest, device=device), torch.tensor(highest, device=device)
 
     def in_band(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -212,7 +215,7 @@ def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool (rows, columns) → (count, indices of the set columns first) with the batch and head dimensions flex wants."""
+    """bool (rows, columns) → (count, indices with those of the set columns first), with the batch and head dimensions that flex expects."""
     count = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return count[None, None], indices[None, None]

@@ -1,4 +1,4 @@
-"""Lists of blocks as FlexAttention's BlockMask: padded tables of both directions, instead of CSR."""
+"""Converts block lists to FlexAttention's BlockMask, which has padded tables of both directions instead of CSR lists."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dilated_attention.backends.blocks import BlockLists
 
 
 def block_mask(lists: BlockLists) -> Any:
-    """The BlockMask of ``lists`` with masks "none" or "interval", its batch and head dimensions 1 where all share a list.
+    """Returns the BlockMask of ``lists`` with masks "none" or "interval"; batch and head dimensions are 1 where all share a list.
 
-    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have tables of their own.
+    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
     """
     if "flex" not in lists.cache:
         lists.cache["flex"] = _build(lists)
@@ -26,7 +26,7 @@ def _build(lists: BlockLists) -> Any:
     assert lists.mask_kind in ("none", "interval"), lists.mask_kind
     by_column = lists.by_column
     mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
-    # ragged blocks at the ends are listed as any other: kernels mind the ends of both kinds
+    # ragged blocks at the end are listed like any other: the kernels check the end of both kinds
     rows = _tables(lists.row_starts, lists.columns, lists.masks, lists)
     columns = _tables(by_column.starts, by_column.rows, by_column.masks, lists)
     sizes = (lists.q_block, lists.k_block)
@@ -34,16 +34,16 @@ def _build(lists: BlockLists) -> Any:
 
 
 def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | None, lists: BlockLists) -> tuple[torch.Tensor | None, ...]:
-    """(counts, table, counts of whole blocks, their table) of a CSR list, int32.
+    """Returns (counts, table, counts of whole blocks, their table) of a CSR list, int32.
 
-    Counts (batch, heads, rows), tables (batch, heads, rows, width) with one width for both, since some of torch's kernels read both with
-    one stride. Without masks all blocks stand in the first table, whose mask says yes, and there is no second.
+    Counts are (batch, heads, rows), tables (batch, heads, rows, width). Both tables have one width, since some of torch's kernels read both
+    with one stride. Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
     """
     starts = starts.long()
     row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
     kinds = [torch.ones_like(values, dtype=torch.bool)] if masks is None else [masks >= 0, masks < 0]
     before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
-    # one place at least: kernels read the first before they look at the count
+    # at least one entry, since kernels read the first one before the count
     width = max(1, *(int(x.diff().max()) for x in before))
     tables: list[torch.Tensor | None] = []
     for chosen, first in zip(kinds, before, strict=True):

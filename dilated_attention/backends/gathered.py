@@ -1,6 +1,6 @@
-"""Lists of blocks on kernels that know nothing of them: query blocks with equally many keys are a batch of equal dense problems.
+"""Block lists on dense kernels: query blocks with equally many keys form a batch of dense problems of equal size.
 
-A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results go back to their places.
+A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back.
 Memory: one copy of the inputs, heads first, and one piece. A dense kernel is a pair of functions of queries (P, L, G, D), keys and
 values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
 """
@@ -17,7 +17,8 @@ from dilated_attention.backends.base import Backend, Dropout, Options, accumulat
 from dilated_attention.backends.blocks import WORD, BlockLists
 from dilated_attention.backends.nonfinite import contained_backward, contained_forward
 
-# keys, values and pairs of one piece: near a CPU's caches (2 to 64 MiB differ by less than its timings do), and on a GPU fewer launches
+# bytes of keys, values and pairs of one piece. On a CPU it fits near the caches (2 to 64 MiB differ by less than the timings vary); on a
+# GPU larger pieces mean fewer launches
 _PIECE_BYTES = 8 * 2**20
 _PIECE_BYTES_GPU = 64 * 2**20
 
@@ -28,8 +29,8 @@ class Piece:
 
     Args:
         heads, kv_heads: (1 or P, G) and (1 or P, K) heads of each problem.
-        entries: (P, blocks) where the lists have ``columns``.
-        has_pairs: some pairs in its blocks take no part.
+        entries: (P, blocks) indices of ``columns`` in the lists.
+        has_pairs: whether some pairs in its blocks are masked.
     """
 
     batch: torch.Tensor
@@ -44,9 +45,9 @@ class Piece:
 
 
 class GatheringBackend(Backend):
-    """A dense kernel, ``raw_forward`` and ``raw_backward``, which also does lists of blocks and keeps what is not finite in its reach.
+    """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) that also computes block lists and confines non-finite numbers.
 
-    All four take ``pairs`` as one more argument, the last one: bool (P, L or 1, S), True where the pair is kept.
+    All four dense functions take ``pairs`` as an additional last argument: bool (P, L or 1, S), True where the pair is kept.
     """
 
     @abstractmethod
@@ -120,13 +121,13 @@ class GatheringBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dk and dv in float32 (float64 for float64)."""
+        """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
         if q.is_meta:
             return dq, dk.result(), dv.result()
         masks = _Masks(lists, options, q.shape[0])
-        # scores of a row without keys are −inf, too: +inf keeps their difference from being NaN
+        # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
         dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
@@ -143,7 +144,7 @@ class GatheringBackend(Backend):
 
 
 def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[Piece]:
-    """All query blocks that keep a key, those with equally many keys together. Reads the lists' lengths: waits for a GPU."""
+    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
     assert not options.causal and options.mask.band is None, "lists say themselves where they end"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
@@ -153,11 +154,11 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
     budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
-    # dropout by position is told the heads of all problems at once
+    # dropout by position takes one set of heads for all problems of a piece
     for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
         batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
         index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
-        # one number of all that must be equal in a piece: keys, whether pairs are masked, whether it is the ragged last block
+        # one number encodes all that must be equal in a piece: the keys, whether pairs are masked, whether it is the ragged last block
         kind = num_keys[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
         order = kind.argsort(stable=True)
         kinds, members = kind[order].unique_consecutive(return_counts=True)
@@ -184,14 +185,14 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
 
 
 def _keys_of_rows(lists: BlockLists) -> torch.Tensor:
-    """(groups · rows,) int64: keys in each row's blocks; the last key block may be shorter."""
+    """Returns (groups · rows,) int64: the number of keys in each row's blocks; the last key block may be shorter."""
     last = lists.num_columns - 1
     sizes = torch.where(lists.columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
     return _sum_rows(lists, sizes[None])[0]
 
 
 def _rows_with_pairs(lists: BlockLists, padding: torch.Tensor | None) -> torch.Tensor:
-    """bool (B or 1, groups · rows): whether a mask or padding lies in the row's blocks."""
+    """Returns bool (B or 1, groups · rows): whether a block of the row has a mask or padding."""
     special = torch.zeros_like(lists.columns, dtype=torch.bool) if lists.masks is None else lists.masks >= 0
     special = special[None]
     if padding is not None:
@@ -202,23 +203,23 @@ def _rows_with_pairs(lists: BlockLists, padding: torch.Tensor | None) -> torch.T
 
 
 def _sum_rows(lists: BlockLists, values: torch.Tensor) -> torch.Tensor:
-    """Sums of (…, entries) over each row's entries, int64."""
+    """Sums (…, entries) over each row's entries, in int64."""
     sums = torch.nn.functional.pad(values.long().cumsum(-1), (1, 0))
     return sums[:, lists.row_starts.long()].diff()
 
 
 def _one_dim(lse: torch.Tensor) -> torch.Tensor:
-    """(B, H, N) as (B, N, H, 1)."""
+    """Views (B, H, N) as (B, N, H, 1)."""
     return lse.transpose(1, 2)[..., None]
 
 
 def _of_all(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """(B or 1, N) as (B, N, 1, 1)."""
+    """Views (B or 1, N) as (B, N, 1, 1)."""
     return x.expand(batch, -1)[..., None, None]
 
 
 class _Blocks:
-    """x (B, N, H, D) cut into blocks, heads first as kernels read them fastest; behind the end lies anything."""
+    """x (B, N, H, D) split into blocks, heads first, which kernels read fastest; the values past the end are undefined."""
 
     def __init__(self, x: torch.Tensor, block: int) -> None:
         B, N, self.heads, self.dim = x.shape
@@ -229,7 +230,7 @@ class _Blocks:
             padded[:, :, :N] = x
             x = padded
         self.flat = x.contiguous().view(B * self.heads * self.count, block * self.dim)
-        # one memory for all pieces: fresh pages cost a third of the time of a gather on the CPU
+        # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
 
     def of_rows(self, piece: Piece) -> torch.Tensor:
@@ -239,7 +240,7 @@ class _Blocks:
         return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
 
     def _gather(self, batch: torch.Tensor, heads: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-        """(P, length, G or K, D), or of one head where all share x."""
+        """Gathers (P, length, G or K, D), or one head where all heads share x."""
         heads = torch.zeros_like(heads[:1, :1]) if self.heads == 1 else heads
         index = (batch[:, None, None] * self.heads + heads[:, :, None]) * self.count + blocks[:, None]
         if index.numel() > self.scratch.shape[0]:
@@ -259,7 +260,7 @@ def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Piece)
 
 
 class _Sums:
-    """Gradient of keys or values (B, N, K, D), summed over pieces. Heads first where each has lists of its own."""
+    """The gradient of keys or values (B, N, K, D), summed over pieces. It is heads first where each head has its own lists."""
 
     def __init__(self, x: torch.Tensor, lists: BlockLists, options: Options) -> None:
         B, self.num_keys, self.heads, D = x.shape
@@ -268,11 +269,11 @@ class _Sums:
         if not self.together:
             shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
         self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
-        # sorts by index where index_add_ uses atomics
+        # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 
     def add(self, values: torch.Tensor, piece: Piece) -> None:
-        """(P, S, K, D) to the key blocks of ``piece``."""
+        """Adds (P, S, K, D) to the key blocks of ``piece``."""
         columns, block = self.total.shape[2:4]
         whole, ragged = divmod(piece.num_keys, block)
         values = values.to(self.total.dtype)
@@ -297,7 +298,7 @@ class _Sums:
 
 
 class _Masks:
-    """What ``lists`` and ``options`` say of single pairs, by pieces."""
+    """The masks and the dropout of single pairs in ``lists`` and ``options``, for one piece at a time."""
 
     def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
         self.lists, self.scale, self.deterministic, self.dropout = lists, options.scale, options.deterministic, options.dropout
@@ -308,7 +309,7 @@ class _Masks:
             self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
 
     def pairs(self, piece: Piece) -> torch.Tensor | None:
-        """bool (P, L or 1, S), True where kept; None where all are."""
+        """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
         if not piece.has_pairs:
             return None
         lists, kept = self.lists, None
@@ -324,7 +325,7 @@ class _Masks:
         return real if kept is None else kept & real
 
     def options(self, piece: Piece) -> Options:
-        """What a dense kernel is to know beside the pairs."""
+        """Returns the options that a dense kernel needs in addition to the pairs."""
         dropout = self.dropout
         if dropout is not None:
             batch, heads = dropout.batch[piece.batch], dropout.heads[piece.heads[0]]

@@ -1,4 +1,4 @@
-"""Block-sparse attention on Hopper by this project's own kernel, of which ``gluon_blocks_kernel`` says how it works."""
+"""Block-sparse attention on Hopper by this project's own kernel; ``gluon_blocks_kernel`` describes how it works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilated_attention.backends.base import HALVES, Facts, Options
 from dilated_attention.backends.blocks import BlockLists, on_device
 from dilated_attention.backends.blocks_only import BlocksBackend
 
-# a list is long above this many times the mean
+# a list counts as long if it has more than this many times the mean
 _LONG = 4
 
 
@@ -20,11 +20,11 @@ class Launch:
     """How the kernel runs at one head dim.
 
     Args:
-        tile_keys: keys of a tile; a key block may be two tiles.
-        stages: of keys and of values in the ring.
-        programs: a multiprocessor.
-        registers: of a consumer thread, of a thread that loads.
-        maxnreg: of any thread at the start.
+        tile_keys: keys in a tile; a key block may be two tiles.
+        stages: ring stages for keys and for values.
+        programs: programs per multiprocessor.
+        registers: registers of a consumer thread and of a loading thread.
+        maxnreg: register limit of every thread at the start.
     """
 
     tile_keys: int
@@ -34,15 +34,15 @@ class Launch:
     maxnreg: int = 168
 
 
-# H200, random blocks of 128x128, fraction of what is proportional to dense FlashAttention-4 at densities of 50, 10, 5 and 2 %:
+# H200, random blocks of 128x128, speed as a fraction of that in proportion to dense FlashAttention-4, at densities of 50, 10, 5 and 2 %:
 # head dim 128, stages (2, 3): 0.94, 0.87, 0.89, 0.84; (3, 2): 0.95, 0.85, 0.85, 0.75; (2, 2): 0.95, 0.87, 0.85, 0.76;
 # 64, (5, 4): 0.83, 0.85, 0.85, 0.79; (4, 4): 0.81, 0.83, 0.80, 0.76; (5, 4) with 240 registers instead of 232: 0.74, 0.74, 0.74, 0.73.
-# Key tiles of 64, two programs a multiprocessor at head dim 64, and sums of weights kept by thread lose 2 to 15 %.
+# Key tiles of 64, two programs per multiprocessor at head dim 64, and sums of weights kept per thread lose 2 to 15 %.
 LAUNCHES = {64: Launch(128, (5, 4)), 128: Launch(128, (2, 3))}
 
 
 class GluonBlocksBackend(BlocksBackend):
-    """Lists of kept blocks of 128 queries and 64 or 128 keys, forward, head dims 64 and 128, on compute capability 9.0."""
+    """Computes the forward over lists of blocks of 128 queries and 64 or 128 keys, head dims 64 and 128, compute capability 9.0."""
 
     name = "gluon"
     facts = Facts(
@@ -88,9 +88,9 @@ class GluonBlocksBackend(BlocksBackend):
 
 
 def _order(lists: BlockLists, num_batch: int, num_heads: int) -> torch.Tensor | None:
-    """Query blocks of all batch entries and heads, those of long lists first: one that starts last would end long after the rest.
+    """Orders the query blocks of all batch entries and heads, with long lists first: one that starts last would end long after the rest.
 
-    None where lists are of similar length; then the order is that of positions, in which neighbours share keys in the L2 cache.
+    Returns None if lists are of similar length; the order is then that of positions, in which neighbours share keys in the L2 cache.
     """
     key = ("order", num_batch, num_heads)
     if key not in lists.cache:

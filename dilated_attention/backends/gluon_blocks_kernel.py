@@ -1,12 +1,12 @@
-"""The block-sparse forward on Hopper, written in Gluon: one warp that loads by TMA, two warpgroups that multiply and exponentiate.
+"""The block-sparse forward on Hopper, written in Gluon: one warp loads by TMA, and two warpgroups multiply and exponentiate.
 
-A program takes query blocks of 128 rows in turn. Its loading warp walks their lists of key blocks and keeps a ring of key and value tiles
-full, *across query blocks*, so that a block with five key blocks costs five and not five and the filling of a pipeline: what kernels with
-one query block a program lose below 10 % density. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of the next key tile and P·V of the
-last one, and computes the softmax of the next while P·V runs.
+A program processes query blocks of 128 rows in turn. Its loading warp walks their lists of key blocks and keeps a ring of key and value
+tiles full *across query blocks*. So a query block with five key blocks costs five steps, without the time to fill a pipeline, which kernels
+with one query block per program lose below 10 % density. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of the next key tile and P·V
+of the last one, and computes the softmax of the next tile while P·V runs.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 @gluon.jit
 def _decode(index, lists, SHAPE: gl.constexpr):
-    """index → (query block, head, batch entry, first entry of its list, one past the last)."""
+    """index → (query block, head, batch entry, first entry of its list, one past its last entry)."""
     starts_ptr, _, _, _, order_ptr, num_rows, _ = lists
     HEADS: gl.constexpr = SHAPE[0]
     GROUP_BATCH: gl.constexpr = SHAPE[2]
@@ -44,7 +44,7 @@ def _decode(index, lists, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load(desc, smem, full, empty, done, STAGES: gl.constexpr, batch, head, row):
-    """The done-th key or value tile of this program into its stage of the ring."""
+    """Starts to load this program's key or value tile number ``done`` into its stage of the ring."""
     stage = done % STAGES
     mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
@@ -53,9 +53,9 @@ def _load(desc, smem, full, empty, done, STAGES: gl.constexpr, batch, head, row)
 
 @gluon.jit
 def _produce(descs, shared_memory, lists, total, SHAPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """The loading warp: queries of each of the program's blocks, and the key and value tiles of their lists.
+    """The loading warp: loads the queries of each of the program's blocks, and the key and value tiles of their lists.
 
-    SPLIT: key tiles of a block.
+    SPLIT: key tiles per block.
     """
     q_desc, k_desc, v_desc, _ = descs
     q_smem, k_smem, v_smem, _, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared_memory
@@ -66,11 +66,11 @@ def _produce(descs, shared_memory, lists, total, SHAPE: gl.constexpr, STAGES: gl
     round_ = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         row, head, batch, first, last = _decode(index, lists, SHAPE)
-        # a block that keeps nothing loads something, which its consumers hide
+        # a block with an empty list still loads one tile, which its consumers mask
         count = gl.maximum(last - first, 1) * SPLIT
         kv_head = head // GROUP
         last_row = 0
-        # keys go one tile ahead of values, in the order in which they are consumed
+        # keys are loaded one tile ahead of values, in the order of consumption
         for j in range(count + 1):
             if j == 0:
                 mbarrier.wait(q_empty, (round_ & 1) ^ 1)
@@ -91,7 +91,7 @@ def _produce(descs, shared_memory, lists, total, SHAPE: gl.constexpr, STAGES: gl
 
 @gluon.jit
 def _exp2(x):
-    # the instruction that flushes denormals: gl.exp2 spends three more to keep them
+    # this instruction flushes denormals; gl.exp2 spends three more instructions to keep them
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -99,7 +99,7 @@ def _exp2(x):
 def _hide(
     s, j, first, last, lists, first_row, num_keys, TILE_KEYS: gl.constexpr, SPLIT: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr
 ):
-    """−inf at pairs that the j-th tile of the list does not keep. first_row: of this warpgroup in the query block."""
+    """Sets s to −inf at pairs that the j-th tile of the list does not keep. first_row: this warpgroup's first row in the query block."""
     _, columns_ptr, masks_ptr, bits_ptr, _, _, num_entries = lists
     entry = gl.minimum(first + j // SPLIT, num_entries - 1)
     part = j % SPLIT
@@ -128,7 +128,7 @@ def _hide(
 
 @gluon.jit
 def _weights(s, highest, scale_log2):
-    """One step of the online softmax: (weights, new row maximum)."""
+    """Computes one step of the online softmax: (weights, new row maximum)."""
     new = gl.maximum(highest, gl.max(s, 1))
     return _exp2(s * scale_log2 - gl.expand_dims(new * scale_log2, 1)), new
 
@@ -144,10 +144,10 @@ def _consume(
     SHAPE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, TILE_KEYS: gl.constexpr, SPLIT: gl.constexpr,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup PART: 64 rows of each of the program's query blocks.
+    """Consumer warpgroup PART: computes 64 rows of each of the program's query blocks.
 
-    All their key tiles are one pipeline: behind the last tile of a block its P·V runs beside Q·Kᵀ and the softmax of the next block's
-    first, as inside a block.
+    All their key tiles form one pipeline: P·V of the last tile of a block overlaps with Q·Kᵀ and the softmax of the next block's first
+    tile, just as inside a block.
     """
     q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared_memory
     o_desc = descs[3]
@@ -170,7 +170,7 @@ def _consume(
 
     row, head, batch, first, last = _decode(gl.program_id(0), lists, SHAPE)
     mbarrier.wait(q_full, 0)
-    # held in registers, so that the next queries load while these are used
+    # the queries are held in registers, so that the next ones can load while these are used
     q = q_smem.index(PART)._reinterpret(dtype, [64, D], q_shared).load(q_layout)
     fence_async_shared()
     mbarrier.arrive(q_empty, count=1)
@@ -188,7 +188,7 @@ def _consume(
     for index in range(gl.program_id(0), total_blocks, gl.num_programs(0)):
         count = gl.maximum(last - first, 1) * SPLIT
         has_next = index + gl.num_programs(0) < total_blocks
-        # read here, long before it is needed
+        # loaded here, long before it is needed, to hide the latency
         next_index = gl.minimum(index + gl.num_programs(0), total_blocks - 1)
         next_row, next_head, next_batch, next_first, next_last = _decode(next_index, lists, SHAPE)
         o = gl.zeros([64, D], gl.float32, o_layout)
@@ -210,7 +210,7 @@ def _consume(
             weights, highest = _weights(s, highest, scale_log2)
             rescale = _exp2((before - highest) * scale_log2)
             total = total * rescale + gl.sum(weights, 1)
-            # Waiting for the key tile after the next belongs here: its branch, and the new weights passing through the wait for P·V, keep
+            # The wait for the key tile after the next must be here: its branch, and passing the new weights through the wait for P·V, keep
             # LLVM and ptxas from sinking the softmax below that wait, where it would overlap with nothing.
             done += 1
             k_stage = (done + 1) % K_STAGES
@@ -220,7 +220,7 @@ def _consume(
             o = _times(o, rescale)
             p = gl.convert_layout(weights.to(dtype), p_layout)
 
-        # Behind the last block of all, the product of the next one is of whatever lies there, and nobody reads it.
+        # After the program's last block, the product for the next block uses arbitrary data, and its result is never read.
         mbarrier.wait(q_full, (round_ + 1) & 1, pred=has_next)
         q = q_smem.index(PART)._reinterpret(dtype, [64, D], q_shared).load(q_layout)
         fence_async_shared()
@@ -236,7 +236,7 @@ def _consume(
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=has_next)
         s = _hide(s, 0, next_first, next_last, lists, first_row, num_keys, TILE_KEYS, SPLIT, MASKED, RAGGED)
         weights, next_highest = _weights(s, lowest, scale_log2)
-        # a row that keeps nothing is 0 with lse −inf
+        # a row without kept keys is 0 with lse −inf
         some = total > 0
         lse = gl.where(some, highest * scale + gl.log2(total) * 0.6931471805599453, float("-inf"))
         rows = row * 128 + first_row + gl.arange(0, 64, layout=row_layout)
@@ -244,7 +244,7 @@ def _consume(
         gl.store(where, lse, mask=rows < num_queries)
         inverse = gl.where(some, 1.0 / total, 0.0)
         done += 1
-        # the store of the query block before must have read its buffer
+        # the store of the previous query block must have finished reading its buffer
         tma.store_wait(0)
         o, p, weights = warpgroup_mma_wait(0, deps=(o_running, p, weights))
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -272,8 +272,11 @@ def blocks_kernel(
     SHAPE: gl.constexpr, D: gl.constexpr, TILE_KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, RAGGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """SHAPE: (query heads, query heads per key head, list groups per batch entry, per head, whether order_ptr is to be read).
-    STAGES: (of keys, of values). REGISTERS: of a consumer's thread, of the loading warp's."""
+    """Writes out through ``o_desc`` and lse.
+
+    SHAPE: (query heads, query heads per key head, list groups per batch entry, per head, whether to read order_ptr).
+    STAGES: (key stages, value stages). REGISTERS: registers of a consumer thread and of a thread of the loading warp.
+    """
     K_STAGES: gl.constexpr = STAGES[0]
     V_STAGES: gl.constexpr = STAGES[1]
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], q_desc.layout)

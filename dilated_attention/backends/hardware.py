@@ -1,4 +1,4 @@
-"""What a machine can do, as a frozen record made by asking for capabilities – never by a GPU's name."""
+"""What a machine can do, as a frozen record built by querying capabilities, never from a GPU's name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-# key in Hardware.packages → what must be importable
+# key in Hardware.packages → the module that must be importable
 PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
     "flash-attn-2": "flash_attn.flash_attn_interface",
     "xformers": "xformers.ops",
     "triton": "triton",
 }
-# key in Hardware.packages → the distribution whose version is noted; a library loaded by path has none
+# key in Hardware.packages → the distribution whose version is recorded; a library loaded by path has none
 _DISTRIBUTIONS = {
     "flash-attn-4": "flash-attn-4",
     "flash-attn-3": "flash-attn-3",
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = {
     "triton": "triton",
     "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
-# how often it was forgotten what was detected; who keeps answers made from it compares it
+# how often the detected hardware was discarded; caches built from it compare this number
 _generation = 0
 
 
@@ -44,9 +44,9 @@ class Hardware:
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
         packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"``,
             ``"flash-attn-3-fp8"`` and ``"nvidia-cudnn-frontend"``.
-        name: for display, and the device that a table of measured times is for.
-        versions: of torch and the kernel packages as installed, on a CPU also its instruction set. Empty in a record made by
-            hand: no measurement of this machine speaks for it.
+        name: the device's name, for display and for matching tables of measured times.
+        versions: versions of torch and the installed kernel packages, on a CPU also its instruction set. Empty in a record built by
+            hand, to which no measurement of this machine applies.
     """
 
     device_type: str
@@ -73,7 +73,7 @@ class Hardware:
 
 
 def detect(device: torch.device | str | None = None) -> Hardware:
-    """The record of ``device``: by default the current CUDA device if there is one, else the CPU."""
+    """Returns the record of ``device``; the default is the current CUDA device if there is one, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -99,7 +99,7 @@ def _detect(device_type: str, index: int) -> Hardware:
 
 
 def refresh() -> None:
-    """Forget what was detected: call it after installing or loading a kernel library in a running process."""
+    """Discards the detected hardware. Call this after installing or loading a kernel library in a running process."""
     global _generation
     _generation += 1
     _detect.cache_clear()
@@ -111,10 +111,10 @@ def generation() -> int:
 
 def _packages() -> frozenset[str]:
     found = {package for package, module in PACKAGES.items() if _importable(module)}
-    # FlashAttention-3 is known by its registered ops: several packages bring them, none under one name
+    # FlashAttention-3 is detected by its registered ops, since several packages provide them under different names
     if hasattr(torch.ops.flash_attn_3, "fwd") or _importable("flash_attn_interface"):
         found.add("flash-attn-3")
-    # its fp8 kernels are no op of their own: a build without them refuses only when called. fa3-fwd always has them
+    # its fp8 kernels are not separate ops, and a build without them only fails when called; fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
     if _has_cudnn_blocks():
@@ -123,9 +123,9 @@ def _packages() -> frozenset[str]:
 
 
 def _has_cudnn_blocks() -> bool:
-    """cudnn-frontend from 1.32, whose block-sparse kernels are meant. Not imported for it: that loads a libcudnn of its own choice."""
+    """Whether cudnn-frontend ≥ 1.32 with its block-sparse kernels is installed. Does not import it: that would load its own libcudnn."""
     try:
-        # None where a package left its folder of metadata and nothing in it
+        # the version is None where an uninstalled package left an empty metadata folder
         release = (importlib.metadata.version("nvidia-cudnn-frontend") or "").split(".")
         spec = importlib.util.find_spec("cudnn")
         if spec is None or (int(release[0]), int(release[1])) < (1, 32):
@@ -133,7 +133,7 @@ def _has_cudnn_blocks() -> bool:
     except (importlib.metadata.PackageNotFoundError, ImportError, ValueError, IndexError):
         return False
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    # its kernels are written in nvidia-cutlass-dsl
+    # its kernels need nvidia-cutlass-dsl
     return any((folder / "block_sparse_attention" / "__init__.py").is_file() for folder in folders) and _importable("cutlass")
 
 

@@ -1,4 +1,4 @@
-"""Plain torch on every device, dtype and option: what no kernel library takes, and the yardstick of those that do."""
+"""Attention in plain torch for every device, dtype and option: the fallback where no kernel library can, and the reference for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK_BYTES = 32 * 2**20
 
 
 class MathBackend(GatheringBackend):
-    """Scores written out block of rows by block of rows: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
+    """Materialises the scores of one block of rows at a time: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
 
     name = "math"
     facts = Facts(
@@ -36,7 +36,7 @@ class MathBackend(GatheringBackend):
     def raw_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``pairs`` mask more than ``options`` do."""
+        """``forward`` with ``pairs``, a mask of kept pairs in addition to the masks in ``options``."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
         out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
@@ -45,7 +45,7 @@ class MathBackend(GatheringBackend):
         for rows in _row_blocks(q, k):
             s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
             lse_PGL = s_PGLS.logsumexp(-1)
-            # no score that acc holds, so no row without keys and none that takes no part in a backward
+            # acc cannot hold these scores; NaN keeps them apart from −inf (a row without keys) and +inf (an idle row of a backward)
             lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
             if options.dropout is not None:
@@ -92,15 +92,15 @@ class MathBackend(GatheringBackend):
             ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None]) * options.scale
             dq[:, rows] = (ds_PGLS @ k_PGSD).transpose(1, 2)
             dk_PGSD += ds_PGLS.transpose(-1, -2) @ q_PGLD
-        # query heads that share a key/value head add their shares
+        # sums the contributions of the query heads that share a key/value head
         dk, dv = (x.unflatten(1, (K, G // K)).sum(2).transpose(1, 2) for x in (dk_PGSD, dv_PGSD))
         return dq, dk, dv
 
     def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
         q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
-        # neither q · scale nor q · k is larger than a score
+        # scales before or after the product, so that no intermediate result is larger than the score
         s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
-        # beside another key one so far below has the weight 0; −inf is for keys that take no part
+        # a score this low has the weight 0 next to any other key; −inf is reserved for masked keys
         s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:
@@ -116,7 +116,7 @@ class MathBackend(GatheringBackend):
 def band_mask(
     band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)
 ) -> torch.Tensor:
-    """bool (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
+    """Returns a bool mask (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
     difference = torch.arange(num_keys, device=device)[None, :] - torch.arange(num_rows, device=device)[rows, None]
     lowest, highest = band
     allowed = torch.ones_like(difference, dtype=torch.bool)
@@ -142,5 +142,5 @@ def _heads_first(x: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.T
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """A row without keys has scores and lse of −inf; subtracting 0 instead keeps its weights at exp(−inf) = 0."""
+    """Replaces an lse of −inf by 0: a row without keys has scores of −inf, and subtracting 0 keeps its weights at exp(−inf) = 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

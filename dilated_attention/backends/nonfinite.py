@@ -1,15 +1,15 @@
-"""NaN and infinity stay with the rows and keys that they can reach, in both passes of a dense kernel on a CPU.
+"""Confines NaN and infinity to the rows and keys that they can affect, in both passes of a dense kernel on a CPU.
 
-A kernel multiplies the weight 0 of a pair that takes no part by whatever the pair holds, and 0 · NaN is NaN. So a launch whose results
-are not finite is computed again without the numbers that are not, and that result stands wherever those cannot reach. Where row i
-reads key j, that is where the pair takes part,
+A kernel multiplies the weight 0 of a masked pair by whatever the pair holds, and 0 · NaN is NaN. So a launch whose results are not finite
+is computed again without the non-finite numbers, and that result is used wherever those have no effect. Where row i reads key j, that is,
+where the pair is not masked,
 
-    a key makes out and lse of the row NaN; a value is seen in its channel of out;
-    a row with anything that is not finite in q, dout, out, lse, dlse or a key or value that it reads spoils its dq and the key's dk, dv.
+    a non-finite key makes out and lse of the row NaN; a non-finite value shows in its channel of out;
+    a non-finite number in q, dout, out, lse, dlse of the row, or in a key or value that it reads, affects its dq and the key's dk, dv.
 
-A GPU would have to be waited for: there the kernels' own results stand.
+On a GPU the check would have to wait for the device, so the kernels' own results are kept there.
 
-Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L), as of ``Backend``.
+Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L), see ``Backend``.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 from dilated_attention.backends.base import Options, accumulation_dtype
 
 Tensors = tuple[torch.Tensor, ...]
-# a kernel's forward and backward: tensors, options, (for the backward dlse,) pairs
+# a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
 RawForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 RawBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def all_finite(*tensors: torch.Tensor) -> bool:
-    """Whether every element is finite, by one sum a tensor where they are."""
-    # sums of finite numbers may overflow
+    """Whether every element is finite; if so, one sum per tensor usually decides it."""
+    # the sum of finite numbers may overflow, so a non-finite sum needs the full check
     return all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
 
 
 def contained_forward(
     raw: RawForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``raw(q, k, v, options, pairs)``, contained."""
+    """Computes ``raw(q, k, v, options, pairs)`` and confines non-finite numbers."""
     out, lse = raw(q, k, v, options, pairs)
     if q.device.type != "cpu" or all_finite(out, k):
         return out, lse
@@ -45,7 +45,7 @@ def contained_forward(
     if not (bool(bad_k.any()) or bool(bad_v.any())):
         return out, lse
     clean_out, clean_lse = raw(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
-    # a value is seen in its own channel alone
+    # a value only affects its own channel
     out = torch.where(_readers(raw, q, bad_v, options, pairs), out, clean_out)
     spoilt = _readers(raw, q, bad_k, options, pairs)
     return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
@@ -54,17 +54,20 @@ def contained_forward(
 def contained_backward(
     raw: RawBackward, forward: RawForward, tensors: Tensors, options: Options, dlse: torch.Tensor | None, pairs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``raw(*tensors, options, dlse, pairs)``, contained. ``tensors``: dout, q, k, v, out and lse; ``forward`` is the same kernel's."""
+    """Computes ``raw(*tensors, options, dlse, pairs)`` and confines non-finite numbers.
+
+    ``tensors`` are dout, q, k, v, out and lse; ``forward`` is the forward of the same kernel.
+    """
     dout, q, k, v, out, lse = tensors
     dq, dk, dv = raw(*tensors, options, dlse, pairs)
-    # else every row reads every key, and nothing is to be kept apart
+    # without a mask every row reads every key, and there is nothing to confine
     masked = options.causal or pairs is not None or not options.mask.is_trivial
     if q.device.type != "cpu" or not masked or all_finite(dq, dk, dv):
         return dq, dk, dv
     bad_keys = ~(_rows_finite(k) & _rows_finite(v))
     bad_rows = ~(_rows_finite(q) & _rows_finite(dout) & _rows_finite(out))
     of_lse = ~lse.isfinite() if dlse is None else ~(lse.isfinite() & dlse.isfinite())
-    # +inf marks a row that takes no part, so nothing in it reaches anything
+    # +inf marks a row that takes no part, so nothing in it has an effect
     idle = (lse == torch.inf).transpose(1, 2)[..., None]
     bad_rows |= of_lse.transpose(1, 2)[..., None] | _readers(forward, q, bad_keys, options, pairs)
     zeroed, reached_rows = bad_rows | idle, bad_rows & ~idle
@@ -77,7 +80,7 @@ def contained_backward(
     clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
     grads = raw(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
     reached_keys = _read(raw, k, reached_rows, options, pairs)
-    # a row that reads no key, but perhaps zero keys, has no dq
+    # a row that reads no real key (it may read zero keys) has no dq
     reading = _readers(forward, q, torch.ones_like(bad_keys), options, pairs)
     return (
         torch.where(reached_rows & reading, dq, grads[0]),
@@ -87,18 +90,18 @@ def contained_backward(
 
 
 def _without(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """x with zeros ``where``, its last stride 1, as kernels take it."""
+    """Returns a copy of x with zeros ``where``, with last stride 1, as kernels require."""
     return x.clone(memory_format=torch.contiguous_format).masked_fill_(where, 0)
 
 
 def _rows_finite(x: torch.Tensor) -> torch.Tensor:
-    """bool (…, 1): whether all of a row is finite."""
+    """Returns bool (…, 1): whether all elements of a row are finite."""
     return x.isfinite().all(-1, keepdim=True)
 
 
 def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
-    """bool (P, L, G, E): rows that read one of ``keys``, bool (P, S, K, E)."""
-    # equal scores: whatever a row reads has a weight
+    """Returns bool (P, L, G, E): the rows that read one of ``keys``, bool (P, S, K, E)."""
+    # all scores are equal, so every key that a row reads has a nonzero weight
     value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
     found: torch.Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
@@ -106,10 +109,10 @@ def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Opti
 
 
 def _read(raw: RawBackward, k: torch.Tensor, rows: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
-    """bool (P, S, K, 1): keys that one of ``rows``, bool (P, L, G, 1), reads."""
+    """Returns bool (P, S, K, 1): the keys that one of ``rows``, bool (P, L, G, 1), reads."""
     dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
-    # of the other rows the weights are 0
+    # an lse of +inf gives the other rows the weight 0
     lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
     found: torch.Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None), None, pairs)[2] != 0
     return found

@@ -1,7 +1,7 @@
-"""Lists of blocks in the form that flash-attn-4 and flex_attention take: one row of indices a block, padded to the longest.
+"""Block lists in the form that flash-attn-4 and flex_attention take: one row of indices per block, padded to the longest.
 
-A padded table needs rows × longest list: one block that keeps everything (a global one) at a million positions would make it 256 MiB.
-So blocks with long lists and blocks with short ones get tables of their own, in runs of neighbours, and groups are taken some at a time.
+A padded table needs rows × longest list: at a million positions, one block that keeps everything (a global one) would make it 256 MiB.
+So blocks with long lists and blocks with short ones get separate tables, in runs of neighbours, and groups are processed a few at a time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 
 from dilated_attention.backends.blocks import BlockLists
 
-# of one table; all groups together where they fit
+# the largest size of one table; it holds all groups if they fit
 TABLE_BYTES = 128 * 2**20
-# a list is long above this many times the mean
+# a list counts as long if it has more than this many times the mean
 _LONG = 4
 _MOST_RUNS = 8
 
 
 @dataclass(frozen=True)
 class Table:
-    """Lists of blocks [start, end) of one side, of some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
+    """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
 
     Args:
-        heads: the range of list groups' heads; (0, 1) where all heads share one list.
-        partial, full: (counts, indices) int32 of the blocks with a mask of pairs, and of those kept whole.
+        heads: the range of heads; (0, 1) where all heads share one list.
+        partial, full: (counts, indices) int32 of the blocks with a mask of pairs, and of the blocks kept whole.
     """
 
     heads: tuple[int, int]
@@ -38,18 +38,18 @@ class Table:
 
 
 def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[Table, ...]:
-    """Key blocks of every query block.
+    """Returns tables of the key blocks of every query block.
 
     Args:
-        together: heads that share a key head, and so stay in one table.
-        uncut: all query blocks in one table where that is not too large, however unlike their lists are: for a launch that costs
+        together: the number of heads that share a key head and so must stay in one table.
+        uncut: put all query blocks in one table if it is not too large, however different their lists are; for launches that cost
             more than padding.
     """
     return _kept(lists, ("row_tables", together, uncut), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
 
 
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
-    """Query blocks of every key block."""
+    """Returns tables of the query blocks of every key block."""
     by_column = lists.by_column
     return _kept(lists, ("column_tables", together, False), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
 
@@ -57,7 +57,7 @@ def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
 def _kept(
     lists: BlockLists, key: tuple[str, int, bool], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
 ) -> tuple[Table, ...]:
-    """Made once for these lists, which are a frozen record with a place for what is worked out of it."""
+    """Builds the tables once and stores them in the ``cache`` of these lists."""
     found = lists.cache.get(key)
     if found is None:
         found = lists.cache[key] = tuple(_tables(lists, starts, others, masks, blocks, *key[1:]))
@@ -81,7 +81,7 @@ def _tables(
 
 
 def _runs(longest: torch.Tensor) -> list[tuple[int, int]]:
-    """Ranges of neighbours whose lists are alike long, or one range if those are many or nothing is gained."""
+    """Returns ranges of neighbouring blocks with lists of similar length, or one range if there are too many or nothing is gained."""
     lengths = longest.cpu().double()
     blocks = lengths.shape[0]
     if blocks < 64 or float(lengths.max()) <= _LONG * float(lengths.mean()):
@@ -95,7 +95,7 @@ def _table(
     lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int,
     heads: tuple[int, int], start: int, end: int,
 ) -> Table:  # fmt: skip
-    """One table, written by scattering every entry to its place."""
+    """Builds one table by scattering every entry to its place."""
     shape = (lists.num_batch, heads[1] - heads[0], end - start)
     grid = torch.arange(lists.num_batch * lists.num_heads * blocks, device=starts.device).view(lists.num_batch, lists.num_heads, blocks)
     chosen = grid[:, heads[0] : heads[1], start:end].flatten()
@@ -112,10 +112,10 @@ def _table(
 def _side(
     row: torch.Tensor, other: torch.Tensor, kept: torch.Tensor, shape: tuple[int, int, int], most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``most``: blocks that there are on the other side, the widest table that libraries take."""
+    """Builds (counts, indices) of the ``kept`` entries. ``most``: blocks on the other side, the widest table that libraries accept."""
     row, other = row[kept], other[kept]
     counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
-    # widths that differ little share what depends on shapes
+    # rounds the width up, so that similar widths share whatever is compiled per shape
     longest = int(counts.max()) if counts.numel() else 0
     width = max(1, min(-(-longest // 16) * 16, most))
     place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]

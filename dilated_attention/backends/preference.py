@@ -1,12 +1,12 @@
-"""Measured preference: tables of backends in order of time, from this machine's own file or shipped with the package.
+"""Measured preference: tables of backends ordered by time, from this machine's own file or shipped with the package.
 
-A row holds the times of one kind of call: pass, dtype class, head dim, rows of a problem, causal. For a request the row is taken
-whose head dim is the smallest measured one that is not below the request's (kernels round up), else the largest; among those the
-one whose length is nearest by ratio, ties to the longer. An unknown length takes the longest. Pass, dtype class and causal must be
-equal. Lists of blocks have rows of their own. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with
-any of these has none.
+A row holds the times of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses the row whose head dim
+is the smallest measured one not below the request's (kernels round up), else the largest; among those, the row whose length is nearest
+by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must be equal. Block lists
+have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
+has no row.
 
-A table orders and nothing more: whether a backend can is said by its ``why_not``.
+A table only orders backends; whether a backend can compute a request is decided by its ``why_not``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dilated_attention")
 
 FORMAT = 1
-# rates of a shipped table that differ by less say nothing about another machine
+# rates in a shipped table that differ by less than this fraction say nothing about another machine
 _SAME_RATE = 0.03
 RERUN = "python -m dilated_attention bench --tune"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
 _PASSES = ("forward", "backward")
 _SHIPPED = Path(__file__).parent / "shipped"
-# of any number in a table, and of its file
+# the largest number allowed in a table, and the largest size of its file in bytes
 _MOST, _MOST_BYTES = 2**62, 2**26
-# how often tables were forgotten; who keeps answers made from them compares it
+# how often tables were discarded; caches built from them compare this number
 _generation = 0
 
 
 class PreferenceError(ValueError):
-    """A file is no preference table. The text names it, what is wrong, and the way out."""
+    """A file is not a preference table. The message names the file, the fault and the way out."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kind of call and the backends that did it right, fastest first."""
+    """One kind of call and the backends that computed it correctly, fastest first."""
 
     which: str
     dtype: str
@@ -70,7 +70,7 @@ class Row:
     length: int
     causal: bool
     timings: tuple[Timing, ...]
-    # of lists of blocks of 128x128, on the mean ``length`` keys a query; otherwise of dense problems
+    # True: lists of 128x128 blocks, where ``length`` is the mean number of keys per query; False: dense problems
     blocks: bool = False
 
     @property
@@ -80,13 +80,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows with where they come from. ``environment`` is what a measured table holds for (see ``environment``).
+    """Rows and their origin.
 
     Args:
-        architecture: as ``Hardware.architecture``.
-        date: of the measurement, ISO.
-        source: in words, what was measured and how.
-        path: the file it was read from, if any.
+        architecture: see ``Hardware.architecture``.
+        environment: the environment for which a measured table is valid: see the function ``environment``.
+        date: date of the measurement, ISO.
+        source: a description of what was measured and how.
+        path: the file the table was read from, if any.
     """
 
     architecture: str
@@ -97,10 +98,11 @@ class Table:
     path: Path | None = field(default=None, compare=False)
 
     def row_for(self, request: Request) -> Row | None:
-        """The row that speaks for ``request`` (rule: above), or None."""
+        """Returns the row that applies to ``request`` (by the rule in the module docstring), or None."""
         dtype = _DTYPE_CLASSES.get(request.dtype)
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
-        # lists were timed with blocks of 128x128 kept whole, and speak for those with some masked ones too; they say by themselves what is causal
+        # block lists were timed with whole 128x128 blocks; the rows also apply to lists with some masked blocks. The lists contain the
+        # causal mask, so causal rows are not distinguished
         unmeasured |= request.blocks not in (None, (128, 128)) or request.beside_exchange
         if dtype is None or unmeasured or request.precision != "native":
             return None
@@ -125,7 +127,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Backends in order of preference for one request; ``bases`` are (names, what put them there), in the same order."""
+    """Backends in order of preference for one request; ``bases`` are (names, the reason for their place), in the same order."""
 
     bases: tuple[tuple[tuple[str, ...], str], ...]
 
@@ -138,7 +140,7 @@ class Ranking:
 
 
 def environment(hardware: Hardware) -> dict[str, Any]:
-    """All that a measurement here depends on. Other values make another fingerprint, and so another file."""
+    """Returns everything that a measurement on this machine depends on. Other values give another fingerprint, and so another file."""
     return {
         "architecture": hardware.architecture,
         "device": hardware.name or hardware.device_type,
@@ -149,13 +151,13 @@ def environment(hardware: Hardware) -> dict[str, Any]:
 
 
 def fingerprint(hardware: Hardware) -> str:
-    """Short and safe in a file name: the architecture and a hash of ``environment``."""
+    """Returns a short string that is safe in a file name: the architecture and a hash of ``environment``."""
     text = json.dumps(environment(hardware), sort_keys=True)
     return f"{hardware.architecture}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def cache_path(hardware: Hardware) -> Path:
-    """Where this hardware's own table lies: ``$DILATED_ATTENTION_CACHE`` (a folder, or one ``.json`` file), else the user's cache."""
+    """Returns the path of this hardware's own table: ``$DILATED_ATTENTION_CACHE`` (a folder or a ``.json`` file), else the user's cache."""
     named = os.environ.get("DILATED_ATTENTION_CACHE")
     if named and named.endswith(".json"):
         return Path(named).expanduser()
@@ -172,7 +174,7 @@ def _user_cache() -> Path:
 
 
 def refresh() -> None:
-    """Forget all tables; the next choice reads them again."""
+    """Discards all tables; the next choice reads them again."""
     global _generation
     _generation += 1
     measured_here.cache_clear()
@@ -185,12 +187,12 @@ def generation() -> int:
 
 @functools.lru_cache(maxsize=32)
 def measured_here(hardware: Hardware) -> Table | None:
-    """The table measured on this very hardware with these versions, read once; None if there is none.
+    """Returns the table measured on exactly this hardware with these versions, read once; None if there is none.
 
-    A record made by hand (no ``versions``) describes another machine, so no file is looked for.
+    A record built by hand (without ``versions``) describes another machine, so no file is looked up.
 
     Raises:
-        PreferenceError: the file is there and is no table.
+        PreferenceError: the file exists and is not a table.
     """
     if not hardware.versions:
         return None
@@ -200,7 +202,7 @@ def measured_here(hardware: Hardware) -> Table | None:
         if not is_there:
             _tell_of_others(path)
     except (OSError, RuntimeError) as error:
-        # an unreadable folder or an unknown home is no reason to stop a training run
+        # an unreadable folder or an unknown home must not stop a training run
         logger.info("no measured preference: %s", error)
         return None
     table = load(path) if is_there else None
@@ -224,13 +226,13 @@ def _tell_of_others(path: Path) -> None:
 
 @functools.lru_cache(maxsize=32)
 def shipped(architecture: str) -> Table | None:
-    """The table that comes with the package for this architecture; None if none was measured."""
+    """Returns the table shipped with the package for this architecture; None if none was measured."""
     path = _SHIPPED / f"{architecture}.json"
     return load(path) if path.is_file() else None
 
 
 def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
-    """Names by this machine's table, then the shipped one's, then its architecture's, then as registered; each once."""
+    """Ranks each name once: by this machine's table, then the shipped table, the architecture's order and the order of registration."""
     groups: list[tuple[tuple[str, ...], str]] = []
     here = measured_here(request.hardware)
     if here is not None and (row := here.row_for(request)) is not None:
@@ -242,7 +244,7 @@ def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[s
     seen: set[str] = set()
     bases = []
     for names, basis in groups:
-        # a table may name what this release, or a registry of one's own, does not have
+        # a table may name backends that this release, or a custom registry, does not have
         new = tuple(name for name in names if name in registered and name not in seen)
         seen.update(new)
         bases.append((new, basis))
@@ -250,7 +252,7 @@ def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[s
 
 
 def _ranked(row: Row, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
-    """The row's names by rate; among rates that another machine might turn round, in the architecture's order."""
+    """Orders the row's names by rate; rates so close that another machine might reverse them follow the architecture's order."""
     left = sorted(row.timings, key=lambda timing: -timing.tflops)
     names = []
     while left:
@@ -263,7 +265,7 @@ def _ranked(row: Row, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def save(table: Table, path: Path) -> None:
-    """Write ``table`` as JSON, one row a line; a reader sees the old file or the new one, never half of one."""
+    """Writes ``table`` as JSON, one row per line; a reader sees either the old file or the new one, never a partial one."""
     head = {
         "format": FORMAT,
         "architecture": table.architecture,
@@ -290,13 +292,13 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 def load(path: Path) -> Table | None:
-    """The table in ``path``; None, with a log line, if a release with another format wrote it.
+    """Returns the table in ``path``; None, with a log line, if a release with another format wrote it.
 
     Raises:
-        PreferenceError: it cannot be read, or holds no table.
+        PreferenceError: the file cannot be read, or does not hold a table.
     """
     try:
-        # a pipe would be waited for
+        # reading a pipe would block
         if not path.is_file():
             raise _refused(path, "it is no regular file")
         if (size := path.stat().st_size) > _MOST_BYTES:
@@ -314,7 +316,7 @@ def load(path: Path) -> Table | None:
         logger.info("measured preference in %s ignored: format %s, this release reads %s", path, shown(content["format"]), FORMAT)
         return None
     for key, kind in (("format", int), ("architecture", str), ("environment", dict), ("date", str), ("source", str), ("rows", list)):
-        # not isinstance: true is an int
+        # isinstance would accept true as an int
         if type(content.get(key)) is not kind:
             raise _refused(path, f"{key} is {shown(content.get(key))}, expected {kind.__name__}")
     rows = tuple(_row(path, number, row) for number, row in enumerate(content["rows"]))

@@ -1,14 +1,14 @@
-"""8-bit floats (e4m3: 4 exponent and 3 mantissa bits, largest number 448) with one scale a problem and group of heads.
+"""Quantisation to 8-bit floats (e4m3: 4 exponent and 3 mantissa bits, largest number 448), one scale per problem and group of heads.
 
     y = round((x − c) · 448 / amax),    descale = amax / 448,    mean = avg(x − y · descale),    x ≈ mean + y · descale
 
-c is each channel's average over the rows, or 0. Taking a constant out changes no attention: softmax does not see one in its
+c is each channel's average over the rows, or 0. Removing a constant does not change the attention: softmax is invariant to one in its
 scores, and one in the values passes through. So ``restore_`` adds scale·q·mean(k) to lse and mean(v) to out, in float32. The
-mean given back is that of y *as rounded*: after a shift rounding may lean to one side, and what all rows share adds up.
+returned mean is that of y *as rounded*: after a shift, rounding may be biased to one side, and an error common to all rows adds up.
 
-Only finite elements enter c and amax; a NaN or an infinity becomes e4m3's NaN, so it is not lost and spoils no scale.
+Only finite elements enter c and amax. A NaN or an infinity becomes e4m3's NaN, so it is not lost and does not affect a scale.
 
-Shape letters: P problems, L rows, G heads, K scales a problem (groups of G/K neighbouring heads), D head dim.
+Shape letters: P problems, L rows, G heads, K scales per problem (groups of G/K neighbouring heads), D head dim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-# below this amax its reciprocal is no float32: such values are zeros to 8 bits and stay zeros
+# the reciprocal of a smaller amax is not representable in float32; such values become zeros
 SMALLEST_AMAX = 1e-30
 
 
@@ -32,9 +32,9 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
-    """A view x (P, L, G, D), last stride 1, in 8 bits; ``centre`` takes the average out."""
+    """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
     if x.device.type == "cuda":
-        # imported where it runs: not every machine has Triton
+        # imported here, since not every machine has Triton
         from dilated_attention.backends.quantise_triton import quantise_triton
 
         return quantise_triton(x, num_scales, centre=centre)
@@ -42,7 +42,7 @@ def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quant
 
 
 def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
-    """Give out (P, L, G, D) and lse (P, G, L) back what centring took: in place, sums in float32."""
+    """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
     if q.device.type == "cuda":
         from dilated_attention.backends.quantise_triton import restore_triton_
 
@@ -51,18 +51,21 @@ def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torc
 
 
 def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
-    """The definition, in plain torch. ``dtype=torch.float32`` leaves out the rounding, for a test of the kernels interpreted:
-    Triton's interpreter rounds to e4m3 wrongly where a mantissa carries."""
+    """The reference definition of ``quantise`` in plain torch.
+
+    ``dtype=torch.float32`` omits the rounding, for tests of the kernels in Triton's interpreter, which rounds to e4m3 wrongly where a
+    mantissa carries.
+    """
     P, L, G, D = x.shape
     groups = x.reshape(P, L, num_scales, G // num_scales, D).float()
     finite = groups.abs() < torch.inf
     average = torch.where(finite, groups, 0.0).mean(dim=(1, 3)) if centre else groups.new_zeros(P, num_scales, D)
     groups = groups - average[:, None, :, None, :]
     amax = torch.where(finite, groups.abs(), 0.0).amax(dim=(1, 3, 4)).clamp_min(SMALLEST_AMAX)
-    # not E4M3_MAX / amax, which torch rounds twice: 448 · (1 / amax)
+    # E4M3_MAX / amax with a Python number would round twice: torch computes 448 · (1 / amax)
     factor = torch.full_like(amax, E4M3_MAX) / amax
     descale = amax / E4M3_MAX
-    # rounding may carry the largest element past 448, and torch's cast makes NaN of what lies too far beyond
+    # rounding may carry the largest element past 448, and torch's cast turns values too far beyond it into NaN
     scaled = (groups * factor[:, None, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     y = torch.where(finite, scaled, torch.nan).to(dtype)
     left = torch.where(finite, y.float(), 0.0).mean(dim=(1, 3)) * descale[:, :, None]
@@ -70,7 +73,7 @@ def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dt
 
 
 def restore_torch_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
-    """The definition, in plain torch."""
+    """The reference definition of ``restore_`` in plain torch."""
     P, L, G, D = q.shape
     K = k_mean.shape[1]
     q = q.reshape(P, L, K, G // K, D)

@@ -1,9 +1,9 @@
-"""``quantise`` and ``restore_`` as Triton kernels: strided views are read as they lie, nothing but the result is written.
+"""``quantise`` and ``restore_`` as Triton kernels, which read strided views in place and write nothing but the result.
 
-Quantising reads x twice: for the range of every channel, then to write y. (Both reads by one program, in the hope of finding the
-second in L2, took 3 to 8 % longer on an H200 with 2048 rows a problem.)
+Quantising reads x twice: first for the range of every channel, then to write y. (Doing both reads in one program, in the hope that the
+second hits L2, took 3 to 8 % longer on an H200 with 2048 rows per problem.)
 
-A row is a position and a head of the scale's group. Rows are cut into chunks, one program each.
+A row is a position and a head of the scale's group. Rows are split into chunks, with one program per chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from dilated_attention.backends.quantise import E4M3, E4M3_MAX, SMALLEST_AMAX, Quantised
 
-# elements a tile, 32 a thread: three sums of that size are held in registers
+# elements per tile, 32 per thread; three accumulators of that size are held in registers
 _TILE = 4096
 _WARPS = 4
 _CHUNK_TILES = 16
@@ -25,7 +25,7 @@ def _range_kernel(  # type: ignore[no-untyped-def]
     x, ranges, s_P, s_L, s_G, rows, chunk_rows, chunks, K,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """ranges (P·K, chunks, 3, D): sum, largest and smallest finite element of each channel in each chunk."""
+    """Writes ranges (P·K, chunks, 3, D): sum, largest and smallest finite element of each channel in each chunk."""
     chunk = tl.program_id(0) % chunks
     scale = tl.program_id(0) // chunks
     # 64 bits: a view of a long sequence spans more than 2^31 elements
@@ -56,7 +56,7 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     ranges, factor, descale, mean, rows, chunks, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     CENTRE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """factor and descale (P·K), mean (P·K, D) from the chunks' ranges."""
+    """Computes factor and descale (P·K), and mean (P·K, D), from the chunks' ranges."""
     scale = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
@@ -76,7 +76,7 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     # a channel without a finite element has high < low
     size = tl.where(high < low, 0.0, tl.maximum(high - centre, centre - low))
     amax = tl.maximum(tl.max(size, 0), SMALLEST)
-    # rounded correctly: an approximate quotient moves every tie of x to the same side
+    # the quotient must be correctly rounded: an approximate one moves every tie of x to the same side
     tl.store(factor + scale, tl.div_rn(tl.zeros_like(amax) + LARGEST, amax))
     tl.store(descale + scale, tl.div_rn(amax, tl.zeros_like(amax) + LARGEST))
 
@@ -86,7 +86,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     x, y, sums, factor, mean, s_P, s_L, s_G, rows, chunk_rows, chunks, K, LARGEST: tl.constexpr, CENTRE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """y, and of what is centred sums (P·K, chunks, D): of y as rounded."""
+    """Writes y, and with CENTRE sums (P·K, chunks, D) of y as rounded."""
     chunk = tl.program_id(0) % chunks
     scale = tl.program_id(0) // chunks
     problem, group = (scale // K).to(tl.int64), (scale % K).to(tl.int64)
@@ -160,7 +160,7 @@ def quantise_triton(x: torch.Tensor, num_scales: int, *, centre: bool = False, d
     ranges, factor, descale, mean = floats(problems, chunks, 3, D), floats(problems), floats(problems, 1), floats(problems, D)
     reduce = {"D": D, "BLOCK_D": shape["BLOCK_D"], "BLOCK_C": max(1, _TILE // shape["BLOCK_D"])}
     sums = floats(problems, chunks, D) if centre else ranges
-    # Triton launches on the current device, which need not be x's
+    # Triton launches on the current device, which may differ from x's
     with torch.cuda.device_of(x):
         _range_kernel[programs](x, ranges, *x.stride()[:3], *cut, num_scales, **shape)
         _scale_kernel[(problems,)](ranges, factor, descale, mean, rows, chunks, E4M3_MAX, SMALLEST_AMAX, centre, **reduce)
@@ -181,7 +181,7 @@ def restore_triton_(
 
 
 def _cut(x: torch.Tensor, num_scales: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
-    """(grid, (rows, rows a chunk, chunks), constants) of a launch over x."""
+    """Returns (grid, (rows, rows per chunk, chunks), constants) of a launch over x."""
     P, L, G, D = x.shape
     group = G // num_scales
     rows = L * group

@@ -1,4 +1,4 @@
-"""torch's own CPU flash attention, through the aten op that returns lse and takes it back."""
+"""torch's own CPU flash attention, through the aten ops that return lse and accept it in the backward."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MATH = MathBackend()
 class SdpaCpuBackend(GatheringBackend):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
 
-    The op's traps, each guarded here and tested: no keys at all kills the process; a last stride ≠ 1 is silently wrong; a row
-    without keys gets lse 0, and so does one whose scores are all NaN, with out 0; masks must be additive and of q's dtype; q · k and
-    sums of values overflow where scores and outputs do not. What may be one of the last three is left to ``MathBackend``.
+    The op has pitfalls, each guarded here and tested: a call without any keys kills the process; a last stride ≠ 1 is silently wrong;
+    masks must be additive and of q's dtype; a row without keys gets lse 0, and so does a row whose scores are all NaN, with out 0; q · k
+    and sums of values overflow where scores and outputs do not. Rows that may be affected by the last three are left to ``MathBackend``.
     """
 
     name = "sdpa_cpu"
@@ -36,7 +36,7 @@ class SdpaCpuBackend(GatheringBackend):
     def raw_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``pairs`` take the place of a mask in ``options``."""
+        """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         if pairs is None:
             bias, empty_PL = additive_bias(q, k, options)
@@ -47,12 +47,12 @@ class SdpaCpuBackend(GatheringBackend):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
         out, lse = clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
-        # of a single key without a score, or of NaN
+        # lse 0 may come from a single key with the score 0, or from NaN scores
         doubtful = lse == 0
         spoilt = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
         if bool((doubtful | spoilt).any()):
             exact_out, exact_lse = _MATH.raw_forward(q, k, v, options, pairs)
-            # where keys or values are not finite, they are what spoils a row, which is to be seen
+            # if keys or values are not finite, they are the cause of a non-finite row, which must stay visible
             doubtful |= spoilt & all_finite(k, v)
             out = torch.where(doubtful.transpose(1, 2)[..., None], exact_out, out)
             lse = torch.where(doubtful, exact_lse, lse)
@@ -84,5 +84,5 @@ class SdpaCpuBackend(GatheringBackend):
 
 
 def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """bool (P, L or 1, S) as (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
+    """Converts bool (P, L or 1, S) to a bias (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
     return torch.where(pairs, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))[:, None]

@@ -1,4 +1,4 @@
-"""torch's own CUDA attention kernels, through the aten ops that return lse and take it back.
+"""torch's own CUDA attention kernels, through the aten ops that return lse and accept it in the backward.
 
 Three backends: FlashAttention-2 as torch bundles it, cuDNN, and the memory-efficient kernel (float32 and old GPUs).
 """
@@ -12,14 +12,14 @@ from dilated_attention.backends.masks import additive_bias, clear_empty_rows, wi
 from dilated_attention.backends.math import MathBackend
 
 _MATH = MathBackend()
-# the launch grids put the batch in a dimension of 16 bits
+# the launch grids put the batch in a 16-bit dimension
 _MAX_GRID = 65_535
 
 
 class SdpaFlashBackend(Backend):
-    """``aten::_flash_attention_forward`` / ``_backward``: takes (B, S, H, D) as it lies, windows and grouped heads.
+    """``aten::_flash_attention_forward`` / ``_backward``: takes (B, S, H, D) without a copy, windows and grouped heads.
 
-    Its backward has no argument for determinism: only torch.use_deterministic_algorithms(True) makes it repeat.
+    Its backward has no argument for determinism: only torch.use_deterministic_algorithms(True) makes it reproducible.
     """
 
     name = "sdpa_flash"
@@ -98,8 +98,8 @@ class SdpaFlashBackend(Backend):
 class SdpaCudnnBackend(Backend):
     """``aten::_scaled_dot_product_cudnn_attention`` and its backward.
 
-    Never given a mask (NaN gradients, pytorch #196678), never chosen for deterministic gradients before cuDNN 9.25 (a workspace
-    quadratic in N). It refuses a single key, which is no softmax anyway and computed here in plain torch.
+    It is never given a mask (NaN gradients, pytorch #196678) and never chosen for deterministic gradients before cuDNN 9.25 (a workspace
+    quadratic in N). It refuses a single key, for which no softmax is needed; that case is computed in plain torch.
     """
 
     name = "sdpa_cudnn"
@@ -110,7 +110,7 @@ class SdpaCudnnBackend(Backend):
         head_dim_multiple=8,
         max_head_dim=128,
         max_batch=_MAX_GRID,
-        # not known to be safe on several streams at once
+        # it is not known whether it is safe on several streams at once
         concurrent=False,
         source="H200, torch 2.11, cuDNN 9.19: 460/440 TFLOP/s forward/backward at D = 64, 640/530 at 128",
     )
@@ -149,8 +149,8 @@ class SdpaCudnnBackend(Backend):
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        # torch keeps one plan for all calls of equal q, k and v, whatever the strides of out that it was built for; so out always has
-        # those of its shape. (The likely cause of an illegal memory access seen on torch 2.11.)
+        # torch caches one plan for all calls with equal q, k and v layouts, whatever the strides of out for which it was built; so out is
+        # always made contiguous. (This is the likely cause of an illegal memory access seen on torch 2.11.)
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out.contiguous()))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
@@ -170,10 +170,10 @@ class SdpaCudnnBackend(Backend):
 
 
 class SdpaEfficientBackend(Backend):
-    """``aten::_scaled_dot_product_efficient_attention`` and its backward: float32 on GPUs, masks, and GPUs before Ampere.
+    """``aten::_scaled_dot_product_efficient_attention`` and its backward: for float32 on GPUs, masks, and GPUs before Ampere.
 
-    It knows no grouped heads (keys and values are repeated for their query heads here, a copy), pads lse to a multiple of 32
-    rows, and is silently wrong where offsets pass 2³¹ elements, which is why it declares that limit.
+    It does not support grouped heads (keys and values are copied for each of their query heads here), pads lse to a multiple of 32
+    rows, and is silently wrong where offsets exceed 2³¹ elements, so ``facts`` declares that limit.
     """
 
     name = "sdpa_efficient"
@@ -236,7 +236,7 @@ class SdpaEfficientBackend(Backend):
         )
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
         if K != G:
-            # shares of the query heads that read one key/value head, summed in float32
+            # sums the contributions of the query heads that read one key/value head, in float32
             dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
 

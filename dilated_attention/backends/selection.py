@@ -1,6 +1,6 @@
-"""The registry of kernel libraries, and which one is taken.
+"""The registry of kernel libraries, and the choice among them.
 
-Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by handing in
+Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by passing
 another ``Hardware``.
 """
 
@@ -17,10 +17,10 @@ from dilated_attention.pattern.checks import shown
 logger = logging.getLogger("dilated_attention")
 
 _MOST_ANSWERS = 4096
-# a name that ``backend=`` takes beside those of kernel libraries: pairs that nested branches share are visited once, by a kernel
-# of the engine itself; all else by the preferred library
+# a name that ``backend=`` accepts in addition to those of kernel libraries: an engine kernel visits the pairs that nested branches share
+# once; the preferred library computes the rest
 NESTED = "nested"
-# that kernel, as a kernel library declares itself
+# the facts of that kernel, declared as for a kernel library
 NESTED_FACTS = Facts(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,
@@ -34,24 +34,24 @@ NESTED_FACTS = Facts(
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend asked for by name cannot do the work, or none can. The text lists every reason and who could."""
+    """The named backend cannot do the work, or no backend can. The message lists every reason and the backends that could."""
 
 
 class Registry:
-    """The one ordered table: backends by name, and their order of preference by measurement, else by architecture."""
+    """The single ordered table: backends by name, and their order of preference by measurement, else by architecture."""
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._families: dict[str, tuple[str, ...]] = {}
-        # by architecture and kind of request
+        # the orders, by architecture and kind of request
         self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
-        # a training step asks the same few questions over and over
+        # caches answers, since a training step repeats the same few requests
         self._answers: dict[Hashable, Any] = {}
         self._generation = _generation()
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
-        """Add a backend; ``family`` is a name that stands for the first usable of several (``"sdpa"``)."""
+        """Adds a backend; ``family`` is a name that stands for the first usable of several backends (``"sdpa"``)."""
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
             raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
         self._backends[backend.name] = backend
@@ -60,7 +60,10 @@ class Registry:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
     def set_order(self, architecture: str, names: tuple[str, ...], *, kind: str = "dense") -> None:
-        """``kind``: of requests, as ``Request.kind``; ``"blocks beside an exchange"`` follows ``"blocks"`` where it has no order."""
+        """Sets the order of an architecture for requests of ``kind`` (see ``Request.kind``).
+
+        ``"blocks beside an exchange"`` uses the order of ``"blocks"`` if it has none.
+        """
         self._orders[architecture, kind] = names
         self._answers.clear()
 
@@ -68,18 +71,18 @@ class Registry:
         return tuple(self._backends)
 
     def choices(self) -> tuple[str, ...]:
-        """What ``backend=`` accepts."""
+        """Returns the names that ``backend=`` accepts."""
         return ("auto", *self._families, *self._backends, NESTED)
 
     def get(self, name: str) -> Backend:
         return self._backends[name]
 
     def order(self, request: Request) -> tuple[str, ...]:
-        """All names in order of preference for this request."""
+        """Returns all names in order of preference for this request."""
         return self.ranking(request).names
 
     def ranking(self, request: Request) -> preference.Ranking:
-        """``order`` with what put each name in its place: a table measured here, the shipped one, or the architecture's order."""
+        """Returns ``order`` with the reason for each name's place: a table measured here, the shipped one, or the architecture's order."""
         hardware = request.hardware
         places = [hardware.architecture]
         if hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
@@ -90,7 +93,7 @@ class Registry:
         return preference.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:
-        """(name, reasons against it) in order of preference."""
+        """Returns (name, reasons against it) in order of preference."""
         return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
 
     def check_name(self, name: object) -> None:
@@ -100,10 +103,10 @@ class Registry:
             raise ValueError(f"backend is {shown(name)}; expected one of {', '.join(self.choices())}")
 
     def select(self, request: Request, name: str = "auto") -> Backend:
-        """The preferred backend that can, or the one asked for by name – never another in its place.
+        """Returns the preferred backend that can compute the request, or the named backend; it never replaces a named one.
 
         Raises:
-            BackendUnavailable: the named one (or, for ``"auto"``, every one) cannot; with all reasons.
+            BackendUnavailable: the named backend (for ``"auto"``: every backend) cannot; the message lists all reasons.
         """
         known: Backend | None = self.answers().get((request, name))
         if known is not None:
@@ -123,9 +126,9 @@ class Registry:
         raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
 
     def answers(self) -> dict[Hashable, Any]:
-        """What was decided from this table, by all that was asked: of ``select``, and whole calls of the engine.
+        """Returns the cache of decisions made from this table: those of ``select``, and whole calls of the engine.
 
-        Empty after a change of this table, of the measured ones, or of what was detected of the hardware.
+        It is emptied when this table, the measured tables or the detected hardware change.
         """
         if self._generation != (generation := _generation()):
             self._answers.clear()
@@ -138,14 +141,14 @@ class Registry:
         self._answers[asked] = answer
 
     def tell_once(self, line: str) -> None:
-        """Log a choice the first time it is made."""
+        """Logs a choice the first time it is made."""
         if line not in self._told:
             self._told.add(line)
             logger.info(line)
 
 
 def _generation() -> int:
-    # both only grow
+    # both numbers only grow, so their sum changes with either
     return preference.generation() + hardware.generation()
 
 

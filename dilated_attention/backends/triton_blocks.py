@@ -1,6 +1,6 @@
-"""Lists of kept blocks by this project's own Triton kernels: any GPU that Triton compiles for, any head dim, masks of single pairs.
+"""Block lists by this project's own Triton kernels: for any GPU that Triton supports, any head dim, and masks of single pairs.
 
-Nothing is gathered or transposed: the kernels read q, k, v as they lie. Nothing is added with atomics: gradients are the same in every run.
+Nothing is gathered or transposed: the kernels read q, k, v in place. No atomics are used, so gradients are the same in every run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dilated_attention.backends.base import HALVES, Facts, Options, Request
 from dilated_attention.backends.blocks import BLOCK_SIZES, BlockLists, on_device
 from dilated_attention.backends.blocks_only import BlocksBackend
 
-# programs that a GPU runs at a time, roughly; what counts as a long list does not depend on more
+# roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
 _PROGRAMS = 128
 # keys of lists.cache
 _ROWS, _COLUMNS = "triton rows", "triton columns"
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
-# the smallest scale that the forward kernel takes: 0 times the −inf of a masked pair would be NaN
+# the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys that a program takes at a time, cut to the lists' blocks; warps of a program; loads in flight."""
+    """Queries and keys that a program processes at a time (at most a block of the lists), warps of a program, and loads in flight."""
 
     rows: int
     keys: int
@@ -34,26 +34,27 @@ class Tile:
     stages: int
 
     def cut(self, lists: BlockLists) -> tuple[int, int, int, int]:
-        """(query block, key block, queries, keys), as the kernels take it."""
+        """Returns (query block, key block, queries, keys), the kernels' WALK."""
         return lists.q_block, lists.k_block, min(self.rows, lists.q_block), min(self.keys, lists.k_block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """One tile for each kernel: rows and keys powers of two, keys at least 32, rows at least 16."""
+    """One tile for each kernel. Rows and keys are powers of two; keys are at least 32, rows at least 16."""
 
     forward: Tile
     dq: Tile
     dkdv: Tile
 
 
-# By (dtype class, shared memory, head dim rounded up): "large" has 227 KiB for a program (sm_90, sm_100), "medium" 163 (sm_80, sm_87),
-# "small" 99 (sm_86, sm_89, sm_120). Timed on an H200 for half precision at 64 and 128, random blocks of 128x128 at 10 %, ms of forward as
-# fraction of proportional, dq and dkdv as ms: 128: 0.66, 2.16, 3.89 (forward 128x128x8x2: 0.61, dq 128x64x8x2: 2.53, dkdv 64x128x8x2: 4.05);
-# 64: 0.77, 4.18, 6.82 (forward 128x128x8x2: 0.56, dq 128x64x8x3: 5.51, dkdv 64x128x8x2: 9.62). Of the kernels before their last change.
-# The others are chosen by what ptxas 12.8 makes of them, no or few registers spilled, and not timed.
-# Hopper at 64: two programs a multiprocessor, so that one's softmax runs beside the other's products. mma.sync (sm_80) at 64: around
-# the branch for masks every operand is held in registers, which 64 rows in dkdv do not fit.
+# By (dtype class, shared memory, head dim rounded up): "large" has 227 KiB per program (sm_90, sm_100), "medium" 163 (sm_80, sm_87),
+# "small" 99 (sm_86, sm_89, sm_120). Timed on an H200 for half precision at 64 and 128 with random blocks of 128x128 at 10 %; the forward
+# as a fraction of the proportional speed, dq and dkdv in ms:
+# 128: 0.66, 2.16, 3.89 (forward 128x128x8x2: 0.61, dq 128x64x8x2: 2.53, dkdv 64x128x8x2: 4.05);
+# 64: 0.77, 4.18, 6.82 (forward 128x128x8x2: 0.56, dq 128x64x8x3: 5.51, dkdv 64x128x8x2: 9.62).
+# These times are of the kernels before their last change. The other entries were chosen by the output of ptxas 12.8 (no or few spilled
+# registers) and not timed. Hopper at 64 runs two programs per multiprocessor, so that the softmax of one overlaps with the products of the
+# other. With mma.sync (sm_80) at 64, every operand is held in registers around the branch for masks, and 64 rows in dkdv do not fit.
 _SMALL_64 = Tuning(forward=Tile(128, 64, 4, 3), dq=Tile(64, 64, 4, 3), dkdv=Tile(32, 128, 8, 2))
 _FLOAT_64 = Tuning(forward=Tile(64, 64, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
 _FLOAT_128 = Tuning(forward=Tile(64, 32, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(64, 32, 8, 2))
@@ -80,7 +81,7 @@ _TUNINGS = {
 
 
 def default_tuning(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Tuning:
-    """``capability`` None (the interpreter) counts as Hopper."""
+    """Returns the tiles for this dtype, head dim and GPU; a ``capability`` of None (the interpreter) counts as Hopper."""
     kind = "float" if dtype is torch.float32 else "half"
     size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return _TUNINGS[kind, _shared_memory(capability), size]
@@ -93,10 +94,10 @@ def _shared_memory(capability: tuple[int, int] | None) -> str:
 
 
 class TritonBlocksBackend(BlocksBackend):
-    """Block-sparse attention alone; dense problems have better kernels.
+    """Computes only block-sparse attention; dense problems have better kernels.
 
-    The backward pass recomputes the scores twice, for dq by query blocks and for dk and dv by key blocks: 7 products in place of 5,
-    for no atomics. A row or column of many blocks is one program's work; such are started first.
+    The backward pass recomputes the scores twice, for dq by query blocks and for dk and dv by key blocks: 7 products instead of 5,
+    which avoids atomics. One program computes a whole row or column of blocks; the longest ones are started first.
     """
 
     name = "triton"
@@ -144,7 +145,7 @@ class TritonBlocksBackend(BlocksBackend):
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, *, tuning: Tuning | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the kept pairs.
+    """Computes the softmax attention over the kept pairs.
 
     Args:
         q, k, v: (B, Nq, H, D), (B, Nk, K, D) twice; float16, bfloat16 or float32, D ≤ 256, any strides with the last one 1.
@@ -190,7 +191,7 @@ def backward(
     *,
     tuning: Tuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shares of the kept pairs in the gradients of a softmax of which they may be a part.
+    """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
     Args:
         dout, out: (B, Nq, H, D); out and lse are those of the whole softmax.
@@ -245,12 +246,14 @@ def backward(
 
 @dataclass(frozen=True)
 class Order:
-    """In which order programs take the lists: longest first, by steps of a quarter of the mean, so that equal neighbours stay together.
+    """The order in which programs process the lists: longest first.
+
+    Lengths are compared in steps of a quarter of the mean, so that neighbours of similar length stay together.
 
     Args:
         places: (groups, lists) int32, each group's lists in their order.
-        heavy: () int32, how many of them all heads take before any head goes on: those that would outlast all the rest if the last
-            head began with them when its turn comes.
+        heavy: () int32, the number of lists that all heads process before any head continues with the rest: lists so long that they would
+            finish after everything else if the last head only began with them in its turn.
     """
 
     places: torch.Tensor
@@ -258,7 +261,7 @@ class Order:
 
 
 def row_order(lists: BlockLists) -> Order:
-    """Of the query blocks' lists, by group; made once."""
+    """Returns the order of the query blocks' lists, by group; computed once."""
     if _ROWS not in lists.cache:
         lists.cache[_ROWS] = _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows))
     found: Order = lists.cache[_ROWS]
@@ -266,7 +269,7 @@ def row_order(lists: BlockLists) -> Order:
 
 
 def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
-    """Of the key blocks' lists, by batch entry and key head, whose program takes those of all its query heads; made once."""
+    """Returns the order of the key blocks' lists by batch entry and key head, whose program covers all its query heads; computed once."""
     members = heads_per_key_head if lists.num_heads > 1 else 1
     key = (_COLUMNS, members)
     if key not in lists.cache:
@@ -285,7 +288,10 @@ def _order(counts: torch.Tensor) -> Order:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What all kernels are told in the same way. ``steps`` of a batch entry and a head in the groups of lists, and of a key head."""
+    """The arguments that all kernels share.
+
+    ``steps`` are the strides of a batch entry and a head in the groups of lists; ``key_steps`` are those of a batch entry and a key head.
+    """
 
     masks: tuple[torch.Tensor | None, ...]
     padding_strides: tuple[int, int]
@@ -324,9 +330,9 @@ def _tuning_for(q: torch.Tensor) -> Tuning:
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, list[int]]:
-    """(align, strides of batch, token and head of each in units of align): a power of two up to 16 that all are multiples of.
+    """Returns (align, strides of batch, token and head of each tensor in units of align).
 
-    A kernel that is told so loads 16 bytes at a time.
+    align is a power of two up to 16 that divides all strides. A kernel that knows it can load 16 bytes at a time.
     """
     strides = [0 if size == 1 else stride for x in tensors for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     align = math.gcd(16, *strides)
@@ -338,5 +344,5 @@ def _wide(strides: list[int], align: int) -> bool:
 
 
 def _by_token(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Strides of (B, H, N) as those of batch, token, head."""
+    """Reorders the strides of (B, H, N) as batch, token, head."""
     return strides[0], strides[2], strides[1]

@@ -1,20 +1,20 @@
-"""Attention over lists of kept blocks as Triton kernels: forward, what the backward pass needs of every row, dq, and dk with dv.
+"""Triton kernels of attention over block lists: the forward, the row statistics for the backward, dq, and dk with dv.
 
     out_i = Σ_j exp(s_ij) v_j / Σ_j exp(s_ij)        s_ij = scale · q_i·k_j, j over the kept pairs of row i
     p_ij = exp(s_ij − lse_i)        ds_ij = p_ij (dout_i·v_j − δ_i)        δ_i = dout_i·out_i − dlse_i
     dq_i = scale Σ_j ds_ij k_j        dk_j = scale Σ_i ds_ij q_i        dv_j = Σ_i p_ij dout_i
 
-A program takes a tile of ROWS queries (or KEYS keys) inside one block and walks the blocks that its list keeps, KEYS keys (ROWS
+A program computes a tile of ROWS queries (or KEYS keys) inside one block and loops over the blocks in its list, KEYS keys (ROWS
 queries) at a time. No two programs write the same element, so results are the same in every run.
 
-One loop walks full and masked blocks in the order of the list. The test for a mask is one branch that a whole program takes or
-not; two loops would drain and refill the pipeline of loads in between, which rows of few blocks cannot afford.
+A single loop visits full and masked blocks in the order of the list. The test for a mask is a branch that is uniform over the program;
+two loops would drain and refill the pipeline of loads in between, which is too expensive for rows with few blocks.
 
-``WALK`` (queries' block, keys' block, ROWS, KEYS), ``MASKS`` 0 none · 1 interval · 2 bits. Strides are multiples of ``ALIGN``
-elements, those within a tile are counted in 64 bits where ``WIDE``; positions in 32, addresses of blocks in 64.
+``WALK`` is (query block, key block, ROWS, KEYS); ``MASKS`` is 0 none · 1 interval · 2 bits. Strides are in units of ``ALIGN`` elements;
+offsets within a tile use 64 bits if ``WIDE``. Positions use 32 bits, addresses of blocks 64.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# below every score, and finite: a row without a key so far has differences without NaN
+# below every score but finite, so that differences are not NaN in a row without keys so far
 LOWEST = tl.constexpr(-1e30)
 
-# sizes and strides vary from call to call, and a 1 among them would be compiled in
+# sizes and strides vary between calls; Triton would otherwise specialise the kernel for a value of 1
 _VARYING = [
     *(f"{x}_{stride}" for x in ("q", "k", "v", "out", "dout", "lse", "dlse") for stride in ("batch", "token", "head")),
     *("num_queries", "num_keys", "num_lists", "num_pairs", "num_heads", "list_batch", "list_head", "order_batch", "order_head"),
@@ -36,8 +36,10 @@ _VARYING = [
 
 @triton.jit
 def _position(heavy_ptr, num_lists, num_pairs, PARTS: tl.constexpr):
-    """(part of a block, (batch, head) pair, place in the order of its lists): the longest lists of all pairs come first, then pair after
-    pair, whose programs share keys in the cache."""
+    """Returns (part of a block, (batch, head) pair, place in the order of its lists).
+
+    The longest lists of all pairs come first, then one pair after the other, since the programs of a pair share keys in the cache.
+    """
     item = tl.program_id(0) // PARTS
     heavy = tl.load(heavy_ptr)
     late = item - heavy * num_pairs
@@ -50,7 +52,7 @@ def _position(heavy_ptr, num_lists, num_pairs, PARTS: tl.constexpr):
 @triton.jit
 def _rows(x_ptr, first, token, end, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
           ALIGN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Rows first … first + COUNT − 1 of x, (COUNT, BLOCK_D), zero from row ``end`` and channel D on."""
+    """Loads rows first … first + COUNT − 1 of x, (COUNT, BLOCK_D), with zeros from row ``end`` and channel D on."""
     n = tl.arange(0, COUNT)
     d = tl.arange(0, BLOCK_D)
     n_far = n.to(tl.int64) if WIDE else n
@@ -76,18 +78,17 @@ def _first(list_ptr, start, end):
 
 @triton.jit
 def _next(list_ptr, step, end, SUBS: tl.constexpr):
-    """The block of step + 1, asked for a step ahead: loads of tiles would wait for it, and the pipeliner be a stage short."""
+    """Loads the block of step + 1 one step ahead; otherwise loads of tiles would wait for it and the pipeline would lose a stage."""
     return tl.load(list_ptr + tl.minimum((step + 1) // SUBS, end - 1))
 
 
 @triton.jit
 def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys,
           WALK: tl.constexpr, MASKS: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """Which pairs of a tile are kept, (ROWS, KEYS) or transposed: tile (part, sub) of a block whose mask is number ``mask``, none if
-    negative."""
+    """Returns which pairs of tile (part, sub) of a block are kept, (ROWS, KEYS) or transposed. A negative ``mask`` index means no mask."""
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
-    # positions in the tile along its two dimensions; the other dimension of each is 1
+    # positions along the tile's two dimensions, broadcastable to the tile
     row = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
     key = tl.arange(0, KEYS)[:, None] if TRANSPOSED else tl.arange(0, KEYS)[None, :]
     kept = first_key + key < num_keys
@@ -119,7 +120,10 @@ def forward_kernel(
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr, NEGATIVE: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Nq, H, D) dense, lse (B, H, Nq); one program takes ROWS queries of a (batch, head). ``scale`` ≥ 0; NEGATIVE: of −s."""
+    """Writes out (B, Nq, H, D), dense, and lse (B, H, Nq). Each program computes ROWS queries of a (batch, head).
+
+    ``scale`` ≥ 0; with NEGATIVE it multiplies −q·k.
+    """
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
     SUBS: tl.constexpr = WALK[1] // KEYS
@@ -190,7 +194,7 @@ def rows_kernel(
     num_queries, num_lists, num_heads,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """offset and delta (B, H, num_lists · ROWS): lse · log2 e and δ; +inf and 0 of rows that take no part and beyond the end."""
+    """Writes offset = lse · log2 e and delta = δ, (B, H, num_lists · ROWS); +inf and 0 for rows that take no part or are past the end."""
     block = tl.program_id(0) % num_lists
     pair = tl.program_id(0) // num_lists
     batch = pair // num_heads
@@ -226,7 +230,7 @@ def dq_kernel(
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, Nq, H, D) dense; programs as in ``forward_kernel``."""
+    """Writes dq (B, Nq, H, D), dense; programs are assigned as in ``forward_kernel``."""
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
     SUBS: tl.constexpr = WALK[1] // KEYS
@@ -293,9 +297,10 @@ def dkdv_kernel(
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Nk, K, D) dense; a program takes KEYS keys of a (batch, key head) and all of its query heads, ROWS queries at a time.
+    """Writes dk and dv (B, Nk, K, D), dense.
 
-    ``num_heads``, pairs, lists and order are those of key heads and key blocks; ``num_rows``: query blocks. Scores stand transposed.
+    Each program computes KEYS keys of a (batch, key head) over all its query heads, ROWS queries at a time. ``num_heads``, pairs, lists and
+    order are those of key heads and key blocks; ``num_rows`` is the number of query blocks. Scores are transposed.
     """
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]

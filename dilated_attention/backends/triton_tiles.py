@@ -1,4 +1,7 @@
-"""Own kernels over a table of tiles (``tiles/``): a whole call in two launches forward and three backward, or one dense problem."""
+"""This project's kernels over a table of tiles (``tiles/``).
+
+They compute a whole call in two launches forward and three backward, or one dense problem.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _MAX_FLOAT32 = 128
 
 
 class TilesBackend(WritingBackend):
-    """All that a call may ask for but float64 and fp8. Gradients repeat bit for bit: nothing is added with atomics.
+    """Supports every option of a call except float64 and fp8. Gradients repeat bit for bit, since no atomics are used.
 
-    The backward pass computes scores twice, for dq and for dk and dv: 7 products in place of 5.
+    The backward pass computes scores twice, once for dq and once for dk and dv: 7 products instead of 5.
     """
 
     name = "tiles"
@@ -50,7 +53,7 @@ class TilesBackend(WritingBackend):
     ) -> None:
         from dilated_attention.backends.tiles import run
 
-        # the kernel writes rows of lse one after the other
+        # the kernel writes lse densely
         dense = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         run.forward(_prepared(q, k, options), q, k, v, out, dense, **_masks(options, k))
         if dense is not lse:
@@ -72,13 +75,13 @@ class TilesBackend(WritingBackend):
 
         masks = _masks(options, k)
         if "padding" in masks:
-            # the kernel of dq counts on it
+            # the kernel of dq requires that padded keys and values are zeros
             k, v = (x.masked_fill(masks["padding"][:, :, None, None], 0) for x in (k, v))
         run.backward(_prepared(q, k, options), dout, q, k, v, out, lse.contiguous(), dlse, grads, **masks)
 
 
 def float32_precision() -> str:
-    """Products of float32: three products of tf32 parts, as exact as float32's own; one where torch's setting allows it."""
+    """Returns how float32 products are computed: as three products of tf32 parts, which are as exact; as one if torch's setting allows."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 

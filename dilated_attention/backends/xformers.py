@@ -1,4 +1,4 @@
-"""xformers: listed so that nobody looks for it in vain, and refused with the reason."""
+"""xformers: listed so that users who look for it find it, and always refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REASON = "adds nothing to torch (0.0.35: its flash and cutlass ops are torch's 
 
 
 class XformersBackend(Backend):
-    """No kernels of its own are called; ``why_not`` always says why."""
+    """A backend that calls no kernels; ``why_not`` always gives the reason."""
 
     name = "xformers"
     facts = Facts(

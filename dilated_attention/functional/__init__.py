@@ -1,4 +1,4 @@
-"""The stateless surface. Tensors are (B, N, H, D); of a sequence spread over processes, each holds its shard (B, n, H, D)."""
+"""The functional API. Tensors are (B, N, H, D); where several processes share a sequence, each holds its shard (B, n, H, D)."""
 
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.decode import decode_attention, explain_decode

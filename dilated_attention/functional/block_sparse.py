@@ -1,4 +1,4 @@
-"""``block_sparse_attention``, and dilated branches plus a block pattern in one softmax, on one process."""
+"""``block_sparse_attention`` and ``block_sparse_dilated_attention`` (dilated branches plus a block pattern), in one process."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def block_sparse_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Attention over the pairs that a pattern of blocks keeps, exact, as one softmax over each query's kept keys.
+    """Computes attention over the pairs that a block pattern keeps, exactly, as one softmax over each query's kept keys.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
 
-    m is ``pattern.dense_mask``. Time and memory grow with the blocks kept, not with N². A row without a kept key is 0 with lse −inf
-    and gradient 0.
+    m is ``pattern.dense_mask``. Time and memory grow with the number of kept blocks, not with N². A row without kept keys is 0 with
+    lse −inf and gradient 0.
 
     Args:
         q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
         k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
-        pattern: of ``dilated_attention.pattern``, alone or several joined by | and &, for all heads or per head; or a ``BlockMask`` of
-            torch.nn.attention.flex_attention, as ``from_block_mask`` reads it.
+        pattern: a block pattern of ``dilated_attention.pattern``, or several joined by | and &, for all heads or per head; or a
+            ``BlockMask`` of torch.nn.attention.flex_attention, read by ``from_block_mask``.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each is attended as if alone, with its own blocks.
+        cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; each document attends to itself, with its own blocks.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
-        dropout_p: probability that an attention weight is dropped, by position. 0 in evaluation.
+        dropout_p: probability that an attention weight is dropped, by position. Pass 0 in evaluation.
         query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
         return_lse: also return the log-sum-exp of the scores.
-        deterministic: only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a name of ``list_backends()``, which is then used or refused, never replaced.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name from ``list_backends()``. A named backend is used or the call is refused; it is never replaced.
 
     Returns:
         out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
@@ -65,10 +65,10 @@ def block_sparse_attention(
 
     Raises:
         ValueError, TypeError: bad input, before anything is allocated.
-        BackendUnavailable: no backend, or not the named one, can do this; with every reason.
+        BackendUnavailable: no backend, or not the named one, can do this; the message lists every reason.
 
-    The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), by
-    whole blocks. Differs from libraries that take a softmax per block, whose weights of one query do not sum to 1.
+    The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
+    whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.
 
     >>> out = block_sparse_attention(q, k, v, LocalWindow(512) | GlobalLocal(128, 16), is_causal=True)
     """
@@ -128,18 +128,18 @@ def block_sparse_dilated_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Dilated branches and a block pattern together, exact, as one softmax over the multiset of all their keys.
+    """Computes dilated branches and a block pattern together, exactly, as one softmax over the multiset of all their keys.
 
         m_h(i, j) = m_h(i, j) of ``dilated_attention`` + m_h(i, j) of ``block_sparse_attention``
 
-    So a pair that two branches, or a branch and a block, keep counts twice, as pairs of two branches do in LongNet. Both parts are
-    computed by their own kernels and merged by their log-sum-exps; the backward of each runs with the merged ones, and no gradient
-    runs through the merge.
+    A pair that two branches keep, or a branch and a block, counts twice, as a pair in two branches does in LongNet. The two parts are
+    computed by separate kernels and merged by their log-sum-exps. The backward of each part uses the merged log-sum-exps; no gradient
+    flows through the merge.
 
     Args:
-        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: as of ``dilated_attention``.
-        pattern: as of ``block_sparse_attention``.
-        backend: ``"auto"``, or a name that computes both parts or is refused; ``"nested"`` is about the branches alone.
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``dilated_attention``.
+        pattern: see ``block_sparse_attention``.
+        backend: ``"auto"``, or a name that computes both parts or is refused; ``"nested"`` applies to the branches alone.
 
     All other arguments, results and errors are those of ``dilated_attention``; its ``mixture_grad`` is ``"exact"`` here.
 
@@ -189,7 +189,7 @@ def block_sparse_dilated_attention(
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:
-    """A block pattern, or the one of a ``BlockMask``, which is converted once in its life."""
+    """Returns the block pattern; a ``BlockMask`` is converted, once in its lifetime."""
     if isinstance(pattern, BlockPattern):
         return pattern
     if not isinstance(pattern, BlockMask):
@@ -218,7 +218,7 @@ def _chosen(
     scale: float,
     query_offset: int,
 ) -> torch.Tensor | None:
-    """The blocks that a content-chosen pattern keeps, as bits; None for a pattern that shapes alone determine."""
+    """Returns the blocks that a content-chosen pattern keeps, as bits; None for a pattern that shapes alone determine."""
     if not pattern.is_chosen:
         return None
     return choose_blocks_op(q.detach(), k.detach(), key_padding_mask, cu_seqlens, pattern.spec(), is_causal, scale, query_offset)

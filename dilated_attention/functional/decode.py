@@ -1,4 +1,4 @@
-"""``decode_attention``: one new query for each of many requests, over keys and values that lie in a cache."""
+"""``decode_attention``: one new query for each of many requests, over cached keys and values."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def decode_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """The row of causal attention at each request's position; equal to that row of the forward over the whole sequence.
+    """Computes the row of causal attention at each request's position, equal to that row of the forward over the whole sequence.
 
-    Reads the keys that the pattern keeps for this row and no others, where they lie in the cache: without a copy and without a wait for the
-    GPU on CUDA (patterns of blocks but for windows look up ``positions`` on the host).
+    Reads only the keys that the pattern keeps for this row, directly from the cache, without a copy. On CUDA it does not wait for the
+    GPU, except that block patterns other than windows read ``positions`` on the host.
 
     Args:
-        q: queries (B, 1, H, D), one for each request, rotated if keys are.
-        k, v: the cache. Position p of request b lies in k[b, p % C] of k (B, C, Hk, D); with ``page_table`` in
-            k[page_table[b, p // C], p % C] of k (pages, C, Hk, D). Keys up to and including the query's own must lie there.
+        q: queries (B, 1, H, D), one per request; apply rotary embedding to them if it was applied to the keys.
+        k, v: the cache. Position p of request b is stored at k[b, p % C] of k (B, C, Hk, D), or with ``page_table`` at
+            k[page_table[b, p // C], p % C] of k (pages, C, Hk, D). Keys up to and including the query's own must be stored there.
         positions: (B,) integers, the position of each query.
-        pattern: what attends to what, causally; None: every key up to the query.
-        window: without a pattern: the query's own key and so many before it.
+        pattern: which keys each query attends to, causally; None for every key up to the query.
+        window: only without a pattern: attend to the query's own key and this many keys before it.
         page_table: (B, pages of a request) int32.
-        max_length: positions are below it; None: as many as C, or all pages of a request, hold. More than C: slots are taken again, which the
-            pattern must allow: it may read no more than the last C positions.
+        max_length: an upper bound: all positions are below it. None for the capacity: C, or all pages of a request. If it exceeds C,
+            slots are reused, which the pattern must allow: it may read no more than the last C positions.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         return_lse: also return the log-sum-exp of the scores.
         backend: ``"auto"`` · ``"flash3"``: FlashAttention-3 (dense rows; Hopper) · ``"triton"`` · ``"torch"``; a name is used or refused.
 
     Returns:
-        out (B, 1, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, 1)) in float32 (float64 for float64). A row without keys is 0 with
-        lse −inf. There are no gradients.
+        out (B, 1, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, 1)), lse in float32 (float64 for float64). A row without keys
+        is 0 with lse −inf. There are no gradients.
 
     Raises:
-        ValueError, TypeError: tensors that do not fit, or a block pattern that is not ``is_prefix_stable``.
-        BackendUnavailable: the named backend cannot do this; with every reason.
-        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
+        ValueError, TypeError: the tensors do not fit together, or a block pattern is not ``is_prefix_stable``.
+        BackendUnavailable: the named backend cannot do this; the message lists every reason.
+        NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
     >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
     """
@@ -104,7 +104,11 @@ def explain_decode(
     dense: bool = False,
     backend: str = "auto",
 ) -> Explained:
-    """Which decoder a call of this kind takes, and every reason against the others; print it. ``dense``: rows read every key before them."""
+    """Returns a printable explanation: which decoder such a call uses, and every reason against the others.
+
+    Args:
+        dense: whether rows read every key before them.
+    """
     select.check_name(backend)
     machine = hardware or detect(device)
     request = Request(hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads)
@@ -112,7 +116,7 @@ def explain_decode(
 
 
 def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> None:
-    # of another batch size where there are pages
+    # a paged cache has another batch size than q, so only the first entries are checked together
     check.check_tensors(q[:1] if isinstance(q, torch.Tensor) and q.ndim == 4 else q, *(x[:1] if _is_cache(x) else x for x in (k, v)))
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}; they must be equal")

@@ -1,6 +1,6 @@
-"""The end of a residual branch: x + drop_path(dropout(y)), which keeps for the backward one seed and no mask.
+"""The end of a residual branch, x + drop_path(dropout(y)), which saves one seed for the backward instead of a mask.
 
-An element is kept or not by a hash of its place and the seed, so the backward draws the same mask again, on any device.
+A hash of an element's index and the seed decides whether the element is kept, so the backward recomputes the same mask, on any device.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dilated_attention.engine.needs import rows_need
 from dilated_attention.engine.transforms import is_transformed, on_tangents, on_transforms
 from dilated_attention.engine.watched import watched
 
-# SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit constants; int64 products wrap, as it needs
+# SplitMix64 (Steele, Lea, Flood 2014) with signed 64-bit constants; int64 products wrap, as the algorithm requires
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-# elements hashed at a time: three int64 tensors of them stay in a CPU's cache
+# elements hashed at a time: three int64 tensors of this size fit in a CPU's cache
 _CHUNK = 2**16
 
 
 def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:
-    """x + path · dropout(y).
+    """Computes x + path · dropout(y).
 
     Args:
-        x, y: (B, …), one shape.
-        dropout: p ∈ [0, 1): probability that an element of y is dropped; what is left is scaled by 1/(1 − p). 0 in evaluation.
-        path: float factors of y, 0 where stochastic depth drops the branch: (B,), one a sample, or (B, N), one a row. None for 1.
+        x, y: (B, …), of equal shape.
+        dropout: p ∈ [0, 1): probability that an element of y is dropped; the kept elements are scaled by 1/(1 − p). Pass 0 in evaluation.
+        path: float factors of y, 0 where stochastic depth drops the branch: (B,), one per sample, or (B, N), one per row. None for 1.
 
     Returns:
-        x's shape, in the dtype of x + y. Without dropout and path plain x + y.
+        A tensor of x's shape in the dtype of x + y. Without dropout and path it is plain x + y.
 
-    The seed is drawn from the default generator of x's device: reproducible under ``manual_seed``, repeated by activation checkpointing,
-    new in each replay of a CUDA graph. The mask is not that of nn.Dropout under the same seed.
+    The seed is drawn from the default generator of x's device: it is reproducible under ``manual_seed``, repeated by activation
+    checkpointing, and new in each replay of a CUDA graph. The mask differs from that of nn.Dropout under the same seed.
     """
     if x.shape != y.shape:
         raise ValueError(f"x has shape {tuple(x.shape)} and y has {tuple(y.shape)}; expected one shape for both")
@@ -53,14 +53,14 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
 
 
 def _add_dropped(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """x + path · dropout(y); the backward is ``dropped_op``."""
+    """Computes x + path · dropout(y); its backward is ``dropped_op``."""
     return _dropped(x, y, seed, path, dropout, torch.result_type(x, y))
 
 
 def _only_dropped(
     y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """path · dropout(y) in ``dtype``."""
+    """Computes path · dropout(y) in ``dtype``."""
     return _dropped(None, y, seed, path, dropout, dtype)
 
 
@@ -80,20 +80,20 @@ def _dropped(
         flat = out.view(-1)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK]
-            # filled, not multiplied: 0 · inf is NaN, and the kernel makes 0 of it
+            # fills instead of multiplying: 0 · inf would be NaN, where the kernel returns 0
             part.masked_fill_(~keep_mask(seed, start, part.numel(), threshold), 0)
     return (out if x is None else out.add_(x)).to(dtype)
 
 
 def _scaled(y: torch.Tensor, path: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """scale · path · y, in ``dtype`` or float32 if that is wider."""
+    """Computes scale · path · y in ``dtype``, or in float32 if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
     factor = torch.full((1,), scale, dtype=wide, device=y.device) if path is None else path.to(wide) * scale
     return y.to(wide) * factor.view(*factor.shape, *(1,) * (y.ndim - factor.ndim))
 
 
 def _plain_sum(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """The same by torch's operations, which every transform of torch.func and forward mode go through, with the whole mask at once."""
+    """Computes the same in plain torch with the whole mask at once; every torch.func transform and forward-mode AD can go through it."""
     return (_plain(y, seed, path, dropout, torch.result_type(x, y)) + x).to(torch.result_type(x, y))
 
 
@@ -105,13 +105,16 @@ def _plain(y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None
 
 
 def threshold_of(dropout: float) -> int:
-    """Of 31-bit numbers as many are below it as elements are to be dropped."""
+    """Returns the threshold below which a 31-bit hash means that the element is dropped."""
     return int(dropout * 2**31)
 
 
 def keep_mask(seed: torch.Tensor, start: int, count: int, threshold: int) -> torch.Tensor:
-    """bool (count,): whether the elements from place ``start`` on are kept: number ``place + 1`` of SplitMix64's sequence from ``seed``."""
-    # not in place: vmap may map the seed
+    """Returns a bool mask (count,): which elements from index ``start`` on are kept.
+
+    Element ``i`` is decided by number ``i + 1`` of the SplitMix64 sequence that begins at ``seed``.
+    """
+    # the seed is not added in place, since vmap may map it
     state = torch.arange(start + 1, start + count + 1, device=seed.device).mul_(_GOLDEN) + seed
     state = state.bitwise_xor_(_shift(state, 30)).mul_(_MIX_1)
     state = state.bitwise_xor_(_shift(state, 27)).mul_(_MIX_2)
@@ -121,7 +124,7 @@ def keep_mask(seed: torch.Tensor, start: int, count: int, threshold: int) -> tor
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Shifts int64 right logically, without the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -153,7 +156,7 @@ def _autograd(ctx: Any, grad: torch.Tensor, backward: Callable[..., torch.Tensor
 
 
 class _AddDropped(torch.autograd.Function):
-    """The op without the op."""
+    """The same forward and backward as a plain autograd function, without the overhead of a custom op."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
@@ -163,7 +166,7 @@ class _AddDropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        # the op, which has a derivative and rules for transforms, where one may be asked for
+        # where a second derivative or a transform may be asked for, calls the op, which supports both
         return _autograd(ctx, grad, dropped_op if torch.is_grad_enabled() or is_transformed() else _only_dropped)
 
 
@@ -174,7 +177,7 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _linear_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    # it is linear and diagonal: its own transpose
+    # the op is linear and diagonal, so it is its own transpose
     seed, path = ctx.saved_tensors
     return dropped_op(grad, seed, path, ctx.dropout, ctx.dtype), None, None, None, None
 

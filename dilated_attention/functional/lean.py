@@ -1,11 +1,11 @@
-"""Linear layers behind a norm, an activation or both, which keep for the backward only what went in.
+"""Linear layers after a norm, an activation or both, which save only their inputs for the backward.
 
     y_i = W_i · z + b_i,    z = norm(a),    a = x or act(x) or SiLU(gate) ∘ x
 
-Plain layers keep x, a, z and, where dtypes differ, copies of them. This op keeps x (and gate), which the attention or the layer
-before holds anyway, and two float32 numbers a row; its backward makes a and z again, in the pass that needs them. Of a float32 residual
-stream under autocast it keeps the normalised rows in 16 bits instead. No matrix
-product is ever computed twice. The same on every device: Triton kernels on GPUs, plain torch in chunks of rows elsewhere.
+Plain layers save x, a, z and, where dtypes differ, copies of them. This op saves x (and gate), which the attention or the previous
+layer holds anyway, and two float32 numbers per row; its backward recomputes a and z in the pass that needs them. For a float32 residual
+stream under autocast it saves the normalised rows in 16 bits instead. No matrix product is ever computed twice. The op works alike on
+every device: with Triton kernels on GPUs, with plain torch in chunks of rows elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dilated_attention.functional.lean_torch import Recipe
 
 ACTIVATIONS = ("none", "gelu", "relu", "silu", "swiglu")
 NORMS = ("none", "layer", "rms")
-# a row of the kernels lies in registers
+# the kernels hold a row in registers
 _MOST_COLUMNS = 16384
 
 
@@ -46,23 +46,23 @@ def norm_linear(
     eps: float = 1e-5,
     activation: str = "none",
 ) -> list[torch.Tensor]:
-    """[W_i · norm(activation(x)) + b_i for each i].
+    """Computes [W_i · norm(activation(x)) + b_i for each i].
 
     Args:
         x: (…, K).
         weights: each (F_i, K).
-        biases: each (F_i,), one a weight; [] for none.
+        biases: each (F_i,), one per weight; [] for none.
         gate: (…, K), with ``activation="swiglu"`` only.
         norm: ``"layer"``, ``"rms"`` or ``"none"``.
-        norm_weight, norm_bias: (K,) or None, for 1 and 0.
-        eps: of the norm.
+        norm_weight, norm_bias: (K,), or None for 1 and 0.
+        eps: eps of the norm.
         activation: ``"gelu"`` (exact), ``"relu"``, ``"silu"``, ``"swiglu"``: SiLU(gate) ∘ x, or ``"none"``.
 
     Returns:
         (…, F_i) each, in the weights' dtype, or autocast's. Norm and activation are computed in float32 (float64 for float64) and
         rounded once.
 
-    Differs from the layers one by one in rounding only: theirs round after the activation, and again after the norm.
+    Differs from separate layers only in rounding: they round after the activation, and again after the norm.
     """
     if activation not in ACTIVATIONS or norm not in NORMS:
         raise ValueError(f"activation is {activation!r} and norm is {norm!r}; expected one of {ACTIVATIONS} and one of {NORMS}")
@@ -81,14 +81,14 @@ def norm_linear(
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype a linear layer computes in here: autocast's where it is on, which leaves float64 alone, else the weight's."""
+    """Returns the dtype in which a linear layer computes: autocast's if it is on (it leaves float64 alone), else the weight's."""
     if has_autocast(x) and torch.float64 not in (x.dtype, weight.dtype):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype
 
 
 def has_autocast(x: torch.Tensor) -> bool:
-    # a device without autocast, such as meta, refuses to be asked whether it is on
+    # is_autocast_enabled raises for a device without autocast, such as meta
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -106,10 +106,10 @@ def _forward(
     dtype: torch.dtype,
     narrows: bool,
 ) -> list[torch.Tensor]:
-    """[y_i …, statistics, x̂]: mean and 1/std of each row, (2, rows), (0, rows) without a norm; x̂ empty unless ``narrows``.
+    """Returns [y_i …, statistics, x̂].
 
-    With ``narrows``, for an x wider than ``dtype``, the backward gets x̂ = (x − mean) / std in ``dtype`` instead of x.
-    Arguments are checked by the caller.
+    The statistics are mean and 1/std of each row, (2, rows), or (0, rows) without a norm. x̂ is empty unless ``narrows``: then, for an x
+    wider than ``dtype``, the backward gets x̂ = (x − mean) / std in ``dtype`` instead of x. The caller checks the arguments.
     """
     recipe = Recipe(activation, norm, eps, dtype)
     rows, gates = _rows(x), None if gate is None else _rows(gate)
@@ -125,7 +125,7 @@ def _forward(
             ys = lean_torch.forward(
                 rows, gates, norm_weight, norm_bias, weights, biases, recipe, stats, normal.view(rows.shape) if narrows else None
             )
-    # no views: autograd refuses to change a view of a function's output in place, and FSDP2's hooks would be lost
+    # the outputs must not be views: autograd refuses in-place changes of a view of a function's output, and FSDP2's hooks would be lost
     return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
 
@@ -146,16 +146,17 @@ def _backward(
     dtype: torch.dtype,
     wide: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """Gradients of x, gate, the norm's weight and bias, each weight, each bias: those that there are and that ``needs`` asks for.
+    """Returns gradients of x, gate, the norm's weight and bias, each weight, each bias: of those given that ``needs`` asks for.
 
-    ``needs``: of x or gate, of the norm, of the weights, of the biases. ``wide``: the dtype that x had where the tensor here is x̂.
+    ``needs`` has one flag each for x and gate, the norm, the weights and the biases. ``wide`` is the original dtype of x where the
+    tensor passed as x is x̂.
     """
     recipe = Recipe(activation, norm, eps, dtype)
     needs_input, needs_norm, needs_weights, needs_biases = needs
     rows, gates = _rows(x), None if gate is None else _rows(gate)
     widths = [w.shape[0] for w in weights]
     with without_autocast(x):
-        # one product over all layers sums their shares of dz in its accumulator
+        # one product over all layers sums their contributions to dz in its accumulator
         joined = weights[0].to(dtype) if len(weights) == 1 else torch.cat([w.to(dtype) for w in weights])
         dy = _rows(dys[0]).to(dtype) if len(dys) == 1 else torch.cat([_rows(dy).to(dtype) for dy in dys], dim=-1)
         if _fused(x):
@@ -173,7 +174,7 @@ def _backward(
     if needs_input:
         grads += [d.view(x.shape) for d in (dx, dgate) if d is not None]
     if needs_norm:
-        # a kernel's two lie side by side
+        # the kernel returns the two gradients in one tensor
         pairs = zip(dnorm, (norm_weight, norm_bias), strict=True)
         grads += [d.to(p.dtype, copy=True) for d, p in pairs if d is not None and p is not None]
     if dweight is not None:
@@ -192,7 +193,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _new_stats(x: torch.Tensor, norm: str) -> torch.Tensor:
-    # Size.numel() would fix a symbolic length
+    # Size.numel() would specialise a symbolic length
     return x.new_empty((0 if norm == "none" else 2, math.prod(x.shape[:-1])), dtype=accumulation_dtype(x.dtype))
 
 
@@ -236,10 +237,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], asked: Sequence[Any], backward: Callable[..., list[torch.Tensor]]) -> Any:
-    """[dx, dgate], [dnorm_weight, dnorm_bias], [dweights], [dbiases], None where nothing is asked for."""
+    """Returns [dx, dgate], [dnorm_weight, dnorm_bias], [dweights], [dbiases], with None where no gradient is needed."""
     x, gate, norm_weight, norm_bias, stats, *parameters = ctx.saved_tensors
     weights, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
-    # an output that nothing used has gradient 0
+    # an unused output has the gradient 0
     kind = {"dtype": ctx.settings[-2], "device": x.device}
     dys = [torch.zeros(*x.shape[:-1], w.shape[0], **kind) if dy is None else dy for dy, w in zip(grads, weights, strict=True)]
     needs = [any(asked[:2]), any(asked[2:4]), any(asked[4]), any(asked[5])]
@@ -254,7 +255,7 @@ def _autograd(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
 
 
 class _NormLinear(torch.autograd.Function):
-    """The op's forward and backward without the op."""
+    """The op's forward and backward as a plain autograd function, without the overhead of a custom op."""
 
     @staticmethod
     def forward(ctx: Any, num_weights: int, settings: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
@@ -268,7 +269,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         asked = ctx.needs_input_grad[2:]
         asked = (*asked[:4], asked[4 : 4 + ctx.num_weights], asked[4 + ctx.num_weights :])
-        # with a graph of the backward asked for, or a transform, the op is called, which refuses the second derivative
+        # if a graph of the backward or a transform is asked for, calls the op, which refuses the second derivative
         backward = norm_linear_backward_op if torch.is_grad_enabled() or is_transformed() else _backward
         inputs, norm, weights, biases = _gradients(ctx, grads, asked, backward)
         return None, None, *inputs, *norm, *weights, *biases
@@ -294,7 +295,7 @@ def _layers(
     dtype: torch.dtype,
     narrows: bool,
 ) -> list[torch.Tensor]:
-    """The op's outputs by plain layers, which have every derivative; what it keeps for its own backward is empty."""
+    """Computes the op's outputs with plain layers, which have every derivative; the outputs saved for the op's own backward are empty."""
     with without_autocast(x):
         ys = lean_torch.layers(x, gate, norm_weight, norm_bias, weights, biases, Recipe(activation, norm, eps, dtype))
     return [*ys, x.new_empty(0), x.new_empty(0)]
@@ -322,5 +323,5 @@ def _forward_flops(x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shape
 def _backward_flops(
     dys: Any, x_shape: Any, gate: Any, weight: Any, bias: Any, weight_shapes: Any, biases: Any, stats: Any, needs: Any, *_: Any, **__: Any
 ) -> int:
-    """One product for the gradients of what is in front of the layers, one for those of their weights."""
+    """Counts one product for the gradients of the layers' inputs and one for those of their weights."""
     return (any(needs[:2]) + needs[2]) * _forward_flops(x_shape, gate, weight, bias, weight_shapes)

@@ -1,4 +1,4 @@
-"""``norm_linear`` in plain torch, forward and backward, a chunk of rows at a time: for CPUs, for float64, and where Triton is missing."""
+"""``norm_linear`` in plain torch, forward and backward, one chunk of rows at a time: for CPUs, for float64, and without Triton."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from dilated_attention.backends.base import accumulation_dtype
 
-# what a chunk of rows needs between its steps stays in a CPU's cache
+# the intermediate results of a chunk of this many rows fit in a CPU's cache
 _CHUNK_ROWS = 1024
 _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class Recipe(NamedTuple):
-    """What is done to x in front of the linear layers; ``dtype`` is that of z, of the products and of y."""
+    """What is applied to x before the linear layers; ``dtype`` is that of z, of the products and of y."""
 
     activation: str
     norm: str
@@ -35,7 +35,7 @@ def forward(
     stats: torch.Tensor,
     normal: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """[y_i] of rows x (M, K); mean and 1/std into ``stats`` (2, M), (x − mean) / std into ``normal``."""
+    """Returns [y_i] of rows x (M, K). Writes mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` if given."""
     ys = [x.new_empty((x.shape[0], w.shape[0]), dtype=recipe.dtype) for w in weights]
     for part in _chunks(x):
         a, z = _prepare(x[part], None if gate is None else gate[part], norm_weight, norm_bias, recipe, stats[:, part])
@@ -62,7 +62,10 @@ def backward(
     needs: list[bool],
     wide: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
-    """(dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers), a chunk of rows at a time; sums in the accumulation dtype."""
+    """Returns (dx, dgate, [dnorm_weight, dnorm_bias], dweight of all layers).
+
+    Computes one chunk of rows at a time and sums in the accumulation dtype.
+    """
     needs_input, needs_norm, needs_weights, _ = needs
     acc = stats.dtype
     weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
@@ -70,7 +73,7 @@ def backward(
     dgate = torch.empty_like(gate) if needs_input and gate is not None else None
     dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
     dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
-    # with x̂ for x the norm is the identity, and the true 1/std comes in at the end
+    # if x is x̂, the norm is the identity, and the true 1/std is applied at the end
     own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
     for part in _chunks(x):
         a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
@@ -101,10 +104,10 @@ def layers(
     biases: list[torch.Tensor],
     recipe: Recipe,
 ) -> list[torch.Tensor]:
-    """[y_i] of x (…, K) by torch's own layers, one by one: every transform of torch.func and forward mode go through them."""
+    """Returns [y_i] of x (…, K) by torch's own layers, one by one: all torch.func transforms and forward-mode AD can go through them."""
     acc = accumulation_dtype(x.dtype)
     weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
-    # not in place: vmap may map one of the two alone
+    # not in place, since vmap may map only one of the two
     z = _activated(x, None, recipe.activation, acc) if gate is None else F.silu(gate.to(acc)) * x.to(acc)
     if recipe.norm == "layer":
         z = F.layer_norm(z, z.shape[-1:], weight, bias, recipe.eps)
@@ -126,7 +129,7 @@ def _prepare(
     recipe: Recipe,
     stats: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, z) of some rows in the accumulation dtype, and their statistics into ``stats``."""
+    """Returns (a, z) of some rows in the accumulation dtype, and writes their statistics to ``stats``."""
     a = _activated(x, gate, recipe.activation, accumulation_dtype(x.dtype))
     if recipe.norm == "none":
         return a, a
@@ -149,9 +152,9 @@ def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtyp
 
 
 def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
-    """norm(a) once more; ``stats`` as the forward left them."""
+    """Recomputes norm(a) with the ``stats`` of the forward."""
     if recipe.norm == "layer":
-        # torch's one pass, statistics and all, is faster than three that spare them
+        # torch's single pass, which recomputes the statistics, is faster than three passes that reuse them
         return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
     return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
 
@@ -170,7 +173,7 @@ def _norm_backward(
     norm: str,
     dnorm: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """da; the shares of the norm's parameters are added to ``dnorm``."""
+    """Returns da, and adds the contributions to the gradients of the norm's parameters to ``dnorm``."""
     mean, rstd = stats[0][:, None], stats[1][:, None]
     if norm == "layer":
         wanted = [True, *(share is not None for share in dnorm)]
@@ -185,7 +188,7 @@ def _norm_backward(
         dnorm[0] += along.sum(0)
     if weight is None:
         return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
-    # what only changes the length of a is left out: normal · mean(dz · weight · normal)
+    # subtracts the component that only changes the length of a: normal · mean(dz · weight · normal)
     return torch.addcmul(dz * weight, normal, (along @ weight)[:, None], value=-1 / a.shape[1]).mul_(rstd)
 
 
@@ -198,7 +201,7 @@ def _activation_backward(
     dx: torch.Tensor,
     dgate: torch.Tensor | None,
 ) -> None:
-    """Write dx (and dgate) of the chunk ``part``."""
+    """Writes dx (and dgate) of the chunk ``part``."""
     x = x.to(da.dtype)
     if gates is not None and dgate is not None:
         gate = gates[part].to(da.dtype)

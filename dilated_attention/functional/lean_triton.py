@@ -1,6 +1,7 @@
-"""Kernels of ``lean.py`` and ``dropped.py``: activation and norm of a row in registers, forward and backward in one pass each; dropout.
+"""Triton kernels of ``lean.py`` and ``dropped.py``: activation and norm of a row held in registers, and dropout.
 
-z, and in the backward z again with the gradient of what it was made from, are written while x, gate and dz are read once.
+Forward and backward take one pass each: x, gate and dz are read once. The forward writes z; the backward writes z again, and the
+gradients of x and gate.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """How rows are dealt to programs.
+    """How rows are assigned to programs.
 
     Args:
-        tile: elements that a program holds at a time, of one row or of several short ones; a longer row is a tile.
-        per_thread: of them, a thread's: 8 are 16 bytes of bfloat16, more bytes are on their way at a time and fewer threads share a row.
-        threads_per_sm: of the backward, whose programs go on from tile to tile, so that the sums of a column are few.
-        stages: tiles of the backward that are read ahead; 1 for none.
-        rows: at least so many to a tile, of up to 4096 columns.
+        tile: elements that a program holds at a time, from one row or from several short ones; a row longer than this is one tile.
+        per_thread: elements of the tile per thread. 8 elements are 16 bytes of bfloat16; with more of them, more bytes are in flight and
+            fewer threads share a row.
+        threads_per_sm: threads of the backward per multiprocessor. Its programs loop over tiles, so that there are few partial column
+            sums.
+        stages: tiles that the backward prefetches; 1 for none.
+        rows: the minimum number of rows in a tile, for up to 4096 columns.
     """
 
     tile: int
@@ -35,19 +38,19 @@ class Sizes(NamedTuple):
     rows: int = 1
 
 
-# of sweeps on an H200, 45,682 rows of bfloat16. Forward: 42 µs of 768 columns, 202 of 3072 with GELU (50 and 327 with 8 to a thread).
-# Backward: 103 and 669 µs; one row at a time, or none ahead, costs a fifth to a half more
+# found by sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs
+# with 8 elements per thread). Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
 _FORWARD = Sizes(tile=4096, per_thread=32)
 _BACKWARD = Sizes(tile=2048, per_thread=16, stages=2, rows=2)
-# 16-bit inputs get the normal distribution within 1e-7 from one exponential, which its density has use for
+# for 16-bit inputs, computes the normal CDF within 1e-7 from one exponential, which the density also needs
 _SHORT_CDF = True
-# of dropout's kernel, a program
+# elements per program of the dropout kernel
 _ELEMENTS = 1024
 
 
 @triton.jit
 def _normal_cdf(x, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(Φ(x), e^(−x²/2)). SHORT: Φ from formula 7.1.26 of Abramowitz and Stegun, its absolute error below 1e-7."""
+    """Returns (Φ(x), e^(−x²/2)). SHORT: Φ from formula 7.1.26 of Abramowitz and Stegun, with an absolute error below 1e-7."""
     bell = tl.exp(-0.5 * x * x)
     if SHORT:
         t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
@@ -155,7 +158,7 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
                 if NORM == "layer":
                     change -= (tl.sum(da, axis=1) / K)[:, None]
                 da = change * rstd[:, None]
-            # dx may lie where dz was: a program has read its rows before it writes them
+            # dx may overwrite dz: a program has read its rows before it writes them
             if ACTIVATION == "gelu":
                 cdf, bell = _normal_cdf(x, SHORT)
                 da = da * (cdf + x * bell * 0.3989422804014327)
@@ -185,7 +188,10 @@ def prepare(
     stats: torch.Tensor,
     normal: torch.Tensor | None,
 ) -> torch.Tensor:
-    """z of contiguous rows x (M, K), in the recipe's dtype; mean and 1/std into ``stats`` (2, M), (x − mean) / std into ``normal``."""
+    """Returns z of contiguous rows x (M, K) in the recipe's dtype.
+
+    Writes mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` if given.
+    """
     M, K = x.shape
     z = torch.empty_like(x, dtype=recipe.dtype)
     if M and K:
@@ -209,9 +215,9 @@ def prepare_backward(
     needs_z: bool,
     wide: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """(z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32), of dz (M, K), which may be overwritten; None: only z.
+    """Returns (z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32).
 
-    ``wide``: x is x̂, and dx is to be of this dtype.
+    dz (M, K) may be overwritten; with None only z is computed. ``wide``, if given, means that x is x̂ and is the dtype of dx.
     """
     M, K = x.shape
     z = torch.empty_like(x, dtype=recipe.dtype) if needs_z else None
@@ -234,7 +240,7 @@ def prepare_backward(
 
 
 def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:
-    """(columns, rows, warps) of a program."""
+    """Returns (columns, rows, warps) of a program."""
     block = triton.next_power_of_2(K)
     rows = max(sizes.rows if block <= 4096 else 1, sizes.tile // block)
     return block, rows, min(32, max(4, block * rows // (32 * sizes.per_thread)))
@@ -252,7 +258,7 @@ def _programs(device: torch.device, warps: int) -> int:
 
 @triton.jit
 def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``dropped.keep_mask`` of elements by place, in unsigned 64-bit arithmetic that wraps."""
+    """``dropped.keep_mask`` of the elements at indices ``places``, in wrapping unsigned 64-bit arithmetic."""
     state = (places + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -272,7 +278,7 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
     if THRESHOLD > 0:
         out = tl.where(_keep(tl.load(seed_ptr), places, THRESHOLD), out, 0.0)
     if HAS_PATH:
-        # one long division a program: a 64-bit one for each element would take longer than the memory
+        # one 64-bit division per program: one per element would take longer than the memory accesses
         first = start // per_sample
         beyond = places - first * per_sample
         if not IS_LONG:
@@ -292,7 +298,7 @@ def dropped(
     scale: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x (or 0) + what dropout and drop path leave of the contiguous y."""
+    """Computes x (or 0) + path · dropout(y) for contiguous y."""
     out = torch.empty_like(y, dtype=dtype)
     if y.numel():
         per_sample = y.numel() if path is None else y.numel() // path.numel()

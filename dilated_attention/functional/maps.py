@@ -1,4 +1,4 @@
-"""``attention_map``: the attention weights of chosen queries, exact, without the N² of all."""
+"""``attention_map``: the exact attention weights of chosen queries, without computing all N²."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dilated_attention.functional.single import autocast
 from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks
 from dilated_attention.pattern.checks import as_int, shown
 
-# keys scored at a time, and the scores of which a chunk of rows may hold: 64 MiB in float32
+# keys scored at a time, and the number of scores that a chunk of rows may hold (64 MiB in float32)
 CHUNK = 32768
 SCORES_AT_ONCE = 2**24
-# of what torch.func asks a tool to look with
+# the alternative named when torch.func transforms an inspection function
 WAY_OUT = (
     "give it q.detach() and k.detach() outside of vmap, one call for all of the batch; for derivatives of weights at small N take the softmax "
     "of plain scores under the pattern's dense_mask(N, N, H)"
@@ -46,36 +46,36 @@ def attention_map(
     lse: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The weights with which chosen queries attend to every key: the rows of the attention matrix, exact.
+    """Returns the exact weights with which chosen queries attend to every key: rows of the attention matrix.
 
         p_h(i, j) = m_h(i,j) e^{s_ij} / Σ_j' m_h(i,j') e^{s_ij'},    s_ij = scale · q_i·k_j
 
-    so that out_h(i) = Σ_j p_h(i,j) v_j is what attention gives with the same arguments. m is that of ``dilated_attention`` with
-    ``segment_lengths`` and ``dilation_rates``, of ``block_sparse_attention`` with ``pattern``, their sum with both
-    (``block_sparse_dilated_attention``), and 1 with neither (``attention``). Time is that of scoring R·N pairs, memory that of the
-    result and ``chunk``. A tool to look with: it has no gradient.
+    so that out_h(i) = Σ_j p_h(i,j) v_j is what attention returns with the same arguments. With ``segment_lengths`` and
+    ``dilation_rates``, m is that of ``dilated_attention``; with ``pattern``, that of ``block_sparse_attention``; with both, their sum
+    (``block_sparse_dilated_attention``); with neither, 1 (``attention``). The time is that of scoring R·N pairs; the memory is that of
+    the result and of one ``chunk``. This is for inspection: it has no gradient.
 
     Args:
-        q: queries (B, Nq, H, D), of which ``query_rows`` are read (all of them by a pattern that content chooses).
+        q: queries (B, Nq, H, D), of which only ``query_rows`` are read (a content-chosen pattern reads all of them).
         k: keys (B, Nk, Hk, D); Hk divides H.
-        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: as of ``dilated_attention``.
-        query_rows: R rows of q, counted from 0, of the packed sequence where documents are packed: integers, a tensor of them, one
-            integer, or ``"cls"``: row 0, with ``cu_seqlens`` the first row of each document.
-        pattern: as of ``block_sparse_attention``.
-        is_causal, scale, cu_seqlens, key_padding_mask, query_offset: as of ``dilated_attention``.
-        average_heads: the mean over heads, which is never held for each of them.
-        lse: the log-sum-exps (B, H, Nq) of ``return_lse=True``, instead of computing those of the chosen rows: half the time.
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``dilated_attention``.
+        query_rows: R rows of q, counted from 0 (in the packed sequence if documents are packed): integers, a tensor of them, one
+            integer, or ``"cls"`` for row 0, or for the first row of each document with ``cu_seqlens``.
+        pattern: see ``block_sparse_attention``.
+        is_causal, scale, cu_seqlens, key_padding_mask, query_offset: see ``dilated_attention``.
+        average_heads: return the mean over heads; the maps of the single heads are never all held.
+        lse: the log-sum-exps (B, H, Nq) from ``return_lse=True``. They save computing those of the chosen rows: half the time.
         chunk: keys scored at a time; None for 32768.
 
     Returns:
-        (B, H, R, Nk), with ``average_heads`` (B, R, Nk); computed and returned in float32 (float64 for float64) whatever q's dtype and
-        autocast are, from q and k as attention would take them. A row sums to 1 over the keys, or to 0 where it has no key: a position
-        that no branch of its head takes, or whose keys are all masked. With ``tail="zero_keys"`` the weight of the zero keys, which are at
-        no position, is 1 minus that sum. Keys of other documents have weight 0.
+        (B, H, R, Nk), or (B, R, Nk) with ``average_heads``. It is computed and returned in float32 (float64 for float64) whatever q's dtype
+        and autocast are, from q and k as attention would read them. A row sums to 1 over the keys, or to 0 where it has no key: at a
+        position that no branch of its head selects, or whose keys are all masked. With ``tail="zero_keys"`` the zero keys, which have no
+        position, have the weight 1 minus that sum. Keys of other documents have weight 0.
 
     Raises:
-        ValueError, TypeError: bad input; rows that q does not have.
-        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
+        ValueError, TypeError: bad input, or rows that q does not have.
+        NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
     >>> weights = attention_map(q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)[0, 0]  # (N,)
     """
@@ -103,7 +103,7 @@ def attention_map(
             inside = [index for index, row in enumerate(rows) if start <= query_offset + row < end]
             if not inside:
                 continue
-            # a packed document has its queries at its keys' rows
+            # the queries of a packed document are at the same rows as its keys
             queries = q if cu_seqlens is None else q[:, start:end]
             padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
             side = _key_side(queries, k[:, start:end], branches, blocks, is_causal, scale, padding, query_offset)
@@ -131,7 +131,7 @@ def _key_side(
     padding: torch.Tensor | None,
     query_offset: int,
 ) -> KeySide:
-    """Of one document, whose tensors these are; a content-chosen pattern chooses here."""
+    """Builds the key side of one document from its tensors; a content-chosen pattern selects its blocks here."""
     kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
     if isinstance(blocks, TopBlocks):
         chosen = blocks.choose(q, k, is_causal=is_causal, scale=scale, key_padding_mask=padding, query_offset=query_offset)
@@ -151,7 +151,7 @@ def checked_patterns(
     pattern: Any,
     num_heads: int,
 ) -> tuple[DilatedPattern | None, BlockPattern | None]:
-    """The branches and the blocks that a call means, None for those that it does not name."""
+    """Returns the dilated pattern and the block pattern of a call, None for one that the call does not give."""
     if (segment_lengths is None) != (dilation_rates is None):
         raise ValueError(
             f"segment_lengths is {segment_lengths} and dilation_rates is {dilation_rates}; each branch needs one of both: give both, or neither"

@@ -1,4 +1,4 @@
-"""``attention_received``: how much attention every key gets from all queries, in the time of attending."""
+"""``attention_received``: how much attention every key receives from all queries, at the cost of one attention forward and backward."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def attention_received(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The sum of every key's attention weights over all queries: what a heat map of a slide or a document shows.
+    """Returns the sum of every key's attention weights over all queries, as a heat map of a slide or a document shows it.
 
-        a_h(j) = Σ_i g_i p_h(i, j),    p_h(i, j) as of ``attention_map``
+        a_h(j) = Σ_i g_i p_h(i, j),    p_h(i, j) as in ``attention_map``
 
-    No weight is kept: a is the gradient of Σ_i g_i out_h(i) with respect to the values, so a forward and a backward of attention compute
-    it, on the same backends, in their time and in memory that grows with N. A tool to look with: it has no gradient.
+    No weight is stored: a is the gradient of Σ_i g_i out_h(i) with respect to the values. So one forward and one backward of attention
+    compute it, on the same backends, in their time and in memory that grows with N. This is for inspection: it has no gradient.
 
     Args:
-        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail: as of ``attention_map``.
-        cu_seqlens, key_padding_mask, query_offset, average_heads: as of ``attention_map``.
+        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail: see ``attention_map``.
+        cu_seqlens, key_padding_mask, query_offset, average_heads: see ``attention_map``.
         query_weights: g (B, Nq), real numbers, such as 0 for queries that are padding (``key_padding_mask`` hides keys alone), 1/Nq for a
             mean, or 1 for the queries of a region; None: 1 for all.
-        dtype: in which q and k go to the kernels; None for float32 (float64 for float64). Half precision is several times faster on a
-            GPU; each weight, and each a, is then rounded to it (float16 holds sums up to 65504).
-        backend: as of ``dilated_attention``; it must have a backward.
+        dtype: the dtype in which q and k are passed to the kernels; None for float32 (float64 for float64). Half precision is several
+            times faster on a GPU, but each weight and each a is then rounded to it (float16 holds sums up to 65504).
+        backend: see ``dilated_attention``; it must have a backward.
 
     Returns:
-        (B, H, Nk), with ``average_heads`` (B, Nk), in float32 (float64 for float64). Without ``query_weights`` it sums over the keys to the
-        number of queries that have any, less the weight of zero keys with ``tail="zero_keys"``.
+        (B, H, Nk), or (B, Nk) with ``average_heads``, in float32 (float64 for float64). Without ``query_weights`` its sum over the keys is
+        the number of queries that have any key, less the weight of zero keys with ``tail="zero_keys"``.
 
     Raises:
         ValueError, TypeError: bad input.
         BackendUnavailable: no backend, or not the named one, can do this.
-        NotImplementedError: a transform of torch.func, or forward mode, asks for a derivative or maps over the call.
+        NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1
     """
@@ -79,13 +79,13 @@ def attention_received(
         "query_offset": query_offset,
         "backend": backend,
     }
-    # the caller's inference mode would keep tensors from a backward, and its autocast would round them
+    # the caller's inference mode would make a backward impossible, and the caller's autocast would round the tensors
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k = (_ordinary(x, wide if dtype is None else dtype) for x in (q, k))
         for name in ("cu_seqlens", "key_padding_mask"):
             if isinstance(call[name], torch.Tensor):
                 call[name] = _ordinary(call[name], call[name].dtype)
-        # a gradient for each query head; what the values hold does not matter to it
+        # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
         k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
         if branches is not None:
             call |= {"head_offsets": branches.head_offsets, "branch_heads": branches.branch_heads, "tail": branches.tail}
@@ -98,17 +98,17 @@ def attention_received(
                 return dilated_attention(q, k, v, *dilated, **call)
             return block_sparse_dilated_attention(q, k, v, *dilated, blocks, **call)
 
-        # not by requires_grad_, which a transform around this call does not allow
+        # a transform around this call does not allow requires_grad_, so vjp is used
         out, pull = torch.func.vjp(attend, k)  # type: ignore[misc]
         dout = torch.ones_like(out) if weights is None else _ordinary(weights, out.dtype)[:, :, None, None].expand_as(out).contiguous()
         (received,) = pull(dout)
-    # every dimension of a head has the same sum
+    # the sum is the same in every dimension of a head
     result = received[..., 0].transpose(1, 2).to(wide)
     return result.mean(1) if average_heads else result.contiguous()
 
 
 def _ordinary(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in ``dtype``, as a tensor that autograd may keep."""
+    """Returns x in ``dtype``, as a tensor that autograd can save."""
     x = x.detach().to(dtype)
     return x.clone() if x.is_inference() else x
 

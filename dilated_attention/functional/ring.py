@@ -1,4 +1,4 @@
-"""``ring_dilated_attention`` and its dense special case ``ring_attention``: sequences that several processes share."""
+"""``ring_dilated_attention`` and its dense special case ``ring_attention``: attention over a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -45,45 +45,46 @@ def ring_dilated_attention(
     ranks_per_node: int | None = None,
     timeout: float = 60.0,
 ) -> Any:
-    """``dilated_attention`` of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+    """Computes ``dilated_attention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
-    Each process gets out for its own rows, and in the backward the gradients of its own rows: what ``dilated_attention`` gives for
-    the whole, cut the same way. With the contiguous layout a branch whose segments lie inside a process moves nothing; of a
-    longer one, only the positions that its heads take move (1/r of K and V), among the processes of that segment, while the
-    shorter branches are computed. Segments need not align with processes, nor lengths divide.
+    Each process gets the output of its own rows, and in the backward their gradients: the result of ``dilated_attention`` on the whole
+    sequence, sharded the same way. With the contiguous layout, a branch whose segments are each within one process communicates nothing.
+    For a longer branch only the positions that its heads select (1/r of K and V) move, among the processes of that segment, while the
+    shorter branches are computed. Segments need not align with shards, and lengths need not divide.
 
     Args:
         q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
-        k, v: its keys and values (B, n, Hk, D).
-        segment_lengths, dilation_rates: of the whole sequence, as in ``dilated_attention``.
+        k, v: this process's keys and values (B, n, Hk, D).
+        segment_lengths, dilation_rates: the pattern of the whole sequence, as in ``dilated_attention``.
         group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
             one process, nothing is communicated.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: who holds which positions. A striped sequence is put in order and back
-            by an exchange of its own.
-        exchange: ``"auto"`` by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``: keys from
-            elsewhere come in one exchange · ``"ring"``: in W − 1, a shard at a time, for memory · ``"all_to_all"``: each process
-            computes some heads of the whole sequence · ``"2d"``: heads within a node, keys between nodes.
-        seq_len: N. None: the processes ask each other in every call (0.2 ms or more); all must give it, or none.
-        cu_seqlens: bounds of packed documents in the whole sequence, equal on all processes.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: which process holds which positions. A striped sequence needs an
+            additional exchange to reorder it, and another to restore its order.
+        exchange: ``"auto"``: chosen by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``:
+            remote keys arrive in one exchange · ``"ring"``: they arrive in W − 1 exchanges, one shard at a time, to save memory ·
+            ``"all_to_all"``: each process computes some heads of the whole sequence · ``"2d"``: heads are exchanged within a node, keys
+            between nodes.
+        seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
+        cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes.
         key_padding_mask: (B, n) bool of this process's keys, True = padding.
-        dropout_p: dropped by position in the whole sequence: with equal seeds on all processes, as on one.
-        ranks_per_node: processes of the group that share heads in ``"2d"``, consecutive ranks; None for LOCAL_WORLD_SIZE.
+        dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
+        ranks_per_node: number of consecutive ranks of the group that share heads in ``"2d"``; None for LOCAL_WORLD_SIZE.
         timeout: seconds that an exchange may take before an error names it and its peer.
 
-    All other arguments are those of ``dilated_attention``. All but ``backend`` and ``timeout`` are equal on all processes, which is
+    All other arguments are those of ``dilated_attention``. All but ``backend`` and ``timeout`` must be equal on all processes. This is
     checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
 
     Raises:
-        ValueError, TypeError: bad input; arguments that differ between processes, on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; with the exchange and the peer, or with what differs.
+        ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
+        RingError: a process died, stalled or made another call; the message names the exchange and the peer, or the difference.
         BackendUnavailable: as in ``dilated_attention``.
 
-    Differs from LongNet's published code, which drops a process's own keys where causal, moves whole segments through all processes,
-    and takes no gradient through the mixing weights.
+    Differs from LongNet's published code, which drops a process's own keys in causal attention, moves whole segments through all
+    processes, and takes no gradient through the mixing weights.
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
     return _attend(
@@ -136,13 +137,13 @@ def ring_attention(
     ranks_per_node: int | None = None,
     timeout: float = 60.0,
 ) -> Any:
-    """Dense softmax attention of a sequence that the processes of a group hold in shards: ``attention``, spread.
+    """Computes dense softmax attention of a sequence sharded over the processes of a group: the distributed ``attention``.
 
     Args:
-        layout: ``"zigzag"``: two runs to a process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
-        exchange: as in ``ring_dilated_attention``. ``"all_gather"`` brings the keys head by head, so that a group of heads is computed
-            while the next one's travel and nothing is merged. A process gets only keys that its queries see. A window's keys
-            come in one exchange, so ``"ring"`` takes none.
+        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
+        exchange: as in ``ring_dilated_attention``. ``"all_gather"`` gathers the keys head by head: one group of heads is computed
+            while the next group's keys are in transit, and nothing is merged. A process receives only the keys that its queries see.
+            A window's keys arrive in one exchange, so ``"ring"`` accepts no window.
         window: (left, right) as in ``attention``.
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.
@@ -176,8 +177,8 @@ def ring_attention(
 
 
 def group_name_of(group: Any, mesh: Any) -> str:
-    """The name by which the op finds the group again; "" for one process."""
-    # a module looks its group up once and hands on the name
+    """Returns the name by which the op finds the group again; "" for one process."""
+    # a module looks up its group once and passes its name
     if isinstance(group, str):
         return group
     if group is not None and mesh is not None:
@@ -187,12 +188,13 @@ def group_name_of(group: Any, mesh: Any) -> str:
 
 
 def place_in(group_name: str) -> tuple[int, int]:
-    """(rank, W) in a group by its name; (0, 1) for "". A constant to torch.compile, which cannot look a group up."""
+    """Returns (rank, W) in the named group; (0, 1) for "". It is a constant to torch.compile, which cannot look up a group."""
     members = members_named(group_name)
     return members.rank, members.size
 
 
-# what torch.compiler.assume_constant_result does (a test compares), without its import of the compiler: half of this package's import
+# does what torch.compiler.assume_constant_result does (a test compares them) without importing the compiler, which would be half of
+# this package's import time
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""``ring_block_sparse_attention``: a pattern of blocks on a sequence that several processes share."""
+"""``ring_block_sparse_attention``: a block pattern on a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention.functional.single import autocast, checked_options
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
-# of one word
+# the layouts that one word names
 BLOCK_LAYOUTS = ("contiguous", "zigzag")
 
 
@@ -40,40 +40,42 @@ def ring_block_sparse_attention(
     head_steps: int | None = None,
     timeout: float = 60.0,
 ) -> Any:
-    """``block_sparse_attention`` of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+    """Computes ``block_sparse_attention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
-    Each process gets out for its own rows, and in the backward the gradients of its own rows: what ``block_sparse_attention`` gives for
-    the whole, cut the same way. It receives only the key blocks that its queries keep, and sends only those that others' do, which
-    every process finds from the pattern alone; processes that need nothing of each other exchange nothing. All keys of a group of heads
-    are brought together before these heads are computed, so nothing is merged; the next heads' keys travel meanwhile.
+    Each process gets the output of its own rows, and in the backward their gradients: the result of ``block_sparse_attention`` on the
+    whole sequence, sharded the same way. A process receives only the key blocks that its queries keep, and sends only those that other
+    processes' queries keep. Every process computes both from the pattern alone, and processes that need nothing from each other exchange
+    nothing. All keys of a group of heads are gathered before these heads are computed, so nothing is merged; the next heads' keys are
+    in transit meanwhile.
 
     Args:
         q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
-        k, v: its keys and values (B, n, Hk, D).
-        pattern: as of ``block_sparse_attention``, of the whole sequence and equal on all processes. One that holds a function must hold
-            the same one everywhere: its kept blocks are compared, not its masks inside blocks. Chosen by content: not here.
+        k, v: this process's keys and values (B, n, Hk, D).
+        pattern: as in ``block_sparse_attention``, of the whole sequence and equal on all processes. A pattern that holds a function must
+            hold the same function everywhere: its kept blocks are compared, not its masks inside blocks. Patterns chosen by content
+            are refused.
         group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
             one process, nothing is communicated.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: who holds which positions. ``balanced_layout(pattern, …)`` gives one in
-            which all have equally much to compute. Shards that begin and end with blocks are the fastest.
-        seq_len: N. None: the processes ask each other in every call (0.2 ms or more); all must give it, or none.
-        cu_seqlens: bounds of packed documents in the whole sequence, equal on all processes; each has its own blocks.
+        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: which process holds which positions. ``balanced_layout(pattern, …)``
+            returns one that gives all processes equal work. Shards that begin and end at block boundaries are the fastest.
+        seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
+        cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes; each document has its own blocks.
         key_padding_mask: (B, n) bool of this process's keys, True = padding.
-        dropout_p: dropped by position in the whole sequence: with equal seeds on all processes, as on one.
-        head_steps: groups of key/value heads whose keys travel one after the other; None: as many as a model of time says.
+        dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
+        head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: chosen by a cost model.
         timeout: seconds that an exchange may take before an error names it and its peer.
 
-    All other arguments are those of ``block_sparse_attention``. All but ``backend`` and ``timeout`` are equal on all processes, which is
-    checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
+    All other arguments are those of ``block_sparse_attention``. All but ``backend`` and ``timeout`` must be equal on all processes. This
+    is checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
 
     Raises:
-        ValueError, TypeError: bad input; arguments that differ between processes, on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; with the exchange and the peer, or with what differs.
-        BackendUnavailable: as of ``block_sparse_attention``, before anything is sent.
+        ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
+        RingError: a process died, stalled or made another call; the message names the exchange and the peer, or the difference.
+        BackendUnavailable: as in ``block_sparse_attention``, before anything is sent.
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
@@ -124,7 +126,7 @@ def ring_block_sparse_attention(
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:
-    """A block pattern that shapes alone determine."""
+    """Returns the block pattern if shapes alone determine it; raises otherwise."""
     pattern = checked_pattern(pattern)
     if pattern.is_chosen:
         raise ValueError(
@@ -135,7 +137,7 @@ def checked_ring_pattern(pattern: Any) -> BlockPattern:
 
 
 def checked_block_layout(layout: Any) -> str:
-    """The name of a layout whose processes hold runs of positions."""
+    """Returns the name of a layout whose processes hold runs of positions; raises for other layouts."""
     if isinstance(layout, str) and layout == "striped":
         raise ValueError(
             "layout is 'striped', which spreads every block over all processes, so that each would need all keys; use 'contiguous', "

@@ -1,4 +1,4 @@
-"""``dilated_attention`` and its dense special case ``attention``, on one process."""
+"""``dilated_attention`` and its dense special case ``attention``, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilated_attention.engine.resolve import resolve, state
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of, plain_ints
 
-# a segment longer than any sequence: plans clamp it, so dense attention is the pattern of one such branch
+# a segment longer than any sequence; plans clamp it, so a pattern with one such branch is dense attention
 WHOLE_SEQUENCE = MAX_LENGTH
 
 
@@ -43,36 +43,38 @@ def dilated_attention(
     backend: str = "auto",
     precision: str = "native",
 ) -> Any:
-    """Dilated attention of LongNet (arXiv 2307.02486), exact, as one softmax over the multiset of all branches' keys.
+    """Computes LongNet's dilated attention (arXiv 2307.02486) exactly, as one softmax over the multiset of all branches' keys.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
 
-    m_h(i, j) counts the branches (w, r) in which positions i and j lie in the same segment of w positions and both have index
+    m_h(i, j) counts the branches (w, r) in which positions i and j are in the same segment of w positions and both have an index
     ≡ o_h (mod r) inside it. This is the paper's mixing of branches by their softmax denominators (Eq. 8–11). A row that no
-    branch of its head takes, or whose keys are all masked, is 0 with lse −inf and gradient 0.
+    branch of its head selects, or whose keys are all masked, is 0 with lse −inf and gradient 0.
 
     Args:
         q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
         k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
-        segment_lengths: w of each branch, in positions; any w ≥ 1, of any relation to N.
+        segment_lengths: w of each branch, in positions; any w ≥ 1, which need not divide N and may exceed it.
         dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale's) · ``"zero"`` ·
+        head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale) · ``"zero"`` ·
             one list of H integers per branch.
-        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches (fkodom's layout).
-        cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1; each starts its own segments at its own position 0. Read to
-            the host once for a tensor, and again after a change in place, for which a GPU is waited for.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: the heads are split among the branches (fkodom's layout).
+        cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; segments start anew at position 0 of each document.
+            It is copied to the host once per tensor, and again after an in-place change; on a GPU, each copy synchronises.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
         tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part (non-causal only).
-        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).
-        dropout_p: probability that an attention weight is dropped; by position, the same in every branch. 0 in evaluation.
+        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of the branches (as in TorchScale).
+        dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
+            in evaluation.
         query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
         return_lse: also return the log-sum-exp of the scores.
-        deterministic: only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a name of ``list_backends()``, which is then used or refused, never replaced.
-        precision: ``"native"``: products in the inputs' dtype · ``"fp8"``: in 8-bit floats (e4m3) summed in float32 over at most 8192
-            keys at a time, a forward without gradients, on Hopper; out in q's dtype, about 5 % off where values average out.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name from ``list_backends()``. A named backend is used or the call is refused; it is never replaced.
+        precision: ``"native"``: products in the inputs' dtype · ``"fp8"``: products in 8-bit floats (e4m3), summed in float32 over at most
+            8192 keys at a time. It runs on Hopper, forward only, without gradients; out is in q's dtype, with an error of about 5 % where
+            values average out.
 
     Returns:
         out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
@@ -80,11 +82,11 @@ def dilated_attention(
 
     Raises:
         ValueError, TypeError: bad input, before anything is allocated.
-        BackendUnavailable: no backend, or not the named one, can do this; with every reason.
-        NotImplementedError: a second derivative, or a tangent of forward mode (torch.func.jvp); grad, vjp, jacrev and vmap work.
+        BackendUnavailable: no backend, or not the named one, can do this; the message lists every reason.
+        NotImplementedError: a second derivative or a forward-mode tangent (torch.func.jvp) is asked for; grad, vjp, jacrev and vmap work.
 
-    Differs from the paper in nothing where r divides w and w divides N. From TorchScale: exact gradients, no zero keys, offsets
-    by h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.
+    Equals the paper where r divides w and w divides N. Differs from TorchScale in its exact gradients, in having no zero keys, and in
+    its offsets h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
     return _attend(
@@ -128,10 +130,10 @@ def attention(
     backend: str = "auto",
     precision: str = "native",
 ) -> Any:
-    """Dense softmax attention, m = 1, on the same engine and backends: ``dilated_attention`` with one segment and rate 1.
+    """Computes dense softmax attention (m = 1) on the same engine and backends: ``dilated_attention`` with one segment and rate 1.
 
     Args:
-        window: (left, right): a query at position i sees keys i − left … i + right, None for unbounded; one integer stands
+        window: (left, right): a query at position i sees keys i − left … i + right; None is unbounded, and one integer stands
             for both sides. Together with ``is_causal``, right is at most 0.
 
     All other arguments, results and errors are those of ``dilated_attention``.
@@ -232,13 +234,14 @@ def _attend(
     return out, lse.detach() if mixture_grad == "detached" else lse
 
 
-# of is_causal, return_lse, deterministic, query_offset, dropout_p and scale: 1 and True are equal, and a tensor's value may change
+# the types allowed for is_causal, return_lse, deterministic, query_offset, dropout_p and scale in a cache key: 1 == True would mix up
+# two calls, and a tensor's value may change
 _OPTION_TYPES = frozenset(itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None))))
 _STR = {str}
 
 
 def _key(pattern: tuple[Any, ...], head_offsets: Any, options: tuple[Any, ...], others: tuple[Any, ...]) -> Hashable:
-    """By which a call is found that was checked: all that is asked of it, but the masks; None where its values' equality says too little."""
+    """Returns the cache key of a checked call: all its arguments but the masks. None where equal values do not imply equal calls."""
     if type(head_offsets) is not str:
         if type(head_offsets) not in (list, tuple):
             return None
@@ -265,7 +268,7 @@ def checked_options(
     deterministic: bool,
     backend: str,
 ) -> tuple[float, float, int, torch.Tensor | None, bool]:
-    """(scale, dropout_p, query_offset, seed of dropout, whether gradients are asked for) of checked q, k, v; bad options are refused."""
+    """Validates the options for checked q, k, v. Returns (scale, dropout_p, query_offset, dropout seed, whether gradients are needed)."""
     scale = check.check_scale(scale, q.shape[3], q.dtype)
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         check.check_bool(name, flag)
@@ -278,7 +281,7 @@ def checked_options(
 
 
 def _drawn(dropout_p: float) -> torch.Tensor | None:
-    """The seed of a call's dropout."""
+    """Draws the dropout seed of a call."""
     # from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
     return torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
 
@@ -290,8 +293,8 @@ def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def flat_offsets(
     lengths: tuple[int, ...], rates: tuple[int, ...], head_offsets: HeadOffsets, branch_heads: str, tail: str, num_heads: int
 ) -> tuple[str, list[int]]:
-    """head_offsets as the op's two flat arguments, with the whole pattern validated."""
-    # not through the cached pattern_of: torch.compile traces this, and warns of every lru_cache it looks through
+    """Validates the whole pattern and returns head_offsets as the op's two flat arguments."""
+    # this does not use the cached pattern_of: torch.compile traces this function and warns about every lru_cache that it looks through
     pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
     if isinstance(pattern.head_offsets, str):
         return pattern.head_offsets, []
@@ -299,8 +302,8 @@ def flat_offsets(
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The tensors in the dtype that an enabled autocast asks for."""
-    # a device without autocast, such as meta, refuses to be asked whether it is on
+    """Casts the tensors to the autocast dtype if autocast is enabled."""
+    # is_autocast_enabled raises for a device without autocast, such as meta
     if not isinstance(q, torch.Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
 

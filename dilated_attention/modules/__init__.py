@@ -1,4 +1,4 @@
-"""nn.Modules around the functional surface: attention alone, and with its projections; on one process, and on several."""
+"""nn.Modules for the functional API: attention alone and with its projections, in one process and across several."""
 
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention

@@ -1,7 +1,7 @@
-"""Layers of torch run by the ops of ``functional/lean.py``, where they are nothing but what their class says.
+"""Runs torch's own layers through the memory-saving ops of ``functional/lean.py`` where the layers are unmodified.
 
-A layer that was replaced, subclassed, parametrised, quantised, sharded on its own, hooked or moved elsewhere is called as the module that it
-is: the result is the same, only the memory is not.
+A layer that was replaced, subclassed, parametrised, quantised, sharded separately, hooked or moved to another device is called as a normal
+module: the result is the same, but no memory is saved.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.nn.modules import module as torch_module
 from dilated_attention.functional.lean import has_autocast, norm_linear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
-# without gradients there is nothing to keep, and short sequences have no use for kernels with fewer passes over memory
+# without gradients nothing is saved for a backward, and on short sequences fewer passes over memory gain nothing
 _WORTH_ROWS = 1024
-# what autocast casts
+# the dtypes that autocast casts
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _enabled = True
 
 
 @contextlib.contextmanager
 def plain_layers() -> Iterator[None]:
-    """Calls every layer as the module that it is, for comparisons; results are equal within rounding, bar the elements that dropout draws."""
+    """Calls every layer as a normal module, for comparisons. Results are equal within rounding, except which elements dropout drops."""
     global _enabled
     before, _enabled = _enabled, False
     try:
@@ -46,7 +46,7 @@ def linear_layers(
     activation: str | None = None,
     gate: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[linear(norm(activation(x))) for each of ``linears``]; ``gate`` with ``activation="swiglu"``: SiLU(gate) ∘ x."""
+    """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x."""
     if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
         if activation is not None:
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
@@ -71,7 +71,7 @@ def _parameter(module: nn.Module | None, name: str) -> torch.Tensor | None:
 
 
 def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Whether a module is of one of these very classes and calling it does no more than its ``forward``."""
+    """Whether a module is exactly of one of these classes (not a subclass) and calling it does no more than its ``forward``."""
     return (
         _enabled
         and type(module) in classes
@@ -84,7 +84,7 @@ def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 def _worth(x: torch.Tensor) -> bool:
     if torch._C._are_functorch_transforms_active():
-        # torch.func knows the plain layers only
+        # torch.func transforms only support the plain layers
         return False
     return torch.is_grad_enabled() or (x.device.type == "cuda" and math.prod(x.shape[:-1]) >= _WORTH_ROWS)
 

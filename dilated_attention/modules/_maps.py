@@ -1,4 +1,4 @@
-"""``attention_map`` and ``attention_received`` as methods of modules, with the settings that their forward has."""
+"""``attention_map`` and ``attention_received`` as methods of modules, with the settings of the module's forward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dilated_attention.modules._projections import MultiheadProjections
 
 
 class AttentionMaps(ABC):
-    """Of a module on projected queries and keys."""
+    """Adds the maps to a module that takes projected queries and keys."""
 
     @abstractmethod
     def _map_arguments(self) -> dict[str, Any]:
-        """The module's settings as arguments of both functions."""
+        """Returns the module's settings as arguments of both functions."""
 
     def attention_map(
         self,
@@ -33,11 +33,11 @@ class AttentionMaps(ABC):
         lse: torch.Tensor | None = None,
         chunk: int | None = None,
     ) -> torch.Tensor:
-        """The attention weights of chosen queries (B, H, R, Nk) in a ``forward`` without dropout: see ``attention_map``.
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout: see ``attention_map``.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: as of ``forward``.
-            query_rows, average_heads, lse, chunk: as of ``dilated_attention.functional.attention_map``.
+            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
+            query_rows, average_heads, lse, chunk: see ``dilated_attention.functional.attention_map``.
         """
         return attention_map(
             query,
@@ -67,12 +67,12 @@ class AttentionMaps(ABC):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> torch.Tensor:
-        """The attention that every key gets from all queries (B, H, Nk): see ``attention_received``.
+        """Returns the attention (B, H, Nk) that every key receives from all queries: see ``attention_received``.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: as of ``forward``.
-            query_weights, average_heads, dtype, backend: as of ``dilated_attention.functional.attention_received``. The module's own
-                backend, which may not compute in ``dtype``, is not used.
+            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
+            query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``. The module's own
+                backend is not used, since it may not support ``dtype``.
         """
         return attention_received(
             query,
@@ -90,7 +90,7 @@ class AttentionMaps(ABC):
 
 
 class MultiheadMaps(MultiheadProjections):
-    """Of a multi-head module, whose ``attention`` is an ``AttentionMaps``."""
+    """Adds the maps to a multi-head module whose ``attention`` is an ``AttentionMaps``."""
 
     attention: AttentionMaps
 
@@ -108,13 +108,13 @@ class MultiheadMaps(MultiheadProjections):
         average_heads: bool = False,
         chunk: int | None = None,
     ) -> torch.Tensor:
-        """The attention weights of chosen queries (B, H, R, Nk) in a ``forward`` without dropout: see ``attention_map``.
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout: see ``attention_map``.
 
-        They weigh the projected values, in front of ``inner_attn_ln`` and ``out_proj``.
+        They weight the projected values, before ``inner_attn_ln`` and ``out_proj``.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: as of ``forward``.
-            query_rows, average_heads, chunk: as of ``dilated_attention.functional.attention_map``.
+            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
+            query_rows, average_heads, chunk: see ``dilated_attention.functional.attention_map``.
 
         >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)[:, 0]  # (B, N)
         """
@@ -146,11 +146,11 @@ class MultiheadMaps(MultiheadProjections):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> torch.Tensor:
-        """The attention that every key gets from all queries (B, H, Nk): see ``attention_received``.
+        """Returns the attention (B, H, Nk) that every key receives from all queries: see ``attention_received``.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: as of ``forward``.
-            query_weights, average_heads, dtype, backend: as of ``dilated_attention.functional.attention_received``.
+            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
+            query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``.
         """
         q, k = self._scored(query, key, cu_seqlens, query_offset)
         return self.attention.attention_received(
@@ -169,7 +169,7 @@ class MultiheadMaps(MultiheadProjections):
     def _scored(
         self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k as the attention of ``forward`` takes them, without the values of ``project``."""
+        """Returns q and k as ``forward`` passes them to the attention, without computing values as ``project`` does."""
         key = query if key is None else key
         self._check_inputs(query, key, key)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))

@@ -1,4 +1,4 @@
-"""What every multi-head module shares: projections, norms, MAGNETO's initial values, checks of settings and inputs."""
+"""What all multi-head modules share: projections, norms, MAGNETO's initialisation, checks of settings and inputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dilated_attention.pattern.checks import as_int
 
 
 class MultiheadProjections(nn.Module):
-    """(B, N, E) → queries, keys, values (B, N, H, D) → … → (B, N, E). A subclass attends between ``project`` and ``combine``.
+    """(B, N, E) → queries, keys, values (B, N, H, D) → … → (B, N, E). A subclass computes attention between ``project`` and ``combine``.
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
-    with ``qk_norm``. The arguments are described where users meet them, in ``MultiheadDilatedAttention``.
+    with ``qk_norm``. The arguments are documented in ``MultiheadDilatedAttention``.
     """
 
     inner_attn_ln: nn.LayerNorm | None
@@ -96,9 +96,9 @@ class MultiheadProjections(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
+        """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
 
-        The fan of k_proj and v_proj is that of their own, with grouped heads smaller, weight. Call it after ``to_empty``.
+        The fans of k_proj and v_proj are those of their own weights, which are smaller with grouped heads. Call this after ``to_empty``.
         """
         for linear, gain in ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, self.gamma_init), (self.out_proj, self.gamma_init)):
             nn.init.xavier_normal_(linear.weight, gain=gain)
@@ -111,7 +111,10 @@ class MultiheadProjections(nn.Module):
     def project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_norm: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q (B, Nq, H, D), k and v (B, Nk, Hk, D) of the inputs or of ``input_norm`` of them, normalised with ``qk_norm``, not yet rotated."""
+        """Projects the inputs, after ``input_norm`` if given, to q (B, Nq, H, D), k and v (B, Nk, Hk, D).
+
+        q and k are normalised with ``qk_norm``, and not yet rotated.
+        """
         self._check_inputs(query, key, value)
         if key is query and value is query:
             q, k, v = linear_layers(query, (self.q_proj, self.k_proj, self.v_proj), norm=input_norm)
@@ -127,7 +130,7 @@ class MultiheadProjections(nn.Module):
     def project_call(
         self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``project`` for a call as nn.MultiheadAttention's: key and value default to query, and what cannot be is refused."""
+        """``project`` for a call in nn.MultiheadAttention's form: key defaults to query, value to key; unsupported arguments raise."""
         if need_weights:
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
         if attn_mask is not None:
@@ -148,19 +151,20 @@ class MultiheadProjections(nn.Module):
         *,
         seq_len: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k turned by the keys' ``positions`` (Nk,), which restart with each packed document; queries begin at the offset-th.
+        """Rotates q and k by the keys' ``positions`` (Nk,), counted anew in each packed document; query 0 is at index ``query_offset``.
 
-        With ``xpos_scale_base`` they are scaled by their distance from the middle of ``seq_len`` positions (None: Nk), or of the
-        document. What is computed apart and meets in one softmax, as with a cache of keys, must name one ``seq_len``.
+        With ``xpos_scale_base`` they are also scaled by their distance from the middle of ``seq_len`` positions (None for Nk), or of the
+        document. Queries and keys that are rotated in separate calls and meet in one softmax, as with a key cache, must use the same
+        ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
         q_table, k_table = self.rotation(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
-        # queries are positions of the key sequence, so their table is a slice of the keys'
+        # queries are at positions of the key sequence, so a slice of the table covers them
         queries = slice(query_offset, query_offset + q.shape[1])
         return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
 
     def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
-        """The tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
+        """Returns the tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(positions.device)
         turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
         table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
@@ -173,17 +177,17 @@ class MultiheadProjections(nn.Module):
         return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
 
     def attend_cached(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
-        """The layer's causal output (B, n, E) at new positions x (B, n, E), whose keys and values join the cache.
+        """Returns the layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
 
         Args:
-            cache: a pass over the cache as this layer sees it, ``models.cache_use.LayerUse``.
+            cache: the layer's view of the cache in this pass, a ``models.cache_use.LayerUse``.
         """
         q, k, v = self.project(x, x, x)
         tables = cache.rotation(self, k.dtype) if self.rotary else None
         return self.combine(cache.attend(q, k, v, tables, self.attention))
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """(B, N, H, D) → (B, N, E): heads side by side, sub-LayerNorm, output projection."""
+        """(B, N, H, D) → (B, N, E): concatenates the heads, applies the sub-LayerNorm and the output projection."""
         return linear_layers(out.flatten(2), (self.out_proj,), norm=self.inner_attn_ln)[0]
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:

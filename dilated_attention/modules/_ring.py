@@ -1,4 +1,4 @@
-"""How a module's sequence is spread over processes: looked up once, kept as plain values, so that modules copy and pickle."""
+"""How a module's sequence is sharded over processes: looked up once and kept as plain values, so that modules can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dilated_attention.pattern.checks import as_int, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class RingSettings:
-    """The arguments of ``ring_dilated_attention`` that say where the sequence lies, checked.
+    """The checked arguments of ``ring_dilated_attention`` that say how the sequence is sharded.
 
     Args:
-        group_name: by which torch.distributed finds the group again in this process; "" for one process. Names are a job's own: from job to
-            job take a ``state_dict``, not a pickled module.
-        layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
+        group_name: the name by which torch.distributed finds the group again in this process; "" for one process. Names are only valid
+            within a job: between jobs, transfer a ``state_dict``, not a pickled module.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
         before_init: no group was given and torch.distributed was not initialised, so this process was taken to be alone.
     """
 
@@ -37,10 +37,10 @@ class RingSettings:
 
     @classmethod
     def of(cls, group: Any, mesh: Any, layout: str, exchange: str, ranks_per_node: int | None, timeout: float) -> RingSettings:
-        """From a module's arguments.
+        """Builds the settings from a module's arguments.
 
         Raises:
-            ValueError, TypeError: a layout, exchange or group that there is not, or a group without this process.
+            ValueError, TypeError: the layout, exchange or group does not exist, or the group does not include this process.
         """
         one_of("layout", layout, LAYOUTS)
         one_of("exchange", exchange, ("auto", *EXCHANGES))
@@ -54,7 +54,7 @@ class RingSettings:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """As the functional surface and other modules take them."""
+        """Returns the settings as arguments for the functional API and other modules."""
         self._check_still_alone()
         return {
             "group": self.group_name,
@@ -65,15 +65,15 @@ class RingSettings:
         }
 
     def place(self) -> tuple[int, int]:
-        """(rank, W) in the group. Asked for at each call: a module unpickled by another process has another rank."""
+        """Returns (rank, W) in the group. It is looked up at each call: a module unpickled by another process has another rank."""
         self._check_still_alone()
         return place_in(self.group_name)
 
     def whole_length(self, rows: int) -> int:
-        """N, the sum of all ranks' rows, which they tell each other here; all must call it.
+        """Returns N, the sum of all ranks' rows, which the ranks exchange here; all must call it.
 
         Raises:
-            ValueError: inside torch.compile, whose graph has no place for a number from other processes.
+            ValueError: inside torch.compile, whose graph cannot contain a number received from other processes.
         """
         if not self.group_name:
             return rows
@@ -84,12 +84,12 @@ class RingSettings:
         return sum(own["rows"] for own in told)
 
     def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
-        """(n,) int64: the positions in the whole sequence of the rows of x (B, n, …).
+        """Returns the positions in the whole sequence of the rows of x (B, n, …), as int64 (n,).
 
-        Zeros where n rows are no shard of seq_len: the attention that follows refuses them, and on all processes alike.
+        Returns zeros if n rows are not a shard of seq_len: the attention that follows then refuses them, on all processes alike.
         """
         self._check_still_alone()
-        # positions have no derivative, so autograd need not look on
+        # positions have no derivative, so autograd does not need to see the op
         return shard_positions(x.detach(), seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
@@ -101,7 +101,7 @@ class RingSettings:
         return ", ".join(parts)
 
     def _check_still_alone(self) -> None:
-        # else each process would attend to its own shard only, and nothing would say so
+        # otherwise each process would silently attend to its own shard only
         if self.before_init and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"this module was built before torch.distributed.init_process_group, for one process, and now there are {dist.get_world_size()}; "
@@ -111,7 +111,7 @@ class RingSettings:
 
 @torch.library.custom_op("dilated_attention::shard_positions", mutates_args=())
 def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str) -> torch.Tensor:
-    """See ``RingSettings.positions``. An op, so that a compiled graph holds neither this process's rank nor one length for all."""
+    """See ``RingSettings.positions``. It is an op so that a compiled graph contains neither this process's rank nor a fixed length."""
     members = members_named(group_name)
     positions = positions_of(seq_len, members.rank, members.size, layout, x.device)
     return positions if positions.shape[0] == x.shape[1] else torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)

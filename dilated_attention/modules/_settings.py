@@ -1,4 +1,4 @@
-"""What dilated attention on one process and on several have in common: the pattern, the settings, their checks, their repr."""
+"""What single-process and distributed dilated attention share: the pattern, the settings, their checks and their repr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilated_attention.pattern.checks import one_of
 
 
 class DilatedSettings(nn.Module):
-    """The arguments of ``dilated_attention`` that are fixed at construction, described in ``DilatedAttention``. A subclass attends."""
+    """Holds the arguments of ``dilated_attention`` that are fixed at construction; see ``DilatedAttention``. Subclasses add ``forward``."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class DilatedSettings(nn.Module):
     ) -> None:
         super().__init__()
         self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
-        # the head dimension, which only None would need, is not known yet
+        # the head dimension is not known yet; only scale=None would need it
         self.scale = None if scale is None else check.check_scale(scale, 1)
         self.dropout = check.check_probability("dropout", dropout)
         one_of("mixture_grad", mixture_grad, ("exact", "detached"))
@@ -42,11 +42,11 @@ class DilatedSettings(nn.Module):
 
     @property
     def pattern(self) -> DilatedPattern:
-        """What attends to what: counts its pairs and FLOPs, draws itself."""
+        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
     def _branch_arguments(self) -> dict[str, Any]:
-        """Those that say what attends to what, and how strongly."""
+        """Returns the arguments that determine the attention weights: the pattern and the scale."""
         pattern = self._pattern
         return {
             "segment_lengths": pattern.segment_lengths,
@@ -66,7 +66,7 @@ class DilatedSettings(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """The branches, and every setting that is not its default."""
+        """The branches, and every setting that differs from its default."""
         pattern = self._pattern
         parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
         settings = (

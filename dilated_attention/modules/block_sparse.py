@@ -1,4 +1,4 @@
-"""Block-sparse attention as modules without parameters: alone, and beside dilated branches in one softmax."""
+"""Block-sparse attention as modules without parameters: alone, and together with dilated branches in one softmax."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from dilated_attention.pattern.checks import one_of, shown
 
 
 class BlockSparseAttention(AttentionMaps, nn.Module):
-    """Attention over the pairs that a pattern of blocks keeps, as one softmax over each query's kept keys.
+    """Attention over the pairs that a block pattern keeps, as one softmax over each query's kept keys.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
 
-    See ``block_sparse_attention``, whose arguments these are.
+    See ``block_sparse_attention`` for the arguments.
 
     Args:
-        pattern: of ``dilated_attention.pattern``, or a ``BlockMask`` of flex attention; None with ``sparsity_ratio``.
-        sparsity_ratio: instead of a pattern, the fraction of dense attention's pairs that is to be computed; (0, 1].
-        sparsity: which pairs those are: ``"random"`` blocks · ``"local"`` · ``"dilated"`` · ``"global_local"`` · ``"big_bird"``; see
+        pattern: a block pattern of ``dilated_attention.pattern``, or a ``BlockMask`` of flex attention; None with ``sparsity_ratio``.
+        sparsity_ratio: instead of a pattern, the fraction of dense attention's pairs to compute; (0, 1].
+        sparsity: how these pairs are chosen: ``"random"`` blocks · ``"local"`` · ``"dilated"`` · ``"global_local"`` · ``"big_bird"``; see
             ``dilated_attention.pattern.Sparsity``.
-        block_size: of that pattern: 64 or 128, or (query block, key block).
-        seed: of that pattern, where it draws blocks.
+        block_size: block size of that pattern: 64 or 128, or (query block, key block).
+        seed: seed of that pattern, if it draws random blocks.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        deterministic: only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
+        ValueError, TypeError: invalid settings, at construction.
 
-    Differs from earlier libraries' modules of this name in that ``sparsity_ratio=0.1`` computes a tenth of the pairs, and in one
-    softmax over them.
+    Differs from modules of this name in earlier libraries: ``sparsity_ratio=0.1`` computes a tenth of the pairs, with one softmax
+    over them.
 
     >>> layer = BlockSparseAttention(sparsity_ratio=0.1)
     >>> out = layer(q, k, v, is_causal=True)
@@ -62,7 +62,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
     ) -> None:
         super().__init__()
         self._pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
-        # the head dimension, which only None would need, is not known yet
+        # the head dimension is not known yet; only scale=None would need it
         self.scale = None if scale is None else check.check_scale(scale, 1)
         self.dropout = check.check_probability("dropout", dropout)
         self.deterministic = check.check_bool("deterministic", deterministic)
@@ -71,7 +71,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
 
     @property
     def pattern(self) -> BlockPattern:
-        """What attends to what: counts its pairs and FLOPs, draws itself."""
+        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
     def forward(
@@ -86,14 +86,14 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
         query_offset: int = 0,
         return_lse: bool = False,
     ) -> Any:
-        """Attend.
+        """Computes the attention.
 
         Args:
             query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
             key, value: (B, Nk, Hk, D), Hk a divisor of H.
             is_causal: a query sees keys at its own position and before.
             key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
             query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
             return_lse: also return the log-sum-exp of the scores.
 
@@ -101,7 +101,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
             out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
 
         Raises:
-            ValueError, TypeError: tensors that do not fit; the text says q, k, v for query, key, value.
+            ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
         return block_sparse_attention(
@@ -124,7 +124,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
         return {"pattern": self._pattern, "scale": self.scale}
 
     def extra_repr(self) -> str:
-        """The pattern, and every setting that is not its default."""
+        """The pattern, and every setting that differs from its default."""
         settings = (
             ("scale", self.scale, None),
             ("dropout", self.dropout, 0.0),
@@ -137,17 +137,17 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
 class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
     """Dilated branches and a block pattern in one softmax: m = m_dilated + m_blocks.
 
-    A pair that two branches, or a branch and a block, keep counts twice, as pairs of two branches do in LongNet (arXiv 2307.02486).
-    See ``block_sparse_dilated_attention``, whose arguments these are.
+    A pair that two branches keep, or a branch and a block, counts twice, as a pair in two branches does in LongNet (arXiv 2307.02486).
+    See ``block_sparse_dilated_attention`` for the arguments.
 
     Args:
         segment_lengths: w of each branch, in positions.
         dilation_rates: r of each branch, 1 ≤ r ≤ w.
-        pattern, sparsity_ratio, sparsity, block_size, seed: of the blocks, as of ``BlockSparseAttention``.
-        scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: as of ``DilatedAttention``.
+        pattern, sparsity_ratio, sparsity, block_size, seed: of the blocks: see ``BlockSparseAttention``.
+        scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: see ``DilatedAttention``.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
+        ValueError, TypeError: invalid settings, at construction.
 
     >>> layer = BlockSparseDilatedAttention([2048, 8192], [1, 4], sparsity_ratio=0.05)
     >>> out = layer(q, k, v, is_causal=True)
@@ -187,7 +187,7 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
 
     @property
     def block_pattern(self) -> BlockPattern:
-        """Which blocks are kept beside the branches, which ``pattern`` holds."""
+        """The pattern of the kept blocks; ``pattern`` is that of the branches."""
         return self._block_pattern
 
     def forward(
@@ -202,7 +202,7 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         query_offset: int = 0,
         return_lse: bool = False,
     ) -> Any:
-        """Attend. Arguments, results and errors are those of ``BlockSparseAttention``."""
+        """Computes the attention. Arguments, results and errors are those of ``BlockSparseAttention``."""
         settings = self._arguments()
         del settings["mixture_grad"]
         return block_sparse_dilated_attention(
@@ -222,12 +222,12 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         return {**self._branch_arguments(), "pattern": self._block_pattern}
 
     def extra_repr(self) -> str:
-        """The branches, the blocks, and every setting that is not its default."""
+        """The branches, the blocks, and every setting that differs from its default."""
         return f"{super().extra_repr()}, block_pattern={self._block_pattern!r}"
 
 
 def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, block_size: Any, seed: int) -> BlockPattern:
-    """The pattern given, or the one of a sparsity ratio: exactly one of them."""
+    """Returns the given pattern, or the pattern of a sparsity ratio; exactly one of the two must be given."""
     if (pattern is None) == (sparsity_ratio is None):
         given = "neither" if pattern is None else f"both (pattern {shown(pattern)}, sparsity_ratio {shown(sparsity_ratio)})"
         raise ValueError(

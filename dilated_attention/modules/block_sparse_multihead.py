@@ -1,4 +1,4 @@
-"""Multi-head block-sparse attention: BlockSparseAttention between projections, called as nn.MultiheadAttention is."""
+"""Multi-head block-sparse attention: BlockSparseAttention between projections, with the call signature of nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class MultiheadBlockSparseAttention(MultiheadMaps):
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
     Args:
-        embed_dim: E, of queries, keys, values and output; a multiple of num_heads.
+        embed_dim: E, the width of queries, keys, values and output; a multiple of num_heads.
         num_heads: H query heads of dimension D = E/H ≤ 256.
-        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs are kept, as of ``BlockSparseAttention``.
+        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs are kept: see ``BlockSparseAttention``.
         num_kv_heads: Hk key/value heads, a divisor of H; query head h reads h // (H/Hk). None for H.
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        bias: biases of the four projections.
-        layer_norm: the sub-LayerNorm in front of ``out_proj``. False leaves nn.MultiheadAttention's layer.
-        layer_norm_eps: of every norm of this layer.
-        gamma_init: gain of v_proj's and out_proj's weights: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
-        rotary: rotate queries and keys by absolute position; with ``cu_seqlens``, position in the document.
+        bias: whether the four projections have biases.
+        layer_norm: whether to use the sub-LayerNorm before ``out_proj``; nn.MultiheadAttention has none.
+        layer_norm_eps: eps of every norm of this layer.
+        gamma_init: gain of the weights of v_proj and out_proj: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
+        rotary: rotate queries and keys by absolute position, or with ``cu_seqlens`` by position in the document.
         rotary_base: θ of the rotation, > 1.
-        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale's is 512), with ``rotary``: pair i of a score is also multiplied by
-            ((2i + 0.4D)/1.4D)^(distance/b), which fades far keys of causal attention. Keys *after* a query grow by it. None: RoPE. Lengths
-            whose factors overflow the dtype are refused: at 512 beyond 6,798 in float16, 70,251 in bfloat16.
-        qk_norm: RMSNorm of each query and key head (``q_norm``, ``k_norm``), before the rotation.
-        scale, deterministic, backend: as of ``BlockSparseAttention``.
-        device, dtype: of the parameters.
+        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale uses 512), with ``rotary``: pair i of a score is also multiplied by
+            ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for
+            RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
+        qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
+        scale, deterministic, backend: see ``BlockSparseAttention``.
+        device, dtype: device and dtype of the parameters.
 
-    Parameters have the names of ``MultiheadDilatedAttention``'s, so either loads the other's state.
+    Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
+        ValueError, TypeError: invalid settings, at construction.
 
     >>> layer = MultiheadBlockSparseAttention(768, 12, sparsity_ratio=0.1)
     >>> y, _ = layer(x, is_causal=True)
@@ -114,7 +114,7 @@ class MultiheadBlockSparseAttention(MultiheadMaps):
         input_norm: nn.Module | None = None,
         query_offset: int = 0,
     ) -> tuple[torch.Tensor, None]:
-        """Attend.
+        """Computes the attention.
 
         Args:
             query: (B, Nq, E), in the parameters' dtype, or any under autocast.
@@ -122,16 +122,16 @@ class MultiheadBlockSparseAttention(MultiheadMaps):
             value: (B, Nk, E); None for key.
             is_causal: a query sees keys at its own position and before.
             key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
-            need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
-            input_norm: of the block around this layer, applied to query, key and value first: for training with less memory.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
+            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
+            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
             query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
 
         Returns:
-            (out (B, Nq, E) in the projections' dtype, None). The second is nn.MultiheadAttention's weights.
+            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
 
         Raises:
-            ValueError, TypeError: inputs that do not fit.
+            ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)

@@ -1,4 +1,4 @@
-"""Dilated attention as a module: the settings of ``dilated_attention`` fixed at construction, no parameters."""
+"""Dilated attention as a module without parameters, whose settings are fixed at construction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
 
-    m_h(i, j) counts the branches (segment length w, dilation rate r) in which head h pairs positions i and j; see
-    ``dilated_attention``, whose arguments these are and which says where it differs from the paper.
+    m_h(i, j) counts the branches (segment length w, dilation rate r) in which head h pairs positions i and j. See
+    ``dilated_attention`` for the arguments and for the differences from the paper.
 
     Args:
         segment_lengths: w of each branch, in positions.
@@ -28,15 +28,15 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         head_offsets: ``"cyclic"`` (the paper) · ``"blocked"`` (TorchScale) · ``"zero"`` · one list of H integers per branch.
-        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are dealt to the branches.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: the heads are split among the branches.
         tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part.
-        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of branches (TorchScale's).
-        deterministic: only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of the branches (as in TorchScale).
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
         precision: ``"native"`` · ``"fp8"``: 8-bit products, without gradients, on Hopper.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
+        ValueError, TypeError: invalid settings, at construction.
 
     >>> layer = DilatedAttention([2048, 4096], [1, 2])
     >>> out = layer(q, k, v, is_causal=True)
@@ -84,14 +84,14 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         query_offset: int = 0,
         return_lse: bool = False,
     ) -> Any:
-        """Attend.
+        """Computes the attention.
 
         Args:
             query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
             key, value: (B, Nk, Hk, D), Hk a divisor of H.
             is_causal: a query sees keys at its own position and before.
             key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: bounds of packed documents, int32 (documents + 1,), B = 1.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
             query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
             return_lse: also return the log-sum-exp of the scores.
 
@@ -99,7 +99,7 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
             out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
 
         Raises:
-            ValueError, TypeError: tensors that do not fit; the text says q, k, v for query, key, value.
+            ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
         return dilated_attention(
@@ -119,5 +119,5 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         return self._branch_arguments()
 
     def extra_repr(self) -> str:
-        """The branches, and every setting that is not its default."""
+        """The branches, and every setting that differs from its default."""
         return super().extra_repr() + (f", precision={self.precision!r}" if self.precision != "native" else "")

@@ -1,4 +1,4 @@
-"""Attention as modules whose sequence is spread over processes: dense and dilated."""
+"""Dense and dilated attention modules for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dilated_attention.pattern import HeadOffsets
 
 
 class RingAttention(nn.Module):
-    """Dense softmax attention of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+    """Dense softmax attention of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
         out(i) = Σ_j e^{s_ij} v_j / Σ_j e^{s_ij},    s_ij = scale · q_i·k_j,    i on this process, j on any
 
     Args:
-        group: the ProcessGroup that shares the sequence, looked up here and kept by its name; None for ``mesh``, or for all processes.
+        group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"zigzag"``: two runs to a process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
-        exchange, ranks_per_node, timeout: as of ``ring_attention``.
+        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
+        exchange, ranks_per_node, timeout: see ``ring_attention``.
         window: (left, right) positions that a query sees, one integer for both; None for all.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        deterministic: only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a name, which is then used or refused, never replaced.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
-        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
     >>> layer = RingAttention(mesh=mesh["cp"])
     >>> out = layer(q, k, v, is_causal=True)
@@ -76,7 +76,7 @@ class RingAttention(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend: see ``RingDilatedAttention.forward``, whose arguments, results and errors these are."""
+        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
         return ring_attention(
             query,
             key,
@@ -95,7 +95,7 @@ class RingAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Where the sequence lies, and every setting that is not its default."""
+        """How the sequence is sharded, and every setting that differs from its default."""
         settings = (
             ("window", self.window, None),
             ("scale", self.scale, None),
@@ -107,21 +107,21 @@ class RingAttention(nn.Module):
 
 
 class RingDilatedAttention(DilatedSettings):
-    """``DilatedAttention`` of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+    """``DilatedAttention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
-    The formula is ``DilatedAttention``'s, over the whole sequence: segments are its, whatever the shards.
+    The formula is that of ``DilatedAttention`` over the whole sequence: segments are counted in the whole sequence, whatever the shards.
 
     Args:
-        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, mixture_grad, deterministic, backend: as of
+        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, mixture_grad, deterministic, backend: see
             ``DilatedAttention``.
-        group: the ProcessGroup that shares the sequence, looked up here and kept by its name; None for ``mesh``, or for all processes.
+        group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: who holds which positions.
-        exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: which process holds which positions.
+        exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
-        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
     Differs from ``DilatedAttention``: no ``query_offset``, no ``precision="fp8"``.
 
@@ -175,22 +175,22 @@ class RingDilatedAttention(DilatedSettings):
         cu_seqlens: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend.
+        """Computes the attention.
 
         Args:
             query: (B, n, H, D), this process's rows in the order of the layout; float16, bfloat16, float32 or float64.
             key, value: (B, n, Hk, D), of the same positions; Hk a divisor of H.
             is_causal: a query sees keys at its own position and before.
-            seq_len: N. None: the processes ask each other in every call; all must give it, or none.
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none.
             key_padding_mask: (B, n) bool of this process's keys, True = padding.
-            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
             return_lse: also return the log-sum-exp of the scores.
 
         Returns:
             out (B, n, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, n)), lse in float32 (float64 for float64).
 
         Raises:
-            ValueError, TypeError: tensors that do not fit, or calls that differ between processes.
+            ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
             RingError: a process died, stalled or made another call.
             BackendUnavailable: no backend, or not the named one, can do this.
         """
@@ -210,10 +210,10 @@ class RingDilatedAttention(DilatedSettings):
     def alone(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
-        """The same attention over a sequence that lies here as a whole, as a chunk of a cached one does: ``DilatedAttention.forward``."""
+        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
         out: torch.Tensor = dilated_attention(query, key, value, **self._arguments(), is_causal=is_causal, query_offset=query_offset)
         return out
 
     def extra_repr(self) -> str:
-        """The branches, where the sequence lies, and every setting that is not its default."""
+        """The branches, how the sequence is sharded, and every setting that differs from its default."""
         return f"{super().extra_repr()}, {self.ring.extra_repr()}"

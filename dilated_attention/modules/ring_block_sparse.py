@@ -1,4 +1,4 @@
-"""Block-sparse attention as a module whose sequence is spread over processes."""
+"""A block-sparse attention module for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from dilated_attention.pattern.checks import as_int
 
 
 class RingBlockSparseAttention(nn.Module):
-    """``BlockSparseAttention`` of a sequence of N positions that the W processes of a group hold in shards. All of them call it.
+    """``BlockSparseAttention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    i on this process, j on any
 
-    m is the pattern's, over the whole sequence. A process receives only the key blocks that its queries keep.
+    m is the pattern's mask over the whole sequence. A process receives only the key blocks that its queries keep.
 
     Args:
-        pattern, sparsity_ratio, sparsity, block_size, seed, scale, dropout, deterministic, backend: as of ``BlockSparseAttention``; no
-            pattern that content chooses.
-        group: the ProcessGroup that shares the sequence, looked up here and kept by its name; None for ``mesh``, or for all processes.
+        pattern, sparsity_ratio, sparsity, block_size, seed, scale, dropout, deterministic, backend: see ``BlockSparseAttention``;
+            content-chosen patterns are refused.
+        group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``, as of ``balanced_layout``: who holds which positions. A ``Layout`` is of one
+        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: see ``balanced_layout``: who holds which positions. A ``Layout`` is of one
             length.
-        head_steps, timeout: as of ``ring_block_sparse_attention``.
+        head_steps, timeout: see ``ring_block_sparse_attention``.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
-        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
     >>> layer = RingBlockSparseAttention(LocalWindow(1024), mesh=mesh["cp"])
     >>> out = layer(q, k, v, is_causal=True)
@@ -64,7 +64,7 @@ class RingBlockSparseAttention(nn.Module):
         super().__init__()
         self._pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
         self.ring = replace(RingSettings.of(group, mesh, "contiguous", "auto", None, timeout), layout=checked_block_layout(layout))
-        # the head dimension, which only None would need, is not known yet
+        # the head dimension is not known yet; only scale=None would need it
         self.scale = None if scale is None else check.check_scale(scale, 1)
         self.dropout = check.check_probability("dropout", dropout)
         self.deterministic = check.check_bool("deterministic", deterministic)
@@ -74,7 +74,7 @@ class RingBlockSparseAttention(nn.Module):
 
     @property
     def pattern(self) -> BlockPattern:
-        """What attends to what: counts its pairs and FLOPs, draws itself."""
+        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
     def forward(
@@ -89,7 +89,7 @@ class RingBlockSparseAttention(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend: see ``RingDilatedAttention.forward``, whose arguments, results and errors these are."""
+        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
         ring = self.ring.arguments()
         return ring_block_sparse_attention(
             query,
@@ -114,7 +114,7 @@ class RingBlockSparseAttention(nn.Module):
     def alone(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
-        """The same attention over a sequence that lies here as a whole: see ``RingDilatedAttention.alone``."""
+        """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.alone``."""
         out: torch.Tensor = block_sparse_attention(
             query,
             key,
@@ -130,7 +130,7 @@ class RingBlockSparseAttention(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """The pattern, where the sequence lies, and every setting that is not its default."""
+        """The pattern, how the sequence is sharded, and every setting that differs from its default."""
         settings = (
             ("scale", self.scale, None),
             ("dropout", self.dropout, 0.0),

@@ -1,4 +1,4 @@
-"""Multi-head block-sparse attention whose sequence is spread over processes."""
+"""Multi-head block-sparse attention for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dilated_attention.pattern.checks import as_int
 
 
 class RingMultiheadBlockSparseAttention(MultiheadProjections):
-    """``MultiheadBlockSparseAttention`` of a sequence that the processes of a group hold in shards. All of them call it.
+    """``MultiheadBlockSparseAttention`` of a sequence sharded over the processes of a group. All of them must call it.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
-    Projections and norms are per position, so only the attention between them communicates, and of it only the key blocks that other
-    processes' queries keep. Parameters have the names and shapes of ``MultiheadBlockSparseAttention``'s: weights go from one to the
-    other by ``load_state_dict``.
+    Projections and norms are per position, so only the attention between them communicates, and it sends only the key blocks that other
+    processes' queries keep. Parameters have the names and shapes of those of ``MultiheadBlockSparseAttention``, so ``load_state_dict``
+    transfers weights in both directions.
 
-    Every process holds the parameters whole, and its backward gives the part of their gradients that comes from its own rows: see
-    ``RingMultiheadDilatedAttention`` for what DDP, FSDP2 and a loss of one's own need.
+    Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: see
+    ``RingMultiheadDilatedAttention`` for what this means with DDP, with FSDP2 and without either.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps: as of ``MultiheadBlockSparseAttention``.
-        gamma_init, rotary_base, xpos_scale_base, qk_norm, device, dtype: as there.
-        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept, as of ``RingBlockSparseAttention``.
-        rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
-        group, mesh, layout, scale, deterministic, backend, head_steps, timeout: as of ``RingBlockSparseAttention``.
+        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps: see ``MultiheadBlockSparseAttention``.
+        gamma_init, rotary_base, xpos_scale_base, qk_norm, device, dtype: see there.
+        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept: see ``RingBlockSparseAttention``.
+        rotary: rotate queries and keys by their position in the whole sequence, or with ``cu_seqlens`` in the document.
+        group, mesh, layout, scale, deterministic, backend, head_steps, timeout: see ``RingBlockSparseAttention``.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
-        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
     Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, no pattern that content chooses.
 
@@ -119,12 +119,12 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
         attn_mask: None = None,
         input_norm: nn.Module | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend: see ``RingMultiheadDilatedAttention.forward``, whose arguments, results and errors these are."""
+        """Computes the attention; arguments, results and errors are those of ``RingMultiheadDilatedAttention.forward``."""
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         if self.rotary:
             ring = self.attention.ring
             seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            # rows of unequal number are refused by the attention, on all processes alike
+            # the attention refuses unequal numbers of rows, on all processes alike
             if q.shape[1] == k.shape[1]:
                 q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
         out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)

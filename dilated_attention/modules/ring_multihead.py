@@ -1,4 +1,4 @@
-"""Multi-head dilated attention whose sequence is spread over processes."""
+"""Multi-head dilated attention for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from dilated_attention.pattern.checks import as_int
 
 
 class RingMultiheadDilatedAttention(MultiheadProjections):
-    """``MultiheadDilatedAttention`` of a sequence that the processes of a group hold in shards. All of them call it.
+    """``MultiheadDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
     Projections and norms are per position, so only the attention between them communicates. Parameters have the names and shapes
-    of ``MultiheadDilatedAttention``'s: weights go from one to the other by ``load_state_dict``.
+    of those of ``MultiheadDilatedAttention``, so ``load_state_dict`` transfers weights in both directions.
 
-    Every process holds the parameters whole, and its backward gives the part of their gradients that comes from its own rows: the
-    gradient of a loss is the *sum* over the group. DDP and FSDP2 *average* over their processes, so with them let each process's loss
-    be W times its share of the whole's; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) gradients over the group yourself.
+    Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: the
+    gradient of the loss is the *sum* over the group. DDP and FSDP2 *average* over their processes, so with them each process's loss
+    must be W times its share of the total loss; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) the
+    gradients over the group yourself.
 
     Args:
-        embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, head_offsets, branch_heads: as of ``MultiheadDilatedAttention``.
-        dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm: as there.
-        tail, mixture_grad, scale, deterministic, backend, device, dtype: as there.
-        rotary: rotate queries and keys by their position in the whole sequence; with ``cu_seqlens``, in the document.
-        group, mesh, layout, exchange, ranks_per_node, timeout: as of ``RingDilatedAttention``.
+        embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, head_offsets, branch_heads: see ``MultiheadDilatedAttention``.
+        dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm: see there.
+        tail, mixture_grad, scale, deterministic, backend, device, dtype: see there.
+        rotary: rotate queries and keys by their position in the whole sequence, or with ``cu_seqlens`` in the document.
+        group, mesh, layout, exchange, ranks_per_node, timeout: see ``RingDilatedAttention``.
 
     Raises:
-        ValueError, TypeError: a setting that cannot work, at construction.
-        RuntimeError: at a call, where it was built without a group before torch.distributed was initialised.
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
     Differs from ``MultiheadDilatedAttention``: no ``query_offset``, no ``precision="fp8"``.
 
@@ -108,7 +109,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             ranks_per_node=ranks_per_node,
             timeout=timeout,
         )
-        # refuses lists of offsets that are not one per head
+        # refuses lists of offsets that do not have one entry per head
         self.attention.pattern.offsets(self.num_heads)
 
     def forward(
@@ -125,25 +126,25 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
         attn_mask: None = None,
         input_norm: nn.Module | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend.
+        """Computes the attention.
 
         Args:
             query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
             key: (B, n, E) of the same positions; None for query.
             value: (B, n, E); None for key.
             is_causal: a query sees keys at its own position and before.
-            seq_len: N. None: the processes ask each other in every call; all must give it, or none. With ``rotary`` under
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
                 torch.compile it must be given.
             key_padding_mask: (B, n) bool of this process's keys, True = padding.
-            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
-            need_weights, attn_mask: of nn.MultiheadAttention's call; only False and None are possible.
-            input_norm: of the block around this layer, applied to query, key and value first: for training with less memory.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
+            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
 
         Returns:
-            (out (B, n, E) in the projections' dtype, None). The second is nn.MultiheadAttention's weights.
+            (out (B, n, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
 
         Raises:
-            ValueError, TypeError: inputs that do not fit, or calls that differ between processes.
+            ValueError, TypeError: the inputs do not fit together, or the calls differ between processes.
             RingError: a process died, stalled or made another call.
             BackendUnavailable: no backend, or not the named one, can do this.
         """

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34), and XPOS (arXiv 2212.10554), by absolute position, before dilation."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, Eq. 34) and XPOS (arXiv 2212.10554) by absolute position, before dilation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dilated_attention.engine.transforms import each
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
 XPOS_STEEPEST = math.log(3.5)
-# queries and keys up to this size are left room for
+# largest query or key element that must not overflow after scaling
 XPOS_HEADROOM = 16.0
 
 
 def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Table:
-    """(cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2).
+    """Returns (cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2).
 
-    A pure function without a cache, so that a compiled graph neither breaks nor depends on the length.
+    It is a pure function without a cache, so that a compiled graph neither breaks nor depends on the length.
 
     Args:
         positions: integers (N,).
         head_dim: D, even.
         base: > 1; the longest wavelength is about 2π · base positions.
-        dtype: of the vectors to be rotated; the table is float32, or float64 for float64.
+        dtype: dtype of the vectors to be rotated; the table is float32, or float64 for float64.
     """
-    # float32 has no digits left for the fraction of a turn at long range: at position 2^20 its angles are off by 0.06. So the
+    # at long range float32 has no digits left for the fraction of a turn: at position 2^20 its angles are off by 0.06. So the
     # angle is reduced to one turn in float64, which only Apple's GPUs lack
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     exponent = torch.arange(head_dim // 2, dtype=wide, device=positions.device) * (-2 * math.log(base) / head_dim)
@@ -37,10 +37,10 @@ def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: tor
 
 
 def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """Each pair (x_i, x_{i+D/2}) of x (B, N, H, D) turned by its position's angle i; in the table's dtype, rounded to x's.
+    """Rotates each pair (x_i, x_{i+D/2}) of x (B, N, H, D) by angle i of its position, in the table's dtype, and rounds to x's dtype.
 
     The halves are paired as in GPT-NeoX and Llama; the paper pairs neighbours, which differs by a permutation of the
-    dimensions. q·k of two rotated vectors depends on the difference of their positions only.
+    dimensions. q·k of two rotated vectors depends only on the difference of their positions.
     """
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
@@ -48,21 +48,21 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 def document_positions(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """(n,) positions counted from the start of the packed document that each of ``positions`` (n,) lies in."""
+    """Returns ``positions`` (n,) counted from the start of the packed document that each of them is in."""
     positions = positions.to(cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens, positions, right=True) - 1
     return positions - cu_seqlens[document]
 
 
 def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base: float) -> tuple[Table, Table]:
-    """(queries' table, keys' table): the rotation times ζ_i^(n/b) for queries and ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D.
+    """Returns (query table, key table): the rotation times ζ_i^(n/b) for queries and ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D.
 
-    ``rotate`` takes either. A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m, so that it depends on
-    the distance only: less than one for keys before the query, *more* for keys after it.
+    ``rotate`` takes either table. A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m. It depends on
+    the distance only: it is less than one for keys before the query and *more* for keys after it.
 
     Args:
-        table: of ``rotary_table``.
-        positions: n (N,), counted from the middle of what attends to itself, so that the factors of both ends are equally far from 1.
+        table: the result of ``rotary_table``.
+        positions: n (N,), counted from the middle of the sequence or document, so that the factors at both ends are equally far from 1.
         head_dim: D, even.
         scale_base: b, > 0.
     """
@@ -77,15 +77,15 @@ def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base
 
 
 def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
-    """The longest sequence whose factors, half its length from the middle, times a query or key of 16, ``dtype`` can hold."""
+    """Returns the longest sequence for which ``dtype`` can hold the factors at its ends times a query or key element of 16."""
     return int(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM))
 
 
 def xpos_positions(positions: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor:
-    """``positions`` (N,) of a sequence of ``seq_len``, counted from its middle.
+    """Returns ``positions`` (N,) of a sequence of ``seq_len``, counted from its middle.
 
     Raises:
-        ValueError: a sequence whose factors overflow ``dtype``.
+        ValueError: the factors of the sequence overflow ``dtype``.
     """
     longest = xpos_max_length(scale_base, dtype)
     if seq_len > longest:
@@ -96,17 +96,17 @@ def xpos_positions(positions: torch.Tensor, seq_len: int, scale_base: float, dty
 def xpos_document_positions(
     positions: torch.Tensor, cu_seqlens: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``positions`` (n,) in a packed sequence of ``seq_len``, counted from the middle of the document that each lies in.
+    """Returns ``positions`` (n,) in a packed sequence of ``seq_len``, counted from the middle of the document that each is in.
 
     Raises:
-        ValueError: a document whose factors overflow ``dtype``.
+        ValueError: the factors of a document overflow ``dtype``.
     """
     longest = xpos_max_length(scale_base, dtype)
-    # the bounds' values, which are on the device, are asked for only where a document may be too long
+    # the boundaries are on the device; they are read only where a document may be too long
     if seq_len > longest:
         cu_seqlens = bounded_documents(cu_seqlens, longest, _too_long("a document", "{length}", longest, scale_base, dtype))
     positions = positions.to(cu_seqlens.dtype)
-    # positions beyond the last bound, which the attention refuses, must not read beyond it
+    # the attention refuses positions beyond the last boundary; here they must not cause an out-of-bounds read
     document = (torch.searchsorted(cu_seqlens, positions, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
     start, end = cu_seqlens[document], cu_seqlens[document + 1]
     return positions - start - (end - start + 1) // 2
@@ -114,7 +114,7 @@ def xpos_document_positions(
 
 @torch.library.custom_op("dilated_attention::bounded_documents", mutates_args=())
 def bounded_documents(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
-    """A copy of cu_seqlens whose documents have at most ``longest`` positions. An op, as a graph cannot branch on values."""
+    """Copies cu_seqlens if its documents have at most ``longest`` positions, else raises. It is an op: a graph cannot branch on values."""
     length = int(cu_seqlens.diff().max())
     if length > longest:
         raise ValueError(complaint.format(length=length))

@@ -1,1 +1,1 @@
-"""Own kernels that compute a whole call: a table of tiles, walked by one launch."""
+"""This project's kernels that compute a whole call: one launch processes a table of tiles."""

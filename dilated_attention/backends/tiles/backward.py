@@ -1,11 +1,11 @@
-"""Backward of a table of tiles: dq with δ in one launch, then dk and dv in one. Exact shares of the merged softmax; no atomics.
+"""The backward over a table of tiles: one launch for dq and δ, then one for dk and dv. Exact for the merged softmax; no atomics.
 
 With p = e^(s − lse), lse that of the whole softmax, and δ = rowsum(dout ∘ out) − dlse:
 
     ds = p ∘ (dout·vᵀ − δ),  dq = scale · ds·k,  dk = scale · dsᵀ·q,  dv = pᵀ·dout
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _query_step(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What keys [a, a + BLOCK) add to dq."""
+    """Adds the contribution of keys [a, a + BLOCK) to dq."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
@@ -43,8 +43,8 @@ def _query_step(
     k1, v1 = k0, v0
     if D1 > 0:
         k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
-    # Padded keys are all zeros, so that any finite number for ds adds nothing to dq. With weights of at most 1 it is finite where dq is, but
-    # in float16, whose range is short.
+    # Padded keys are all zeros, so any finite ds adds nothing to dq. If weights are at most 1, ds is finite where dq is, except in float16,
+    # whose range is too small.
     BOUNDED: tl.constexpr = PADDING and k0.dtype != tl.float16
     x = product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None]
     if BOUNDED:
@@ -77,7 +77,11 @@ def query_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
     DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS queries of one head; for the kernel of keys, by place: δ, lse · log2(e), the words of dropout. OWN: ``out_ptr`` holds each branch's own output by place."""
+    """Computes dq of ROWS queries of one head.
+
+    It also stores, by place, what the kernel of keys needs: δ, lse · log2(e) and the words of dropout. OWN: ``out_ptr`` holds each branch's
+    own output by place.
+    """
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
@@ -96,7 +100,7 @@ def query_kernel(
         inside = i < high
         head64, head_row = head.to(tl.int64), batch * num_heads + head
         wide_rate = rate.to(tl.int64)
-        # the first query's row, and the rows between two queries
+        # the row of the first query, and the offsets of the others from it
         row = (first - q_first).to(tl.int64) + i0 * wide_rate
         rows = local.to(tl.int64) * wide_rate
         k_step, v_step = wide_rate * k_n, wide_rate * v_n
@@ -125,12 +129,12 @@ def query_kernel(
             word_row = head_row * num_queries + row + rows
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
             word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
-        # a row without keys weighs its scores with 0
+        # a row without keys gets an lse of +inf, so its weights are 0
         STATS: tl.constexpr = 4 if DROPOUT else 2
         lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
         row_at = stats_ptr + STATS * (head_row * delta_rows) + part + local
         if DROPOUT:
-            # scores' gradients leave the factor of what is kept to the end
+            # the factor of the kept weights is applied at the end, so ds is computed without it
             delta = delta / keep_scale
             natural_scale = natural_scale * keep_scale
         tl.store(row_at, delta, mask=inside)
@@ -193,7 +197,7 @@ def _key_step(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What queries [a, a + BLOCK) add to dk and dv; scores are those of keys by queries."""
+    """Adds the contributions of queries [a, a + BLOCK) to dk and dv; scores are (keys, queries)."""
     i = a + tl.arange(0, BLOCK)
     inside = i < high
     q_at, do_at = q_base + a * q_step, do_base + a * do_step
@@ -242,7 +246,10 @@ def key_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of ROWS keys. SHARED: of one key/value head, from all its query heads, whose offsets agree; else of one query head."""
+    """Computes dk and dv of ROWS keys.
+
+    SHARED: for one key/value head, over all its query heads, which have equal offsets; otherwise for one query head.
+    """
     pid = tl.program_id(0)
     heads = kv_heads if SHARED else num_heads
     own_head = pid % heads
@@ -277,7 +284,7 @@ def key_kernel(
         dk0, dv0 = tl.zeros([ROWS, D0], tl.float32), tl.zeros([ROWS, D0], tl.float32)
         dk1, dv1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32), tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(j0 + ROWS, count) - 1
-        # queries [begin, end) see some key, those of [full_begin, full_end) all of them
+        # queries [begin, end) see some key of the tile; queries [full_begin, full_end) see all of them
         begin, end, full_begin, full_end = low, high, low, high
         if RIGHT:
             begin = tl.minimum(tl.maximum(j0 - right, low), high)
@@ -322,7 +329,7 @@ def key_kernel(
             natural_scale = natural_scale * keep_scale
             dv0, dv1 = dv0 * keep_scale, dv1 * keep_scale
         if PADDING:
-            # what a padded key has gathered is its own alone: any number, or none
+            # the gradient accumulated for a padded key may be any number or NaN and affects no other key
             shown = tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0
             dk0, dv0 = tl.where(shown[:, None], dk0, 0.0), tl.where(shown[:, None], dv0, 0.0)
             dk1, dv1 = tl.where(shown[:, None], dk1, 0.0), tl.where(shown[:, None], dv1, 0.0)

@@ -1,10 +1,10 @@
-"""What the branches' places become: their merge (forward) and their sum (backward), one launch each.
+"""Combines the branches' results, which are stored at places: the merge (forward) and the sum (backward), one launch each.
 
-A position's place in a branch is found by arithmetic: the document (by bisection of their starts), the segment, the offset of the head.
-``spans`` (documents, branches, 4) int32: segment length, places a segment, first place (of segment 0), unused.
+A position's place in a branch is computed from its document (found by bisection of the starts), its segment, and the offset of the head.
+``spans`` (documents, branches, 4) int32: segment length, places per segment, place of segment 0, unused.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilated_attention.backends.tiles.rows import LN_2, LOG2_E, VARYING
 
 @triton.jit
 def _document_of(starts_ptr, positions, steps):
-    """Index of the last document that starts at or before each position; 2**steps documents at most."""
+    """Returns the index of the last document that starts at or before each position, among at most 2**steps documents."""
     low = positions * 0
     size = 1 << steps
     for _ in range(steps):
@@ -27,7 +27,7 @@ def _document_of(starts_ptr, positions, steps):
 
 @triton.jit
 def _place(spans_ptr, starts, documents, positions, first, branch: tl.constexpr, BRANCHES: tl.constexpr, rate, offset):
-    """(taken, place) of positions in a branch; ``first`` is the first position that has a place."""
+    """Returns (whether selected, place) of positions in a branch; ``first`` is the first position that has a place."""
     at = spans_ptr + (documents * BRANCHES + branch) * 4
     length, places, base = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     inside = positions - starts
@@ -44,7 +44,7 @@ def merge_kernel(
     num_batches, num_heads, offset_heads, q_first, num_queries, part_rows, steps,
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ_b e^(lse_b − lse) out_b. DIRECT: the branch whose results stand in ``out`` and ``lse`` already, or −1."""
+    """Computes out = Σ_b e^(lse_b − lse) out_b. DIRECT: the branch whose results are already in ``out`` and ``lse``, or −1."""
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
@@ -69,7 +69,7 @@ def merge_kernel(
             m = tl.maximum(m, tl.load(part_lse_ptr + head_row * part_rows + place, mask=taken, other=-float("inf")))
     shift = tl.where(m == -float("inf"), 0.0, m)
     columns = tl.arange(0, COLUMNS)
-    # where the direct branch is alone its result stands
+    # where a row is only in the direct branch, its result is kept
     written = others if DIRECT >= 0 else inside
     out_at = out_ptr + batch * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_n + columns[None, :]
     total = tl.zeros([ROWS], tl.float32)
@@ -128,7 +128,7 @@ def sum_kernel(
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, Q_DIRECT: tl.constexpr, K_DIRECT: tl.constexpr,
     SHARED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of the first ``q_tiles`` programs, dk and dv of the others: sums over branches and, but where SHARED, over a key head's query heads."""
+    """Sums dq in the first ``q_tiles`` programs, dk and dv in the others, over branches and, unless SHARED, a key head's query heads."""
     pid = tl.program_id(0)
     if QUERIES and pid < q_tiles:
         head = pid % num_heads

@@ -1,6 +1,6 @@
-"""Forward of a table of tiles: every tile's softmax over its keys, one launch."""
+"""The forward over a table of tiles: one launch computes every tile's softmax over its keys."""
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _step(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys [a, a + BLOCK) of the segment; MASKED: not every row sees all of them."""
+    """Processes keys [a, a + BLOCK) of the segment; MASKED: some row does not see all of them."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
     CHECK: tl.constexpr = MASKED or PADDING
@@ -74,7 +74,10 @@ def forward_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of one head. LEFT, RIGHT: the window has these bounds (causal: right = 0). CUT: queries are some of the keys' positions."""
+    """Computes ROWS queries of one head.
+
+    LEFT, RIGHT: whether the window has these bounds (causal: right = 0). CUT: whether some positions have no query or no key.
+    """
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
@@ -118,7 +121,7 @@ def forward_kernel(
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
-        # keys [begin, end) are seen by some row, [full_begin, full_end) by all
+        # some row sees keys [begin, end); all rows see keys [full_begin, full_end)
         begin, end, full_begin, full_end = 0, count, 0, count
         if RIGHT:
             end = tl.maximum(tl.minimum(count, last + right + 1), 0)

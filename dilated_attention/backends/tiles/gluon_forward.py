@@ -1,9 +1,10 @@
-"""Forward of a table of tiles on Hopper: the kernel of ``forward.py``, same arguments, with a producer and warpgroups of 64 queries.
+"""The forward over a table of tiles on Hopper: the kernel of ``forward.py`` with the same arguments, a producer and two consumers.
 
-A warpgroup starts the scores of the next block of keys and p·v of the last one together, and exponentiates while p·v runs.
+A consumer is a warpgroup with 64 queries. It starts the scores of the next block of keys together with p·v of the last one, and computes
+the exponentials while p·v runs.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 @gluon.jit
 def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.constexpr, FLAGS: gl.constexpr):
-    """The producer: queries of each tile, then blocks of keys and values."""
+    """The producer: loads the queries of each tile, then blocks of keys and values."""
     q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
     q_smem, k_smem, v_smem = buffers
@@ -79,7 +80,7 @@ def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.con
 
 @gluon.jit
 def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """One step of the online softmax, keys [a, a + BLOCK): (weights, rescaling of what was summed, row maximum, row sum)."""
+    """Computes one step of the online softmax for keys [a, a + BLOCK): (weights, factor of the previous sums, row maximum, row sum)."""
     BLOCK: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     masked = a + BLOCK > count
@@ -110,7 +111,7 @@ def _consume(
     PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total_tiles, num_queries, part_rows, direct, scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup PART: 64 queries."""
+    """Consumer warpgroup PART: computes 64 queries."""
     rows_ptr, offsets_ptr = inputs
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
     o_b, o_n, o_h = strides
@@ -184,7 +185,7 @@ def _consume(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            # This wait's branch, and the weights passing through the next wait, keep ptxas from sinking the softmax below it.
+            # The branch of this wait, and passing the weights through the next wait, keep ptxas from sinking the softmax below that wait.
             mbarrier.wait(k_full.index(stage), phase, pred=t + 1 < steps)
             o, p, weights = warpgroup_mma_wait(0, deps=(o_running, p, weights))
             mbarrier.arrive(v_empty.index(last), count=1)
@@ -232,7 +233,7 @@ def forward_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, ZERO_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """64 queries a warpgroup."""
+    """Computes 64 queries per warpgroup."""
     GROUPS: gl.constexpr = 2
     FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, ZERO_KEYS)
     dtype: gl.constexpr = q_ptr.dtype.element_ty

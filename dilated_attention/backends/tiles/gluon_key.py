@@ -1,16 +1,17 @@
-"""dk and dv of a table of tiles on Hopper: ``key_kernel`` of ``backward.py``, same arguments and formulas, with a producer and two warpgroups.
+"""dk and dv over a table of tiles on Hopper: ``key_kernel`` of ``backward.py`` with the same arguments and formulas.
 
-A program takes every programs-th row of the table; its producer goes on to the next row while the consumers finish the last, so the ring of
-stages never drains. Each consumer starts the scores of the next block together with what the last one adds to dk, and exponentiates meanwhile.
+A program has a producer and two consumer warpgroups, and with P programs processes every P-th row of the table. Its producer continues with
+the next row while the consumers finish the last, so the ring of stages never drains. Each consumer starts the scores of the next block
+together with the last block's contribution to dk, and computes the exponentials meanwhile.
 
-Nothing is in flight from one iteration to the next, and tiles stay in shared memory: with accumulators in flight ptxas serialises the products
-(C7512), and in some shapes of the loop it let factors that an iteration computes overwrite those held in registers for all of them.
+No product is in flight from one iteration to the next, and tiles stay in shared memory. With accumulators in flight ptxas serialises the
+products (C7512), and in some forms of the loop it let factors computed in an iteration overwrite those held in registers across iterations.
 
-Tried on an H200 and left out, as they changed nothing or cost: three warpgroups with blocks of 32 queries (+18 %), a program for each row of the
-table (−5 to +2 %), six stages (±2 %), head dim 48 multiplied as 64 (+7 %).
+Tried on an H200 and not adopted, since the time did not change or increased: three warpgroups with blocks of 32 queries (+18 %), a program
+for each row of the table (−5 to +2 %), six stages (±2 %), head dim 48 multiplied as 64 (+7 %).
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 @gluon.jit
 def _key_range(j0, count, low, high, left, right, ROWS: gl.constexpr, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """(first query that sees some of the tile's keys, blocks of such queries)."""
+    """Returns (first query that sees some of the tile's keys, number of blocks of such queries)."""
     begin = low
     end = high
     if RIGHT:
@@ -48,7 +49,7 @@ def _key_range(j0, count, low, high, left, right, ROWS: gl.constexpr, BLOCK: gl.
     if LEFT:
         end = gl.maximum(gl.minimum(high, gl.minimum(j0 + ROWS, count) + left), begin)
     steps = (gl.maximum(end - begin, 0) + BLOCK - 1) // BLOCK
-    # a tile without queries takes one block too, all of it masked
+    # a tile without queries also processes one block, which is fully masked
     return begin, gl.where(j0 < count, gl.maximum(steps, 1), 1)
 
 
@@ -57,7 +58,7 @@ def _key_row(
     index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """What producer and consumers know of a row of the table of keys."""
+    """Returns what the producer and the consumers need from a row of the table of keys."""
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys = shape
     left, right = bounds
     heads = kv_heads if SHARED else num_heads
@@ -79,7 +80,7 @@ def _key_row(
 
 @gluon.jit
 def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
-    """The producer of ``key_kernel``: keys and values of each row's tile, then blocks of queries with what belongs to them."""
+    """The producer of ``key_kernel``: loads keys and values of each row's tile, then blocks of queries with their dout and statistics."""
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
@@ -147,7 +148,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
 
 @gluon.jit
 def _key_weights(s, a, j0, high, left, right, scale, lse, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """p of 64 keys by queries [a, a + BLOCK)."""
+    """Computes p of 64 keys by queries [a, a + BLOCK)."""
     BLOCK: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
@@ -172,7 +173,7 @@ def _key_weights(s, a, j0, high, left, right, scale, lse, LEFT: gl.constexpr, RI
 
 @gluon.jit
 def _kept(a_smem, c_smem, word_b, threshold, layout: gl.constexpr):
-    """Whether dropout keeps each pair of 64 keys and a block of queries: ``rows.kept``."""
+    """Whether dropout keeps each pair of 64 keys and a block of queries: see ``rows.kept``."""
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     word_a = gl.expand_dims(a_smem.load(by_query).to(gl.int32, bitcast=True), 0)
     word_c = gl.expand_dims(c_smem.load(by_query).to(gl.int32, bitcast=True), 0)
@@ -185,7 +186,7 @@ def _key_consume(
     PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale,
     threshold, keep_scale, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup PART of ``key_kernel``: dk and dv of 64 keys; scores are those of keys by queries."""
+    """Consumer warpgroup PART of ``key_kernel``: computes dk and dv of 64 keys; scores are (keys, queries)."""
     rows_ptr, offsets_ptr, padding_ptr, words_ptr = inputs
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr = outputs
     dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b = strides
@@ -214,7 +215,7 @@ def _key_consume(
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
     local = gl.arange(0, 64, layout=by_key)
     word_b = local
-    # a zero that is not compiled in: rows.drop
+    # a zero that is not a compile-time constant: see rows.drop
     nothing = scale * 0.0
     stage = 0
     phase = 0
@@ -225,7 +226,7 @@ def _key_consume(
         )
         j0 += PART * 64
         if DROPOUT:
-            # one query head: its own words
+            # with dropout there is one query head, so these are its words
             word_at = words_ptr + (batch * shape[1] + first_head) * shape[7] + first + (j0 + local).to(gl.int64) * rate
             word_b = gl.load(word_at, mask=local < count - j0, other=0)
         mbarrier.wait(tile_full, tile_phase)
@@ -270,7 +271,7 @@ def _key_consume(
         for t in range(1, total_steps):
             a += BLOCK
             if SHARED:
-                # the next query head
+                # starts the next query head
                 a = gl.where(t % steps == 0, begin, a)
             fence_async_shared()
             s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
@@ -295,7 +296,7 @@ def _key_consume(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            # This wait's branch, and the new factor passing through the next wait, keep ptxas from sinking its computation below it.
+            # The branch of this wait, and passing new_ds through the next wait, keep ptxas from sinking its computation below that wait.
             mbarrier.wait(full.index(stage), phase, pred=t + 1 < total_steps)
             dv, dk, ds = warpgroup_mma_wait(0, deps=(dv_running, dk_running, new_ds))
             mbarrier.arrive(empty.index(last), count=1)
@@ -310,7 +311,7 @@ def _key_consume(
             dv *= keep_scale
         row = first.to(gl.int64) + j0 * rate
         if PADDING:
-            # what a padded key has gathered is its own alone: any number, or none
+            # the gradient accumulated for a padded key may be any number or NaN and affects no other key
             own: gl.constexpr = gl.SliceLayout(1, o_layout)
             mine = gl.arange(0, 64, layout=own)
             shown = gl.load(padding_ptr + batch * pad_b + row + mine.to(gl.int64) * rate, mask=mine < count - j0, other=1) == 0
@@ -342,7 +343,7 @@ def key_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys a warpgroup. DROPOUT: a key/value head has one query head."""
+    """Computes dk and dv of 64 keys per warpgroup. With DROPOUT a key/value head must have one query head."""
     GROUPS: gl.constexpr = 2
     FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, SHARED, DROPOUT, PADDING)
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -1,10 +1,11 @@
-"""dq and δ of a table of tiles on Hopper: ``query_kernel`` of ``backward.py``, same arguments and formulas; built as ``gluon_key.py``.
+"""dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``backward.py`` with the same arguments and formulas.
 
-Tried on an H200 and left out: three warpgroups of 64 queries (−3 to +4 %), queries and dout in registers (−3 to −5 %; why not: ``gluon_key.py``),
-warpgroups that take turns (0 %), a program for each row of the table (+3 to +20 %).
+It is built like ``gluon_key.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
+queries and dout in registers (−3 to −5 %; ``gluon_key.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
+table (+3 to +20 %).
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 @gluon.jit
 def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
-    """The producer of ``query_kernel``: each tile's queries, dout and lse, its out as the ring's first stage, then blocks of keys and values."""
+    """The producer of ``query_kernel``.
+
+    Loads each tile's queries, dout and lse, then its out as the first stage of the ring, then blocks of keys and values.
+    """
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
@@ -107,7 +111,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num
 
 @gluon.jit
 def _query_weights(s, a, i0, count, left, right, scale, lse, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """p of 64 queries and keys [a, a + BLOCK)."""
+    """Computes p of 64 queries and keys [a, a + BLOCK)."""
     BLOCK: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     p = exp2(s * scale - gl.expand_dims(lse, 1))
@@ -134,7 +138,7 @@ def _query_consume(
     PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup PART of ``query_kernel``: δ and dq of 64 queries."""
+    """Consumer warpgroup PART of ``query_kernel``: computes δ and dq of 64 queries."""
     rows_ptr, offsets_ptr, dlse_ptr = inputs
     stats_ptr, dq_ptr, parts_ptr = outputs
     dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h = strides
@@ -185,7 +189,7 @@ def _query_consume(
             dlse = dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + local * rate) * dlse_n
             delta -= gl.load(dlse, mask=inside, other=0.0)
         lse = lse_smem.index(PART).load(by_row)
-        # a row without keys weighs its scores with 0
+        # a row without keys gets an lse of +inf, so its weights are 0
         lse = gl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
         row_at = stats_ptr + 2 * (head_row * delta_rows) + part + local
         gl.store(row_at, delta, mask=inside)
@@ -230,7 +234,7 @@ def _query_consume(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            # as in _key_consume
+            # this wait keeps ptxas from sinking the softmax, as in _key_consume
             mbarrier.wait(full.index(stage), phase, pred=t + 1 < steps)
             dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
             mbarrier.arrive(empty.index(last), count=1)
@@ -257,7 +261,7 @@ def query_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, OWN: gl.constexpr, DLSE: gl.constexpr,
 ):  # fmt: skip
-    """δ and dq of 64 queries a warpgroup."""
+    """Computes δ and dq of 64 queries per warpgroup."""
     GROUPS: gl.constexpr = 2
     FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, OWN, DLSE)
     dtype: gl.constexpr = q_ptr.dtype.element_ty

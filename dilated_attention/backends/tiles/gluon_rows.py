@@ -1,10 +1,10 @@
-"""What the Hopper kernels of a table share: the row of a program, copies of strided rows into shared memory, products, stores.
+"""What the Hopper kernels over a table share: the row of a program, copies of strided rows into shared memory, products, stores.
 
-A program holds one producer of four warps, which fills a ring of shared-memory stages with cp.async, and warpgroups of consumers, 64 rows
+A program has one producer of four warps, which fills a ring of shared-memory stages with cp.async, and consumer warpgroups with 64 rows
 each, which multiply with wgmma. Rows that are not valid and columns beyond the head dim are filled with zeros.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 WIDTH = gl.constexpr(8)
-# threads of the producer, each of which arrives at a stage's barrier when its copies have landed
+# threads of the producer; each arrives at a stage's barrier when its copies are complete
 COPIERS = gl.constexpr(128)
 _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
 def exp2(x):
-    # the instruction that flushes denormals: gl.exp2 spends three more to keep them
+    # this instruction flushes denormals; gl.exp2 spends three more instructions to keep them
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
-    """(branch, rate, first position, positions, tile, place of the first result, places a segment, other place) of a table's row, for one head."""
+    """Reads a row of a table for one head.
+
+    Returns (branch, rate, first position, positions, tile, place of the first result, places per segment, query place).
+    """
     at = rows_ptr + row * WIDTH
     branch = gl.load(at)
     rate = gl.load(at + 1)
@@ -46,7 +49,7 @@ def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
 
 @gluon.jit
 def between(first, rate, count, low, high):
-    """Indices [a, b) of the ``count`` positions first, first + rate, … that lie in [low, high)."""
+    """Returns the indices [a, b) of those of the ``count`` positions first, first + rate, … that are in [low, high)."""
     a = (gl.maximum(low - first, 0) + rate - 1) // rate
     b = (gl.maximum(high - first, 0) + rate - 1) // rate
     return a, gl.minimum(b, count)
@@ -54,13 +57,13 @@ def between(first, rate, count, low, high):
 
 @gluon.constexpr_function
 def copy_layout(columns):
-    """16 bytes a thread, whole rows by neighbouring threads."""
+    """Returns the layout of copies: 16 bytes per thread, with whole rows copied by neighbouring threads."""
     return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Offsets of the elements of ROWS rows, ``step`` apart; in 32 bits, which saves registers."""
+    """Returns the offsets of the elements of ROWS rows that are ``step`` apart, in 32 bits, which saves registers."""
     layout: gl.constexpr = copy_layout(COLUMNS)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -69,7 +72,7 @@ def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def copy_rows(smem, base, offsets, left, D: gl.constexpr):
-    """Start the copy of a tile's first ``left`` rows; the others become 0."""
+    """Starts the copy of a tile's first ``left`` rows; the others become 0."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
@@ -85,7 +88,7 @@ def copy_rows(smem, base, offsets, left, D: gl.constexpr):
 
 @gluon.jit
 def copy_numbers(smem, base, step, left):
-    """Start the copy of a row of 32-bit numbers, ``step`` apart; those from ``left`` on become 0."""
+    """Starts the copy of a row of 32-bit numbers that are ``step`` apart; those from ``left`` on become 0."""
     COUNT: gl.constexpr = smem.shape[0]
     i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
     async_copy.async_copy_global_to_shared(smem, base + i.to(gl.int64) * step, mask=i < left)
@@ -93,7 +96,7 @@ def copy_numbers(smem, base, step, left):
 
 @gluon.jit
 def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
-    """Start a·tileᵀ over the columns that hold data."""
+    """Starts a·tileᵀ over the columns that hold data."""
     x = warpgroup_mma(a0, tile.slice(0, D0, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if D1 > 0:
         x = warpgroup_mma(a1, tile.slice(D0, D1, dim=1).permute((1, 0)), x, is_async=True)
@@ -102,7 +105,7 @@ def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
 
 @gluon.jit
 def store_tile(base, step, left, x, D: gl.constexpr):
-    """Write the first ``left`` rows of x, in 16-byte pieces."""
+    """Writes the first ``left`` rows of x in 16-byte pieces."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
@@ -118,7 +121,7 @@ def query_row(
     index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """What producer and consumers know of a row of the table of queries; ``begin``: the first key that its tile sees."""
+    """Returns what producer and consumers need from a row of the table of queries; ``begin`` is the first key that its tile sees."""
     num_batches, num_heads, offset_heads, _group, q_first, q_last, num_keys = shape
     left, right = bounds
     head = index % num_heads
@@ -139,7 +142,7 @@ def query_row(
         end = gl.maximum(gl.minimum(count, last + right + 1), 0)
     if LEFT:
         begin = gl.minimum(gl.maximum(i0 - left, 0), end)
-    # a tile without queries takes one block too, all of it masked
+    # a tile without queries also processes one block, which is fully masked
     steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
     wide_rate = rate.to(gl.int64)
     row = (first - q_first).to(gl.int64) + i0 * wide_rate

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels of a table of tiles, in place of those of ``run.py`` where ``why_not`` gives no reason."""
+"""Launches of the Hopper kernels over a table of tiles, which replace those of ``run.py`` if ``why_not`` gives no reason."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KERNELS = {"forward": gluon_forward.forward_kernel, "query": gluon_query.query_
 
 
 class HopperSizes(NamedTuple):
-    """Rows that a stage of the ring holds, stages (3 at least in the backward, whose consumers hold two and wait for a third)."""
+    """Rows per stage of the ring, and stages (at least 3 in the backward, whose consumers hold two and wait for a third)."""
 
     block: int
     stages: int
 
 
-# of a program: two warpgroups of 64
+# rows per program: two warpgroups of 64
 _ROWS = 128
-# By kernel and head dim rounded up, only where this kernel is faster than Triton's on an H200 with Triton 3.6
+# By kernel and head dim rounded up, only where the Gluon kernel is faster than the Triton one on an H200 with Triton 3.6
 # (benchmarks/results/2026-11-22-h200-tiles-gluon.md)
 _SIZES = {
     ("key", 48): HopperSizes(64, 4),
@@ -43,7 +43,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
-    """``numbers``: those of the kernel that this one replaces; ``flags``: ZERO_KEYS; OWN and DLSE; SHARED, PADDING and DROPOUT."""
+    """Builds the launch of a Hopper kernel.
+
+    Args:
+        numbers: the numbers of the kernel that this one replaces.
+        flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
+    """
     of_keys = which == "key"
     table = p.table(of_keys, _ROWS)
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
@@ -53,12 +58,12 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
-    """Sizes for ``which`` of the kernels ("forward", "query", "key"), or None where Triton's is faster, or nothing was measured."""
+    """Returns the sizes for kernel ``which`` ("forward", "query", "key"), or None if Triton's is faster or nothing was measured."""
     return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
 def why_not(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
-    """Reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
+    """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
     reasons = []
     if flags.get("DROPOUT") and p.shared and p.group > 1:
         reasons.append(f"drops pairs of one query head at a time: needs as many key/value heads, got {p.group} query heads to each")

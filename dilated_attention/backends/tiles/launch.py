@@ -1,4 +1,7 @@
-"""One kernel with all its arguments but the tensors: from its second call on without Triton's binding of arguments, which costs the host most."""
+"""Launches of a kernel with fixed arguments except tensors.
+
+From the second call on they skip Triton's binding of arguments, which takes most of the host's time.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import triton
 from dilated_attention.backends.blocks import on_device
 from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
-# releases of Triton whose compiled kernels are launched as below; with others every launch goes the long way
+# releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding
 _KNOWN = ("3.6.", "3.7.")
 
 
 class Launch:
-    """``kernel`` with ``programs`` programs; its signature is tensors, then ``numbers``, then ``constants`` by name.
+    """Launches ``kernel`` with ``programs`` programs; its signature is tensors, then ``numbers``, then ``constants`` by name.
 
-    Triton decides at each launch which compiled kernel fits the arguments. Numbers and constants are the same here in every call, and of
-    tensors only their dtypes, which are the caller's to keep, and their alignment count; so the first choice holds, and later launches are
-    those that Triton's JITFunction.run ends in.
+    At each launch Triton selects the compiled kernel that fits the arguments. Here numbers and constants are the same in every call. Of the
+    tensors only dtype and alignment matter, and the caller keeps the dtypes the same. So the first selection stays valid, and later calls
+    make the launch with which Triton's JITFunction.run ends.
 
     Args:
-        table: that its programs walk, if any; one of its tensors.
+        table: the table that the programs process, if any; it is one of the tensors.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Launch:
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[torch.Tensor]], device: int) -> None:
-        """``pointers`` are those of ``tensors()``, on the current device."""
+        """Launches the kernel. ``pointers`` are those of ``tensors()``, on the current device."""
         aligned, compiled = all_aligned(pointers), self._compiled
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
@@ -61,7 +64,7 @@ class Launch:
 
 
 class Workspace:
-    """Scratch memory of one pass in one allocation: elements by dtype, each part aligned."""
+    """The scratch memory of one pass in a single allocation; each part is aligned and has (elements, dtype)."""
 
     def __init__(self, device: torch.device, *parts: tuple[int, torch.dtype]) -> None:
         self.parts, self.starts, size = parts, [], 0

@@ -1,29 +1,30 @@
-"""A mask of padded keys packed in the order in which each branch reads it: 32 keys a word, which a kernel looks at once for many keys.
+"""Packs the key padding mask in the order in which each branch reads it: 32 keys per word, so a kernel can test many keys at once.
 
-The positions of one *class* of a branch of rate r are those that agree mod r: a segment's keys are neighbours among them, whatever its first
-position and its head's offset. Words of a branch: class by class, ⌈⌈N/r⌉/32⌉ + 2 words each; bit t mod 32 of word t div 32 is set where
-position class + r·t is padded. Two words of zeros follow, so that reading three words from any key on stays inside.
+A *class* of a branch with rate r is a set of positions that are equal mod r. The selected keys of a segment are neighbours in their class,
+whatever the segment's first position and the head's offset. A branch's words are stored class by class, ⌈⌈N/r⌉/32⌉ + 2 words each; bit
+t mod 32 of word t div 32 is set where position class + r·t is padded. The last two words of a class are zeros, so that reading three words
+from any key on stays in bounds.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# words of a program
+# words per program
 WORDS = 64
 
 
 def words_of(rate: int, num_keys: int) -> int:
-    """Words of a branch."""
+    """Returns the number of words of a branch."""
     return rate * (((num_keys + rate - 1) // rate + 31) // 32 + 2)
 
 
 @triton.jit(do_not_specialize=["num_branches", "num_keys", "blocks"])
 def pack_kernel(padding_ptr, rates_ptr, words_ptr, pad_b, num_branches, num_keys, words, blocks, WORDS: tl.constexpr):
-    """WORDS words of one branch and batch entry; ``words``: of the longest branch, from one to the next."""
+    """Packs WORDS words of one branch and batch entry. ``words`` is the stride between branches: the words of the longest branch."""
     pid = tl.program_id(0)
     block, row = pid % blocks, pid // blocks
     branch, batch = row % num_branches, (row // num_branches).to(tl.int64)
@@ -31,7 +32,7 @@ def pack_kernel(padding_ptr, rates_ptr, words_ptr, pad_b, num_branches, num_keys
     of_class = ((num_keys + rate - 1) // rate + 31) // 32 + 2
     index = block * WORDS + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
-    # in 64 bits: what lies beyond the last class must not wrap
+    # in 64 bits, so that positions beyond the last class do not wrap
     place = (index % of_class).to(tl.int64)[:, None] * 32 + bit[None, :]
     position = (index // of_class).to(tl.int64)[:, None] + rate * place
     inside = ((index // of_class) < rate)[:, None] & (position < num_keys)

@@ -1,10 +1,11 @@
-"""What all kernels of a table share: the row of a program, loads of strided rows, the scores of a tile.
+"""What all kernels over a table share: the row of a program, loads of strided rows, and the scores of a tile.
 
-A row of the table (``table.py``) is one tile of one segment, the same for every head; the head's offset says which positions it takes.
-Positions count in 32 bits, addresses in 64. A head dim is cut into two blocks D0 + D1 ≥ D, powers of two (D1 may be 0), so that 48 is 32 + 16.
+A row of the table (``table.py``) is one tile of one segment, the same for every head; the head's offset determines which positions it
+selects. Positions use 32 bits, addresses 64. A head dim is split into two blocks D0 + D1 ≥ D, powers of two (D1 may be 0), so that 48 is
+32 + 16.
 """
 
-# kernels have no types that mypy knows
+# mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WIDTH = tl.constexpr(8)
-# integers of which no value is compiled in: one kernel for all lengths, numbers of heads and windows
+# integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
     "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows", "q_part_rows",
     "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold",
@@ -23,7 +24,7 @@ VARYING = [
 
 @triton.jit
 def read_row(rows_ptr, row):
-    """(branch, rate, first position and length of the segment, tile, place of its first result, places a segment, other place)."""
+    """Reads (branch, rate, first position and length of the segment, tile, place of its first result, places per segment, query place)."""
     at = rows_ptr + row * WIDTH
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
@@ -32,7 +33,7 @@ def read_row(rows_ptr, row):
 
 @triton.jit
 def between(first, rate, count, low, high):
-    """Indices [a, b) of the ``count`` positions first, first + rate, … that lie in [low, high)."""
+    """Returns the indices [a, b) of those of the ``count`` positions first, first + rate, … that are in [low, high)."""
     a = (tl.maximum(low - first, 0) + rate - 1) // rate
     b = (tl.maximum(high - first, 0) + rate - 1) // rate
     return a, tl.minimum(b, count)
@@ -40,7 +41,7 @@ def between(first, rate, count, low, high):
 
 @triton.jit
 def load_rows(base, steps, valid, START: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """(rows, BLOCK) of a tensor from column START on; 0 beyond D and, if MASKED, where a row is not valid."""
+    """Loads (rows, BLOCK) of a tensor from column START on; 0 beyond D and, if MASKED, in rows that are not valid."""
     columns = START + tl.arange(0, BLOCK)
     pointers = base + steps[:, None] + columns[None, :]
     if START + BLOCK > D:
@@ -66,7 +67,7 @@ def store_rows(base, steps, valid, x, START: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """a·bᵀ over both blocks of the head dim."""
+    """Computes a·bᵀ over both blocks of the head dim."""
     x = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
     if D1 > 0:
         x = tl.dot(a1, tl.trans(b1), x, input_precision=PRECISION)
@@ -75,7 +76,7 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def seen(i, j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Whether query index i sees key index j: i − left ≤ j ≤ i + right, as far as there are bounds."""
+    """Whether query index i sees key index j: i − left ≤ j ≤ i + right, for the bounds that exist."""
     good = i == i
     if RIGHT:
         good = good & (j <= i + right)
@@ -93,14 +94,14 @@ def kept(a, c, b, threshold):
 
 @triton.jit
 def class_words(words_ptr, branch, rate, first, num_keys, pad_branch):
-    """(words of the positions that are first mod rate, index of ``first`` among them): of the packed mask, ``padding.py``."""
+    """Returns (words of the class of ``first``, index of ``first`` in it) of the packed mask; see ``padding.py``."""
     words = ((num_keys + rate - 1) // rate + 31) // 32 + 2
     return words_ptr + branch.to(tl.int64) * pad_branch + (first % rate).to(tl.int64) * words, first // rate
 
 
 @triton.jit
 def hidden_words(words_ptr, index, BLOCK: tl.constexpr):
-    """(low, high): bits index … index + BLOCK − 1 of the packed mask of one class of positions (``padding.py``), 32 a word."""
+    """Returns (low, high): bits index … index + BLOCK − 1 of one class in the packed mask (``padding.py``), 32 bits per word."""
     at = words_ptr + (index >> 5)
     shift = (index & 31).to(tl.uint64)
     first = tl.load(at).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -115,10 +116,11 @@ def hidden_words(words_ptr, index, BLOCK: tl.constexpr):
 
 @triton.jit
 def hide(x, words_ptr, index, fill, BLOCK: tl.constexpr):
-    """x with ``fill`` in the columns whose bits are set, of BLOCK bits from ``index`` on."""
+    """Replaces x by ``fill`` in the columns whose bits are set, among BLOCK bits from ``index`` on."""
     low, high = hidden_words(words_ptr, index, BLOCK)
     if (low | high) != 0:
-        # Most blocks hold no padded key. Words are loaded again as loads keep the compiler from doing all of this in every block.
+        # Most blocks have no padded key. The words are loaded again here, since loads keep the compiler from doing all of this in every
+        # block.
         low, high = hidden_words(words_ptr, index, BLOCK)
         columns = tl.arange(0, BLOCK)
         word = tl.where(columns < 32, low, high)
@@ -128,6 +130,9 @@ def hide(x, words_ptr, index, fill, BLOCK: tl.constexpr):
 
 @triton.jit
 def drop(p, keep, number):
-    """p where it is kept, else 0. ``number``: any finite one that is not compiled in: a zero the compiler knew it would select in half
-    precision, with two instructions more for each pair."""
+    """Returns p where it is kept, else 0.
+
+    ``number`` is any finite number that is not a compile-time constant: with a constant zero the compiler would select in half precision,
+    with two additional instructions per pair.
+    """
     return tl.where(keep, p, number * 0.0)

@@ -1,4 +1,4 @@
-"""Launches of a table of tiles: two forward (one where nothing is to merge), three backward (two where nothing is to be summed)."""
+"""Launches over a table of tiles: two in the forward (one if nothing is merged), three in the backward (two if nothing is summed)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dilated_attention.backends.tiles.sizes import head_blocks, sizes
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
-# compute capabilities with 163 KiB of shared memory for a program, or more
+# compute capabilities with 163 KiB of shared memory per program, or more
 _LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 Tensors = tuple[torch.Tensor, ...]
 _LOG2_E = 1.4426950408889634
-# of merge and sum: elements of a program
+# elements per program of the merge kernel and of the sum kernel
 _MERGE, _SUM = 4096, 4096
 
 
 @dataclass(frozen=True)
 class TileCall:
-    """All of a call but its tensors.
+    """Everything about a call except its tensors.
 
     Args:
-        walk: branches, documents, positions of the queries.
-        offsets: o of each branch and head, −1 where a head does not run the branch.
-        left, right: keys i − left … i + right are seen; None where unbounded. Causal: right = 0. Windows need one branch of rate 1.
-        zero_keys: each segment has the zero keys of ``tail="zero_keys"``.
+        walk: branches, documents, and positions of the queries.
+        offsets: o of each branch and head; −1 if the head does not run the branch.
+        left, right: query i sees keys i − left … i + right; None if unbounded. Causal is right = 0. Windows need one branch of rate 1.
+        zero_keys: whether each segment has the zero keys of ``tail="zero_keys"``.
     """
 
     walk: Walk
@@ -55,7 +55,7 @@ class TileCall:
 
 
 class Prepared:
-    """What the launches of a call on one device share: tables, constants, grids. Made once."""
+    """What all launches of a call on one device share: tables, constants and grids. It is built once."""
 
     def __init__(self, call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         walk = call.walk
@@ -68,7 +68,7 @@ class Prepared:
         self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
         assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
-        # of places: what the merge and the sum read, and δ of all branches
+        # numbers of places: those that the merge and the sum read, and those of all branches, for δ
         query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
@@ -89,17 +89,17 @@ class Prepared:
         self.constants: dict[str, Any] = {
             "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
         }  # fmt: skip
-        # of a packed mask, each branch
+        # words per branch in a packed mask
         self.words = max(pad.words_of(rate, self.num_keys) for _, rate in walk.branches)
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = device.index or 0
-        # shared memory of a program: 99 KiB where it is not 163 or 227
+        # whether a program has only 99 KiB of shared memory, instead of 163 or 227
         self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
         self._tables: dict[tuple[bool, int], torch.Tensor] = {}
         self.launches: dict[Hashable, tuple[Launch, ...]] = {}
 
     def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
-        """(B, branches, words) int32: the mask as the kernels of queries read it, ``padding.py``."""
+        """Returns the packed mask (B, branches, words) int32 that the kernels of queries read: see ``padding.py``."""
         if padding is None:
             return None
         branches = self.call.walk.num_branches
@@ -116,21 +116,24 @@ class Prepared:
         return words
 
     def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
-        """What a kernel reads beside the rows of q, k and v; in place of a mask that is not there, something that is never read.
+        """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
-            padding: packed for the kernels of queries; as it is for the kernel of keys.
+            padding: packed for the kernels of queries, unpacked for the kernel of keys.
         """
         assert rows is not None
         nothing = self.offsets
         return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
     def here(self) -> None:
-        """Before launches: on another stream than that of the copies, which they then wait for, and whose memory they keep."""
+        """Prepares the current stream for launches.
+
+        If it is not the stream that copied the tables, it waits for the copies, and the tables' memory is marked as used by it.
+        """
         if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
             return
         if torch.cuda.is_current_stream_capturing():
-            # a graph waits for nothing outside of it: what it is captured from ran before
+            # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._copied)
@@ -138,7 +141,7 @@ class Prepared:
             table.record_stream(stream)
 
     def table(self, of_keys: bool, rows: int) -> torch.Tensor:
-        """On the device: tiles of ``rows`` queries, or keys."""
+        """Returns the table of tiles of ``rows`` queries, or keys, on the device."""
         found = self._tables.get((of_keys, rows))
         if found is None:
             found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0).to(self.device)
@@ -151,11 +154,11 @@ class Prepared:
     def launch(
         self, which: str, kernel: Any, numbers: Sequence[float], flags: dict[str, Any], masks: dict[str, Any], tensors: Tensors | None
     ) -> Launch:
-        """One of the three launches over tiles: "forward", "query" or "key".
+        """Builds one of the three launches over tiles: "forward", "query" or "key".
 
         Args:
-            flags, masks: constants of this kernel; ``masks`` are PADDING and DROPOUT, which of Hopper's kernels that of keys alone has.
-            tensors: what is read by rows, aligned; None where something is not.
+            flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only that of keys has them.
+            tensors: the tensors that are read by rows, all aligned; None if some are not.
         """
         of_keys = which == "key"
         heads = self.batch * (self.key_heads if of_keys else self.num_heads)
@@ -171,19 +174,19 @@ class Prepared:
         return Launch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
-        """(rows of a program, programs) of a launch over all rows."""
+        """Returns (rows per program, programs) of a launch over all rows."""
         size = max(8, elements // self.columns)
         return size, -(-rows // size) * heads * self.batch
 
 
 @functools.lru_cache(maxsize=512)
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    """Kept for calls to come; what holds packed documents, whose bounds change, is better made by the class."""
+    """Returns a cached ``Prepared``. For packed documents, whose boundaries change, use the class directly."""
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)
 
 
 def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> Launch | None:
-    """On Hopper, where its own kernel is faster; None elsewhere."""
+    """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
     if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not HAS_GLUON:
         return None
     from dilated_attention.backends.tiles import gluon_run
@@ -193,7 +196,7 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
-    """(threshold as a signed word, factor of what is kept) of dropout."""
+    """Returns (threshold as a signed word, factor of the kept weights) of dropout."""
     threshold = threshold_of(dropout_p)
     return threshold - 2**32 if threshold >= 2**31 else threshold, 2**32 / (2**32 - threshold)
 
@@ -202,10 +205,10 @@ def forward(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Write out (B, Nq, H, D), any strides but the last, and lse (B, H, Nq), contiguous.
+    """Writes out (B, Nq, H, D), with any strides whose last one is 1, and lse (B, H, Nq), contiguous.
 
     Args:
-        parts: (B, H, places, D), flat: filled with each branch's own output but that of the direct one; None: they are not kept.
+        parts: (B, H, places, D), flat. It receives the own outputs of all branches but the direct one; with None they are not kept.
     """
     rows = p.batch * p.num_heads * p.part_rows
     given = q, k, v, out, lse
@@ -237,7 +240,7 @@ def forward(
 
 
 def _pad_strides(p: Prepared, padding: torch.Tensor | None) -> tuple[int, int]:
-    """Of a packed mask: from batch entry to batch entry, from branch to branch."""
+    """Returns the batch stride and the branch stride of a packed mask."""
     return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
 
 
@@ -270,11 +273,11 @@ def backward(
     dlse: torch.Tensor | None, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv.
+    """Writes dq, dk, dv.
 
     Args:
         parts: each branch's own output, for detached mixing.
-        padding: (B, Nk), True where a key takes no part; its rows of k and v are zeros.
+        padding: (B, Nk), True for masked keys, whose rows of k and v must be zeros.
     """
     shapes = (q, k, v, dout, out, *grads)
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
@@ -302,7 +305,7 @@ def backward(
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
     tables, key_tables = p.tables(launches[0].table, p.packed(padding), words), p.tables(launches[1].table, padding, words)
-    # the kernel of keys finds the words of queries in the statistics
+    # the kernel of keys reads the words of queries from the statistics
     key_tables = *key_tables[:3], key_tables[-1]
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))

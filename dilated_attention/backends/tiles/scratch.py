@@ -1,4 +1,4 @@
-"""How much scratch memory each pass of a table of tiles takes, from sizes alone: what the launches allocate, and what plans count."""
+"""The scratch memory of each pass over a table of tiles, computed from sizes alone: for the launches that allocate it and for plans."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-# (elements, dtype) of each part of one allocation
+# (elements, dtype) of each part of an allocation
 Parts = tuple[tuple[int, torch.dtype], ...]
 _ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Rows that wait for the merge or the sum.
+    """The numbers of intermediate rows, which the merge or the sum reads.
 
     Args:
-        batch, heads, key_heads: B, H, and the heads that gradients of keys are summed for.
-        part_rows, delta_rows: places of queries in all branches but the direct one, and in all.
-        key_part_rows: places of keys in all branches but the direct one.
+        batch, heads, key_heads: B, H, and the number of heads for which gradients of keys are summed.
+        part_rows, delta_rows: number of query places in all branches but the direct one, and in all branches.
+        key_part_rows: number of key places in all branches but the direct one.
     """
 
     batch: int
@@ -31,22 +31,22 @@ class Extent:
     key_part_rows: int
 
     def own_outputs(self) -> int:
-        """Elements of the branches' own outputs."""
+        """Returns the number of elements of the branches' own outputs."""
         return self.batch * self.heads * self.part_rows * self.head_dim
 
     def forward(self, dtype: torch.dtype, *, is_kept: bool) -> Parts:
-        """Outputs, unless they are kept elsewhere, and lse of the branches."""
+        """Returns the parts of the forward: the branches' outputs, unless they are kept elsewhere, and their lse."""
         return (0 if is_kept else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
 
     def backward(self, dtype: torch.dtype, *, dropout: bool) -> Parts:
-        """Of each query row δ, lse · log2(e) and two words of dropout; dq, dk, dv of the branches."""
+        """Returns the parts of the backward: per query row δ, lse · log2(e) and with dropout two words; dq, dk and dv of the branches."""
         keys = self.batch * self.key_heads * self.key_part_rows * self.head_dim
         stats = (4 if dropout else 2) * self.batch * self.heads * self.delta_rows
         return (stats, torch.float32), (self.own_outputs(), dtype), (keys, dtype), (keys, dtype)
 
 
 def all_aligned(pointers: Sequence[int]) -> bool:
-    """To 16 bytes, as a compiled kernel assumes of the pointers that it was compiled with."""
+    """Whether all pointers are aligned to 16 bytes, as a kernel compiled for aligned pointers assumes."""
     bits = 0
     for pointer in pointers:
         bits |= pointer

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels: measured, shipped, and looked up by head dim, dtype and the rows of a problem."""
+"""The kernels' tile sizes, which were measured, are shipped, and are looked up by head dim, dtype and the rows of a problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Sizes(NamedTuple):
-    """ROWS of a program (queries, or keys for dk and dv), BLOCK that it visits at a time, warps, stages of the pipeline."""
+    """ROWS of a program (queries, or keys for dk and dv), the BLOCK that it visits at a time, warps, and stages of the pipeline."""
 
     rows: int
     block: int
@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
 
 
 def head_blocks(head_dim: int) -> tuple[int, int]:
-    """(D0, D1) ≥ head dim, powers of two from 16 on, D1 possibly 0: 48 is 32 + 16, not 64."""
+    """Returns (D0, D1) with D0 + D1 ≥ head dim, both powers of two ≥ 16, or D1 = 0: 48 is 32 + 16, not 64."""
     whole = max(16, 1 << (head_dim - 1).bit_length())
     half = whole // 2
     if head_dim <= 16 or whole == 32:
@@ -27,8 +27,8 @@ def head_blocks(head_dim: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-# By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up; the fastest of a sweep on an H200 with Triton
-# 3.6 (benchmarks/results/2026-11-22-h200-tiles.md)
+# By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up. These are the fastest of a sweep on an
+# H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200-tiles.md)
 _SIZES = {
     ("forward", "half", 64): Sizes(128, 64, 4, 3),
     ("query", "half", 64): Sizes(64, 64, 4, 3),
@@ -40,7 +40,7 @@ _SIZES = {
     ("forward", "half", 256): Sizes(64, 64, 8, 2),
     ("query", "half", 256): Sizes(64, 32, 8, 2),
     ("key", "half", 256): Sizes(64, 32, 8, 1),
-    # blocks of 16 with 8 warps read memory that is not theirs: Triton 3.6
+    # blocks of 16 with 8 warps read out of bounds with Triton 3.6
     ("forward", "float32", 64): Sizes(128, 64, 8, 2),
     ("query", "float32", 64): Sizes(128, 32, 8, 2),
     ("key", "float32", 64): Sizes(128, 32, 8, 2),
@@ -48,7 +48,8 @@ _SIZES = {
     ("query", "float32", 128): Sizes(32, 32, 4, 1),
     ("key", "float32", 128): Sizes(32, 32, 4, 1),
 }
-# where a program has 99 KiB of shared memory (sm_86, sm_89, sm_120): what does not fit there; chosen by what ptxas makes of them, not timed
+# replacements for sizes that do not fit where a program has 99 KiB of shared memory (sm_86, sm_89, sm_120); chosen by the output of ptxas,
+# not timed
 _SMALL_SIZES = {
     ("forward", "half", 256): Sizes(64, 32, 8, 2),
     ("query", "half", 256): Sizes(32, 32, 4, 2),
@@ -62,12 +63,18 @@ _SMALL_SIZES = {
 
 @functools.lru_cache(maxsize=256)
 def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int, small: bool = False, dropout: bool = False) -> Sizes:
-    """``which``: "forward", "query" (dq) or "key" (dk, dv). ``longest``: taken positions of the longest segment. ``small``: 99 KiB."""
+    """Returns the sizes of a kernel.
+
+    Args:
+        which: "forward", "query" (dq) or "key" (dk, dv).
+        longest: the number of selected positions in the longest segment.
+        small: whether a program has only 99 KiB of shared memory.
+    """
     kind, width = "float32" if dtype is torch.float32 else "half", sum(head_blocks(head_dim))
     found = min((key for key in _SIZES if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])
     size = _SMALL_SIZES.get(found, _SIZES[found]) if small else _SIZES[found]
     if dropout and which == "query":
-        # its decisions wait in registers: −11 % on an H200
+        # the dropout decisions are held in registers, so smaller blocks take 11 % less time on an H200
         size = size._replace(block=32)
     rows = min(size.rows, max(16, 1 << (longest - 1).bit_length()))
     return size if rows == size.rows else size._replace(rows=rows, warps=4)

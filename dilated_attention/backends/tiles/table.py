@@ -1,10 +1,11 @@
-"""A pattern on documents as one flat table of tiles, made once a shape.
+"""A pattern on documents as one flat table of tiles, built once per shape.
 
-A segment of branch (w, r) is cut into tiles of ``tile`` taken positions; one table row stands for the tile of every head. The results of a
-branch lie at *places*: the taken positions of its segments in order, ceil(w/r) places a segment, one document after the other.
+A segment of branch (w, r) is split into tiles of ``tile`` selected positions; one table row describes this tile for every head. The results
+of a branch are stored at *places*: the selected positions of its segments in order, ceil(w/r) places per segment, one document after the
+other.
 
-Row: branch, rate, first position of the segment, its length, tile, place of the segment's first result, ceil(w'/r) with w' = min(w, document),
-place of the segment's first query (in the table of keys).
+A row holds: branch, rate, first position of the segment, its length, tile, place of the segment's first result, ceil(w'/r) with
+w' = min(w, document), and place of the segment's first query (in the table of keys).
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import torch
 from dilated_attention.fork import cached_property
 
 Range = tuple[int, int]
-# positions and places count in 32 bits
+# positions and places are counted in 32 bits
 MAX_PLACES = 2**31 - 2**20
 _WIDTH = 8
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What a table depends on.
+    """The arguments that determine a table.
 
     Args:
         branches: (w, r) of each branch.
-        documents: (start, end) pairs that partition the positions, none of them empty.
-        queries: positions that have a query.
-        direct: the branch, of rate 1, whose results for queries are written where they stay, or −1; its places come after all others.
-        key_direct: the same of the gradients of keys and values.
-        num_keys: positions [0, num_keys) have a key; None: all.
+        documents: non-empty (start, end) pairs that partition the positions.
+        queries: the range of positions that have a query.
+        direct: the branch, of rate 1, whose results for queries are written directly to the output, or −1; its places come last.
+        key_direct: the same for the gradients of keys and values.
+        num_keys: positions [0, num_keys) have a key; None for all.
     """
 
     branches: tuple[tuple[int, int], ...]
@@ -66,18 +67,18 @@ class Walk:
 
     @property
     def steps(self) -> int:
-        """Bisections that find a position's document."""
+        """The number of bisection steps that find a position's document."""
         return (len(self.documents) - 1).bit_length()
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Where the results of each document and branch lie.
+    """Where the results of each document and branch are stored.
 
     Args:
-        lengths, places, bases, first, counts: (documents, branches) int64: segment length, places a segment, place of segment 0,
-            index of the first segment that has positions of the range, and how many do.
-        num_places: of all branches but the direct one, and with it.
+        lengths, places, bases, first, counts: (documents, branches) int64: segment length, places per segment, place of segment 0,
+            index of the first segment with positions in the range, and the number of such segments.
+        num_places, all_places: number of places in all branches but the direct one, and in all branches.
     """
 
     lengths: torch.Tensor
@@ -89,13 +90,13 @@ class Spans:
     all_places: int
 
     def flat(self, device: torch.device) -> torch.Tensor:
-        """(documents, branches, 4) int32 as kernels read it."""
+        """Returns (documents, branches, 4) int32, the form that kernels read."""
         return torch.stack([self.lengths, self.places, self.bases, self.bases], -1).int().to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
-    """Spans of the results at the queries' positions, or at all keys'."""
+    """Returns the spans of the results at the queries' positions, or at the positions of all keys."""
     positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
     starts, ends = walk.document_starts[:, None], walk.document_ends[:, None]
     w = torch.tensor([min(w, 2**31 - 1) for w, _ in walk.branches])
@@ -107,7 +108,7 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
     counts = torch.where(low < high, (high - 1 - starts) // lengths - first + 1, 0)
     sizes = counts * places
     order = [b for b in range(walk.num_branches) if b != direct] + [direct] * (direct >= 0)
-    # branch by branch, document by document
+    # ordered by branch, then by document
     flat = sizes[:, order].T.flatten()
     before = (flat.cumsum(0) - flat).view(len(order), -1).T
     bases = torch.empty_like(sizes)
@@ -118,7 +119,7 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
 
 
 def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
-    """(tiles, 8) int32 on the CPU, those with most pairs first: tiles of queries, or of keys."""
+    """Returns tiles of queries, or of keys, as (tiles, 8) int32 on the CPU; tiles with the most pairs come first."""
     positions = walk.keys if of_keys else walk.queries
     spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
     tables, costs = [], []
@@ -150,7 +151,7 @@ def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.T
 
 
 def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(spans, document starts padded to a power of two, rates), int32."""
+    """Returns (spans, document starts padded to a power of two, rates), int32, on ``device``."""
     starts = torch.full((2**walk.steps,), 2**31 - 1)
     starts[: len(walk.documents)] = walk.document_starts
     rates = torch.tensor([rate for _, rate in walk.branches], dtype=torch.int32)
