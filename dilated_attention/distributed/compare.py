@@ -1,8 +1,8 @@
-"""Finds ranks that make different calls of kinds they had agreed on: at once where one waits for another, else soon afterwards.
+"""Detects ranks that make different calls of kinds they had agreed on: at once if one waits for another, else soon afterwards.
 
 Twice a second, while there are new calls, a thread posts how many calls its rank has made and their checksum, and compares those of the
-other ranks with its own at the same number. The calls themselves take no part. Whoever finds a difference says so in the store; then all
-ranks post their last calls, look for the first that differs, and so have the same message.
+other ranks with its own at the same number. The calls themselves are not involved. A rank that finds a difference announces it in the
+store; then all ranks post their last calls, look for the first one that differs, and thus arrive at the same message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ABSENT = "no such argument"
-# a rank's last calls, posted when ranks disagree
+# the number of a rank's last calls that it posts when ranks disagree
 POSTED = 64
-# seconds for which the others are looked at beyond the timeout of a rank's last call
+# seconds after the timeout of a rank's last call for which it still compares the others
 LINGER = 10.0
 
 
 class Comparison:
-    """Compares a group's calls with those of its other ranks. Made by all ranks, before their first handshake ends.
+    """Compares this rank's calls on a group with those of the other ranks. All ranks make it, before their first handshake ends.
 
     Args:
         timeout: seconds that the calls may take.
@@ -43,12 +43,12 @@ class Comparison:
         self._keys = [f"order/{rank}" for rank in range(session.size)]
         self._all_there = False
         self._posted = 0
-        # of my calls, how many all ranks are known to have made alike, and no more
+        # the number of calls up to which all ranks are known to have made the same, and no more
         self._equal = 0
         self._lost = False
         self._lock = ForkSafeLock()
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
-        # another connection, for the thread that makes calls may wait inside its own; now, while the server answers
+        # a connection of its own, because the calling thread may be waiting inside the other; made now, while the server answers
         clone: Any = getattr(session.store, "clone", None)
         self._store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
@@ -59,7 +59,7 @@ class Comparison:
         return [wire for wire in wires if wire is not None]
 
     def look(self) -> str | None:
-        """What ranks disagree on, once. For the watching thread: without a question where there is nothing new."""
+        """Returns what ranks disagree on, once. For the watching thread; does not query the store if there is nothing new."""
         session = self._session()
         if session is None or session.failed is not None or not dist.is_initialized():
             return None
