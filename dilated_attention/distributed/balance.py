@@ -34,10 +34,10 @@ def balanced_layout(
 ) -> Layout:
     """Assigns positions to processes so that all of them finish at the same time.
 
-Every process gets the same number of blocks (±1), and the pairs are balanced as far as this pays off. The candidates are contiguous,
-zigzag, and runs of several lengths that are dealt out: the run with the most pairs goes first, to the process that has the fewest
-pairs so far and still has room. The result is the candidate whose slowest process has the least to do, counting both pairs and keys
-received from other processes: shorter runs balance the pairs better, but more keys have to be sent.
+    Every process gets the same number of blocks (±1), and the pairs are balanced as far as this pays off. The candidates are contiguous,
+    zigzag, and runs of several lengths that are dealt out: the run with the most pairs goes first, to the process that has the fewest
+    pairs so far and still has room. The result is the candidate whose slowest process has the least to do, counting both pairs and keys
+    received from other processes: shorter runs balance the pairs better, but more keys have to be sent.
 
     Args:
         pattern: a pattern that is determined by shapes alone.
@@ -48,7 +48,7 @@ received from other processes: shorter runs balance the pairs better, but more k
         device: where the kept blocks are counted; a GPU is faster if there are many millions of them.
 
     Returns:
-        A layout of whole blocks. Its ``imbalance`` is computed from the pairs of the kept blocks, which kernels compute whole.
+        A layout of whole blocks. Its ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
 
     Raises:
         ValueError, TypeError: if the pattern or the sequence length is not valid.
@@ -117,7 +117,7 @@ class Work:
         return float((pairs + PAIRS_PER_ROW * rows).max())
 
     def imbalance(self, blocks: list[list[Range]]) -> float:
-        """Most over mean pairs."""
+        """Returns the maximum over the mean number of pairs per process."""
         total = int(self.pairs.sum())
         if not total:
             return 1.0

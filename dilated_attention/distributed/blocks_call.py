@@ -74,7 +74,7 @@ class _Setup:
     digest: str
 
 
-# of the lists of all scripts that are kept; beside those of ``block_lists``, which these are made of
+# the maximum bytes of the lists of all cached scripts, in addition to those cached by ``block_lists``, from which they are made
 MAX_CACHED_BYTES = 2**30
 MOST_SETUPS = 256
 
@@ -85,7 +85,7 @@ _scripts: OrderedDict[object, BlockScript] = OrderedDict()
 def ring_blocks_forward(
     tensors: Tensors, masks: BlockMasks, arguments: BlockArguments
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """(out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(arguments.ring.group_name)
     kind, seq_len, number = _agreed_length(members, tensors, masks, arguments)
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
@@ -278,7 +278,7 @@ def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.d
         script = make_block_script(job, rank, steps, device)
         while _scripts and script.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
-            # setups hold scripts
+            # setups keep scripts alive
             _setups.clear()
     _scripts[key] = script
     return script

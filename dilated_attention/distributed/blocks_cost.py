@@ -41,7 +41,7 @@ class Load:
     """What one key/value head costs the slowest rank.
 
     Args:
-        heads: key/value heads.
+        heads: the number of key/value heads.
         compute, launch: seconds of arithmetic, and the additional cost of a step's launch in seconds.
         brought, held: bytes of the keys it receives, and of these together with its own.
     """

@@ -122,7 +122,7 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
         device: where the blocks are listed; the result is on the CPU.
     """
     columns = columns_of(job)
-    # a pattern given by a density may differ between heads at one length and not at another
+    # a pattern that is given by a density may differ between heads at one length but not at another
     per_head = any(job.pattern.at(end - start).per_head for start, end in job.documents)
     groups = job.num_heads if per_head else 1
     C = columns.starts.shape[0]

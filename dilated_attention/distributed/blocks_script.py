@@ -78,7 +78,7 @@ class BlockStep:
         in_place: whether the buffer is the rank's own rows, without a copy.
         buffer_rows, memory_rows: rows of the buffer, and of the whole memory, including packed rows and rows to be put in order.
         filled, filled_from: the rows of memory that are copies of the rank's own rows, and which rows these are.
-        sends, receives: messages in memory.
+        sends, receives: messages, whose rows are in memory.
         put, put_from: rows of the buffer that are copied from the end of memory once they have arrived.
         returns: the buffer rows whose gradients are sent back to each peer.
         came_rows: number of rows of gradients that come back.

@@ -81,7 +81,7 @@ def ring_backward(
         # a head that runs one branch has no mixing weights
         if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
             return work.backward(dout, out, lse, dlse)
-        # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
+        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
         total: list[torch.Tensor] = []
         for branch in range(pattern.num_branches):
             work.pattern = pattern.with_branches([branch], q.shape[2])
@@ -250,7 +250,7 @@ class _Work:
         else:
             wires = self._wires(setup)
             grads = run.backward(setup.script, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, ahead=setup.ahead)
-        # ranks that share a key/value head each have a share of its gradient
+        # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.route.inner
         (dq,) = self._regroup(grads[:1], "q", "backward: dq", back=True)
         dk, dv = self._regroup(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)

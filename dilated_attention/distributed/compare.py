@@ -38,7 +38,7 @@ class Comparison:
 
     def __init__(self, session: Session, timeout: float) -> None:
         self.timeout = timeout
-        # sessions own their comparisons
+        # a weak reference, because sessions own their comparisons
         self._session = weakref.ref(session)
         self._keys = [f"order/{rank}" for rank in range(session.size)]
         self._all_there = False
@@ -69,7 +69,7 @@ class Comparison:
         return self.verdict()
 
     def verdict(self) -> str | None:
-        """What ranks disagree on, as far as known now; the group has failed then."""
+        """Returns what ranks disagree on, as far as it is known now, and marks the group as failed; None if no difference is known."""
         session = self._session()
         if session is None or self._lost:
             return None
@@ -77,7 +77,7 @@ class Comparison:
             try:
                 message = self._compare(session)
             except RuntimeError:
-                # the store's server has ended, mostly with the program
+                # the store's server has ended, usually because the program has
                 self._lost = True
                 return None
         if message is not None and session.failed is None:
@@ -92,7 +92,7 @@ class Comparison:
             store.set(self._keys[session.rank], f"{count} {mine.checksum}")
             self._posted = count
         if not store.check(["disagree"]):
-            # asked for an absent key, the store would wait
+            # the store would block on a missing key
             self._all_there = self._all_there or store.check(self._keys)
             if not self._all_there:
                 return None
@@ -128,7 +128,7 @@ def _message(session: Session, store: Store) -> str:
 
 
 def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
-    """What the first calls that differ differ in; they are by rank."""
+    """Describes how the first calls that differ, given by rank, differ."""
     found = differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
     kinds = {rank: what for rank, (_, what, _) in calls.items()}
     if found and not any(what.startswith("the backward") for what in kinds.values()):
@@ -143,11 +143,14 @@ def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[st
 
 
 def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
-    """ "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …" of arguments by rank; "" where all are equal."""
+    """Formats how arguments, given by rank, differ; "" if all are equal.
+
+    For example "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …".
+    """
     arguments = list(dict.fromkeys(argument for post in posts.values() for argument in post))
     functions = {post.get("function") for post in posts.values()}
     if len(functions) > 1:
-        # the arguments of another function differ anyway
+        # different functions have different arguments anyway
         arguments = ["function"]
     found = []
     for argument in arguments:
@@ -163,6 +166,6 @@ def _sides(session: Session, values: Mapping[int, str]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         holders.setdefault(value, []).append(rank)
-    # what most ranks have first, so that the odd ones stand at the end
+    # values of the most ranks come first, so that the exceptions are at the end
     sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
     return ", ".join(f"{names(session, ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)

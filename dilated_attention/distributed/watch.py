@@ -8,7 +8,7 @@ A thread checks the exchanges in flight every half second. When an exchange has 
     4. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
     5. if no thread has raised within 10 s (GRACE), because it is stuck in a CUDA call, the process ends with exit code 1
 
-So no rank outlives a dead one by more than timeout + 12 s and a few polls.
+So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
 
 The same thread compares the calls that ranks make (compare.py). If they differ, everything that waits for a message on the group is ended
 in the same way, also on a CPU.

@@ -51,11 +51,11 @@ class KeyMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handles a model that adds the mask to scores itself. After a TypeError, torch's operators would try the other operand."""
+        """Refuses a model that adds the mask to scores itself. After a TypeError, torch's operators would try the other operand."""
         raise ValueError(_own_attention(getattr(func, "__name__", func)))
 
     def __getattr__(self, name: str) -> Any:
-        """Handles a model that reads its mask as a tensor, through ``mask.shape`` or ``mask.dtype``."""
+        """Refuses a model that reads its mask as a tensor, through ``mask.shape`` or ``mask.dtype``."""
         raise AttributeError(_own_attention(name))
 
     def __getitem__(self, index: Any) -> Any:

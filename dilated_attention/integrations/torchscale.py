@@ -40,7 +40,7 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
             the weights are read; ``from_torchscale`` also reads its settings.
         kind: ``"attention"`` · ``"encoder"`` · ``"decoder"`` · ``"slide_encoder"`` · ``"longvit"``; None to infer it from the names. An
             encoder and a decoder have the same names, unless they start with ``encoder.`` or ``decoder.``.
-        part: key of the weights in a file of several, such as ``"teacher"``.
+        part: key of the weights in a file that contains several, such as ``"teacher"``.
         settings: arguments of ``load_attention``, ``load_encoder``, ``load_decoder``, ``load_slide_encoder`` or ``load_longvit``.
 
     Returns:

@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
             shrink_residual(self.down, self.num_layers)
 
     def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
-        """Args: input_norm: the norm in front of this layer, which the layer applies to x itself; this saves memory in training."""
+        """Computes the layer. It applies ``input_norm``, the norm in front of it, to x itself, which saves memory in training."""
         inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
         gate = None if self.gate is None else inner[1]
         return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]

@@ -268,7 +268,7 @@ class KVCache(Cache):
 
     Args:
         config: the model's configuration.
-        num_requests: B.
+        num_requests: B, the number of requests.
         max_length: maximum number of positions of a request, prompt and new ones together.
         device, dtype: those of keys and values; they must be those of the model.
         backend: the backend for decoding; see ``decode_attention``.

@@ -102,7 +102,7 @@ class LongNetLM(Pretrained):
             tokens: (B, N) integers below vocab_size; for a sharded model this process's shard (B, n), like all tensors here.
             targets: (B, N), for each position the token that follows it, or with ``is_causal=False`` the token itself; −100 for positions
                 that do not count. Shift first, then shard.
-            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
             seq_len: N, for a sharded model. None: the processes ask each other once per call; inside torch.compile it is required.
             cache: a ``KVCache``, a ``PagedKVCache``, or one request of either, ``cache.of(i)``. Tokens are then new positions only, which
                 attend to those in the cache and are added to it: one token per request, or several for requests of equal length.

@@ -155,7 +155,7 @@ class Pretrained(nn.Module):
             options: arguments of the constructor: ``backend``; ``group``, ``mesh``, ``layout`` …
 
         Raises:
-            FileNotFoundError: if the folder or a file is missing.
+            FileNotFoundError: if the folder lacks a file that is needed.
             ValueError: if the configuration belongs to another model or a later version, or files are damaged or do not belong together.
             RuntimeError: if the weights do not fit the configuration.
         """
@@ -183,9 +183,7 @@ class Pretrained(nn.Module):
 
 
 def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
-    """Returns the configuration that the weights were saved with, if ``config.json`` is the same or older; else that of ``config.json``.
-
-    ``config.json`` is used alone if the weights contain no configuration.
+    """Returns the configuration that the weights were saved with or, if they contain none, that of ``config.json``.
 
     Raises:
         ValueError: if a configuration is invalid, or if ``config.json`` differs from the weights' configuration.

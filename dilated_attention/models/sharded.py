@@ -1,4 +1,4 @@
-"""Losses and gradients of a sequence that several processes hold in shards.
+"""Losses and gradients for a sequence that is sharded over several processes.
 
 Each process computes the loss of its own rows, and its backward gives their share of every parameter's gradient. The gradient of the
 whole loss is the sum of the shares. DDP and FSDP2 compute the *mean* over their processes. Therefore the loss of a process has W times
