@@ -1,4 +1,4 @@
-"""Sequences spread over processes: who holds which positions, and how they are cut and put together again."""
+"""Sequence parallelism: which process holds which positions, and how sequences are sharded and put together again."""
 
 from dilated_attention.distributed.balance import balanced_layout
 from dilated_attention.distributed.cost import explain_exchange

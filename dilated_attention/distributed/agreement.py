@@ -1,4 +1,4 @@
-"""That all ranks make the same call, and how long their sequence is."""
+"""Checks that all ranks make the same call, and determines the length of the shared sequence."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dilated_attention.engine.prepare import Settings
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-# of calls, that a group is known to make alike; then all of them are forgotten
+# kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
 MOST_KINDS = 4096
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """The arguments that one process does not have.
+    """The arguments of a distributed call that a single-process call does not have.
 
     Args:
-        seq_len: −1 where the ranks have to ask each other.
-        lse_grad: lse may get a gradient, on some ranks or all.
+        seq_len: the length of the whole sequence; −1 if the ranks have to ask each other.
+        lse_grad: whether lse may get a gradient, on some ranks or all.
     """
 
     group_name: str
@@ -52,14 +52,14 @@ def agreed_length(
     ring: RingCall,
     kernels: Callable[[], str],
 ) -> tuple[int, int]:
-    """(N, number of this call), once all ranks are known to make it: see ``begin_forward``.
+    """Returns (N, number of this call) once all ranks are known to make the same call; see ``begin_forward``.
 
     Args:
-        kernels: what of this rank's choice of kernels all have to have alike.
+        kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text.
     """
     q, k, _ = tensors
     documents = documents_of(members, cu_seqlens)
-    # what ranks may choose on their own is no part of a kind, or some would ask and others not
+    # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
     shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
     dense = pattern.segment_lengths[0] >= MAX_LENGTH
@@ -92,12 +92,15 @@ def agreed_length(
 
 
 def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Bounds of documents, to be compared; one process compares nothing and does not wait for a GPU that has them."""
+    """Returns the bounds of the packed documents, for comparison between ranks.
+
+    A single process compares nothing, so it returns None and does not synchronize with the GPU that holds ``cu_seqlens``.
+    """
     return None if cu_seqlens is None or members.size == 1 else tuple(cu_seqlens.tolist())
 
 
 def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: tuple[int, ...] | None) -> dict[str, object]:
-    """What all ranks' tensors have alike, by name."""
+    """Returns the properties of the tensors that must be equal on all ranks, by name."""
     q, k, _ = tensors
     return {
         "q.shape[0]": q.shape[0],
@@ -106,7 +109,7 @@ def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: t
         "q.shape[3]": q.shape[3],
         "dtype": str(q.dtype),
         "device": q.device.type,
-        # how much may be brought at once depends on it, and all must bring alike
+        # it limits how much may be received at once, which must be the same on all ranks
         "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": "given" if padding is not None else "None",
         "cu_seqlens": "None" if documents is None else _shortened(documents),
@@ -114,11 +117,13 @@ def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: t
 
 
 def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str, object]], rows: int, ring: RingCall) -> tuple[int, int]:
-    """(N, number of this call on the group), once ``same`` is equal on all ranks: asked for at the first call of a ``kind``, or at each
-    where N is not given. Ranks that make different calls of kinds agreed on before are found by ``compare``, while or after they do.
+    """Returns (N, number of this call on the group) once ``same`` is known to be equal on all ranks.
+
+    The ranks perform a handshake at the first call of a ``kind``, or at every call if N is not given. If ranks make different calls of
+    kinds they agreed on earlier, ``compare`` finds out during these calls or soon after.
 
     Args:
-        rows: of this rank.
+        rows: number of rows that this rank holds.
     """
     if members.group is None:
         return _checked_length(ring, [rows]), 0
@@ -137,10 +142,10 @@ def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str
 
 
 def begin_backward(members: Members, number: int, timeout: float) -> None:
-    """Notes that this rank runs the backward of call ``number``, for comparison with the others.
+    """Records that this rank runs the backward of call ``number``, for comparison with the other ranks.
 
     Raises:
-        RingError: the group has failed.
+        RingError: if the group has failed.
     """
     if members.group is not None:
         session = session_of(members, timeout)
@@ -149,7 +154,7 @@ def begin_backward(members: Members, number: int, timeout: float) -> None:
 
 
 def agreed_form(members: Members, kind: object) -> Form | None:
-    """What the group's ranks agreed on when they first made a call of this kind; None where they have not."""
+    """Returns what the group's ranks agreed on at their first call of this kind; None if they have not made one."""
     assert members.group is not None, "one process agrees with itself"
     return _agreed.get(members.group, {}).get(kind)
 
@@ -162,7 +167,8 @@ def remember(members: Members, kind: object, form: Form) -> None:
     agreed[kind] = form
 
 
-# by group, whose ranks make the same calls and so forget at the same one; another group's would come in between on some of them
+# one dictionary per group: its ranks make the same calls, so they clear it at the same call; in a dictionary shared between groups,
+# calls of another group would shift that moment on some ranks
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Form]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Layouts in which a pattern of blocks gives all processes equally much to compute."""
+"""Layouts that balance the work of a block pattern across processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilated_attention.engine.plan import Range
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
-# pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs a pair and
-# channel, 235 GB/s at 4 bytes a row and channel. Measured on 4 H200s in rings of steps by heads (benchmarks/ring_blocks.py): a window of
-# 10 % on runs dealt out received 741 MiB and took 10.0 ms, contiguous 106 MiB and 7.8 ms, without an exchange 6.7 ms
+# query-key pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs per pair
+# and channel, 235 GB/s at 4 bytes per row and channel. Measured on 4 H200s in rings in steps of heads (benchmarks/ring_blocks.py): a
+# window of 10 % received 741 MiB and took 10.0 ms with runs dealt out, 106 MiB and 7.8 ms if contiguous, and 6.7 ms without an exchange
 PAIRS_PER_ROW = 2500
-# by which shorter runs must lower the cost to be taken
+# shorter runs are only used if they lower the cost by at least this fraction
 WORTH_IT = 0.01
 
 
@@ -32,25 +32,26 @@ def balanced_layout(
     is_causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Layout:
-    """Who holds which positions, so that all processes end at the same time: equally many blocks (±1), and pairs as even as pays.
+    """Assigns positions to processes so that all of them finish at the same time.
 
-    Of contiguous, zigzag, and runs of several lengths dealt out – the one with most pairs first, to the process with the fewest so far
-    that has room – the one whose slowest process has least to do, pairs and keys from elsewhere together: short runs even out pairs, and
-    let more keys travel.
+    Every process gets the same number of blocks (±1), and the pairs are balanced as far as this pays off. The candidates are contiguous,
+    zigzag, and runs of several lengths that are dealt out: the run with the most pairs goes first, to the process that has the fewest
+    pairs so far and still has room. The result is the candidate whose slowest process has the least to do, counting both pairs and keys
+    received from other processes: shorter runs balance the pairs better, but more keys have to be sent.
 
     Args:
-        pattern: one that shapes alone determine.
+        pattern: a pattern that is determined by shapes alone.
         seq_len: N.
         world_size: W.
-        num_heads: H, by which patterns differ that differ between heads.
-        is_causal: as of the call.
-        device: where the kept blocks are counted; a GPU is faster where there are many millions.
+        num_heads: H; it matters to patterns that differ between heads.
+        is_causal: the same value as in the attention call.
+        device: where the kept blocks are counted; a GPU is faster if there are many millions of them.
 
     Returns:
-        A layout of whole blocks; ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
+        A layout of whole blocks. Its ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
 
     Raises:
-        ValueError, TypeError: no such pattern or sequence.
+        ValueError, TypeError: if the pattern or the sequence length is not valid.
     """
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern, e.g. LocalWindow(512)")
@@ -70,12 +71,12 @@ def balanced_layout(
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What each ``unit`` = max(q_block, k_block) positions have to compute, and which keys they need for it.
+    """The work of each ``unit`` = max(q_block, k_block) positions, and the keys it needs.
 
     Args:
-        pairs: (units,) int64, of the kept blocks of all list groups.
-        groups: lists that differ: 1 or the heads.
-        needs: (needs,) int64, (group · units + unit of queries) · units + unit of keys, each once.
+        pairs: (units,) int64, pairs in the kept blocks of all list groups.
+        groups: the number of different block lists: 1 or the number of heads.
+        needs: (needs,) int64, (group · units + unit of queries) · units + unit of keys, each combination once.
     """
 
     unit: int
@@ -102,7 +103,7 @@ class Work:
         return cls(unit, pairs, groups, torch.cat(needs) if needs else pairs[:0])
 
     def cost(self, blocks: list[list[Range]]) -> float:
-        """Of the slowest process, in pairs, a row that it must receive counting as ``PAIRS_PER_ROW``."""
+        """Returns the cost of the slowest process in pairs, where each row it must receive counts as ``PAIRS_PER_ROW`` pairs."""
         units, size = self.pairs.shape[0], len(blocks)
         if not units:
             return 0.0
@@ -116,7 +117,7 @@ class Work:
         return float((pairs + PAIRS_PER_ROW * rows).max())
 
     def imbalance(self, blocks: list[list[Range]]) -> float:
-        """Most over mean pairs."""
+        """Returns the maximum over the mean number of pairs per process."""
         total = int(self.pairs.sum())
         if not total:
             return 1.0
@@ -132,7 +133,7 @@ class Work:
 
 
 def _deals(work: list[int], size: int) -> list[Callable[[], list[list[Range]]]]:
-    """Ways to deal the blocks, the preferred one first."""
+    """Returns the candidate ways to deal out the blocks, the preferred one first."""
     count = len(work)
     found: list[Callable[[], list[list[Range]]]] = [lambda: _contiguous(count, size), lambda: _zigzag(count, size)]
     length = max(1, count // (4 * size))
@@ -162,7 +163,10 @@ def _share(count: int, parts: int, index: int) -> Range:
 
 
 def _dealt(work: list[int], size: int, length: int) -> list[list[Range]]:
-    """Runs of ``length`` blocks, heaviest first, each to the least loaded process that has room; one that has too little takes a part."""
+    """Deals out runs of ``length`` blocks, heaviest first, each to the least loaded process that has room.
+
+    A run that does not fit is split, and the rest is dealt out again.
+    """
     count = len(work)
     total = [0]
     for one in work:

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: ranks that give up say so in the store, and the one that all wait for is among the rest."""
+"""Finds the ranks that keep the others waiting: ranks that give up post this in the store, so the culprit is among the others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Wait:
     """What a rank waited for when it gave up.
 
     Args:
-        lane: exchanges are numbered within it.
-        exchange: its number, counted alike on all ranks.
-        what: such as "ring forward, hop 2: K and V".
-        peers: ranks of the group that the exchange needs.
+        lane: the lane of the exchange; exchanges are numbered within their lane.
+        exchange: the number of the exchange, counted in the same way on all ranks.
+        what: a description such as "ring forward, hop 2: K and V".
+        peers: the ranks of the group that the exchange needs.
     """
 
     lane: str
@@ -28,10 +28,10 @@ class Wait:
 
 
 def culprits(waits: Mapping[int, Wait], rank: int) -> tuple[list[int], list[int]]:
-    """(ranks that posted nothing though someone waits for them, ranks that wait in an earlier exchange than this one).
+    """Returns (ranks that posted nothing although someone waits for them, ranks that wait in an earlier exchange than this one).
 
-    Follows who waits for whom, from this rank on: a peer that has given up itself is a victim like this one. The second list counts
-    only where the first is empty: a rank may be behind because of a silent one.
+    Starting from this rank, follows who waits for whom: a peer that has given up is a victim like this rank. The second list only
+    matters if the first is empty, because a rank may be behind because of a silent one.
     """
     reached, front = {rank}, [rank]
     while front:
@@ -47,10 +47,11 @@ def culprits(waits: Mapping[int, Wait], rank: int) -> tuple[list[int], list[int]
 
 
 def explain(session: Session, wait: Wait, collect: float) -> tuple[str, list[int]]:
-    """Posts this rank's wait, gives the others some seconds to post theirs, and says in a sentence who is to blame, and who they are.
+    """Posts this rank's wait, gives the others some time to post theirs, and returns a sentence that says who is to blame, and these ranks.
 
     Args:
-        collect: seconds; ranks of one stalled exchange time out at about the same moment. 0 where a broken connection names the peer.
+        collect: seconds to wait for the other posts; the ranks of one stalled exchange time out at about the same moment. 0 if a broken
+            connection already names the peer.
     """
     store = session.store
     keys = [f"waits/{rank}" for rank in range(session.size)]

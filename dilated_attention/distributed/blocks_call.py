@@ -1,4 +1,4 @@
-"""A block-sparse call on a spread sequence from its tensors to its results: agreement of the ranks, plan, backends, run."""
+"""Runs a block-sparse call on a sharded sequence, from its tensors to its results: agreement of the ranks, plan, backends, execution."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class BlockArguments(NamedTuple):
-    """What a call has beside tensors: the pattern, the plain arguments, where the sequence lies, and in how many steps keys travel.
+    """The arguments of a call other than tensors: the pattern, the plain arguments, how the sequence is sharded, the steps of the exchange.
 
     Args:
-        head_steps: 0 for as many as the model of time says.
+        head_steps: the number of steps in which keys are sent; 0 to let the time model choose.
     """
 
     pattern: BlockPattern
@@ -52,7 +52,7 @@ class BlockArguments(NamedTuple):
 
 
 class BlockMasks(NamedTuple):
-    """``padding``: (B, n) bool of this rank's keys."""
+    """The mask tensors and the dropout seed of a call. ``padding`` is (B, n) bool, the padding mask of this rank's keys."""
 
     padding: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
@@ -61,11 +61,11 @@ class BlockMasks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Setup:
-    """What calls of the same kind have in common: worked out once, since short calls wait for the CPU.
+    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
-        calls: of forward and backward, without masks and seed, which every call has its own.
-        lanes: of keys and of their gradients, and how many multiprocessors they may take.
+        calls: the calls by ``is_backward``, without masks and seed, which differ from call to call.
+        lanes: the lanes of keys and of their gradients, and how many multiprocessors they may use.
     """
 
     script: BlockScript
@@ -74,7 +74,7 @@ class _Setup:
     digest: str
 
 
-# of the lists of all scripts that are kept; beside those of ``block_lists``, which these are made of
+# the maximum bytes of the lists of all cached scripts, in addition to those cached by ``block_lists``, from which they are made
 MAX_CACHED_BYTES = 2**30
 MOST_SETUPS = 256
 
@@ -85,7 +85,7 @@ _scripts: OrderedDict[object, BlockScript] = OrderedDict()
 def ring_blocks_forward(
     tensors: Tensors, masks: BlockMasks, arguments: BlockArguments
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """(out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(arguments.ring.group_name)
     kind, seq_len, number = _agreed_length(members, tensors, masks, arguments)
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
@@ -97,7 +97,12 @@ def ring_blocks_forward(
 
 
 def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: BlockMasks, arguments: BlockArguments, number: int) -> Tensors:
-    """(dq, dk, dv), contiguous. ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: of the call on its group."""
+    """Returns (dq, dk, dv), contiguous.
+
+    Args:
+        tensors: dout, q, k, v, out, and lse (B, H, n).
+        number: the number of the call on its group.
+    """
     dout, q, k, v, out, lse = tensors
     members = members_named(arguments.ring.group_name)
     begin_backward(members, number, arguments.ring.timeout)
@@ -107,7 +112,7 @@ def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: Blo
 
 
 def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[object, int, int]:
-    """The kind of this call, by which the ranks remember that they make it alike; N; the call's number."""
+    """Returns the kind of this call (the key under which the ranks remember that they agree on it), N, and the call's number."""
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
     documents = documents_of(members, masks.cu_seqlens)
@@ -118,7 +123,7 @@ def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, argume
         return {
             "function": FUNCTION,
             **same_of_tensors(tensors, masks.padding, documents),
-            # what holds a function cannot be compared by its name; its lists are, once they are made
+            # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
             "pattern": type(pattern).__name__ if pattern.lives_here else pattern.spec(),
             "block_size": str(pattern.block_size),
             "is_causal": settings.is_causal,
@@ -136,7 +141,7 @@ def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, argume
 
 
 class _Work:
-    """One pass on one rank."""
+    """One forward or backward pass on one rank."""
 
     def __init__(self, members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> None:
         self.members, self.masks, self.arguments = members, masks, arguments
@@ -146,18 +151,18 @@ class _Work:
         self.documents = whole if masks.cu_seqlens is None else document_ranges(masks.cu_seqlens, N)
 
     def agree(self, kind: object) -> None:
-        """That all ranks have kernels, before any of them sends anything.
+        """Checks that all ranks have kernels before any of them sends anything.
 
         Raises:
-            BackendUnavailable: none has.
-            ValueError: some have, or patterns with functions differ.
+            BackendUnavailable: if no rank has kernels.
+            ValueError: if only some ranks have kernels, or if patterns that hold functions keep different blocks.
         """
         unavailable: BackendUnavailable | None = None
         setup = None
         try:
             setup = self._setup()
         except BackendUnavailable as error:
-            # a rank that raised now would leave the others waiting
+            # raising here would leave the other ranks waiting
             unavailable = error
         settled = (kind, "kernels", self.arguments.ring.seq_len)
         if self.members.group is not None and agreed_form(self.members, settled) is None:
@@ -220,16 +225,16 @@ class _Work:
             keys = torch.empty((step.buffer_rows, 2, B, count, D), dtype=k.dtype, device="meta")[:, 0].transpose(0, 1)
         views = (q[:, :, slice(*step.heads)], keys)
         request = request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward)
-        # the next step's keys, or the last one's gradients, travel meanwhile
+        # meanwhile the next step's keys, or the last one's gradients, are transferred
         return select_backend(replace(request, beside_exchange=exchanges), settings)
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire] | None:
-        """For keys and for their gradients; opened by all ranks, also by those that have nothing to exchange."""
+        """Returns the wires for keys and for their gradients; all ranks open them, even those that have nothing to exchange."""
         if not setup.script.exchanges:
             return None
         *names, most_ctas = setup.lanes
         keys = wire_of(self.members, self.arguments.ring.timeout, names[0], most_ctas)
-        # a forward needs no gradients' wire; but of a training step it is the moment when nothing is under way
+        # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
         needs_grad = self.arguments.settings.needs_grad
         gradients = wire_of(self.members, self.arguments.ring.timeout, names[1], most_ctas) if needs_grad else keys
         for wire in (keys, gradients):
@@ -247,7 +252,7 @@ class _Work:
         return setup.script, call, (q, k, v), self._wires(setup)
 
     def _whole_padding(self, job: BlockJob, padding: torch.Tensor) -> torch.Tensor:
-        """(B, N) bool of all ranks' keys."""
+        """Returns the padding mask of all ranks' keys, (B, N) bool."""
         wire = None
         if self.members.size > 1:
             wire = wire_of(self.members, self.arguments.ring.timeout)
@@ -273,7 +278,7 @@ def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.d
         script = make_block_script(job, rank, steps, device)
         while _scripts and script.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
-            # setups hold scripts
+            # setups keep scripts alive
             _setups.clear()
     _scripts[key] = script
     return script

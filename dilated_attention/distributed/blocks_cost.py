@@ -1,7 +1,7 @@
-"""How many heads' keys travel at a time, by a model of a forward's time: the first step's keys are waited for, the others travel
-beside what is computed, and each step has a launch of its own.
+"""Chooses how many heads' keys are sent at a time, using a model of a forward's time.
 
-All ranks must come to the same answer without asking each other, so it depends on what all know.
+In the model the first step's keys are waited for, the others are transferred while earlier steps are computed, and each step has a
+launch of its own. All ranks must come to the same answer without asking each other, so it depends only on what all of them know.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from dilated_attention.distributed.blocks_plan import BlockJob, Needs, columns_o
 from dilated_attention.distributed.cost import AHEAD_BYTES, FEW_CTAS, FLOPS, LATENCY, SHARE
 
 MOST_STEPS = 8
-# of a launch, beside what its last blocks of queries leave idle: seconds, and multiprocessors of an H200
+# the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200
 LAUNCH, PROCESSORS = 20e-6, 132
 
 
 @dataclass(frozen=True)
 class Lane:
-    """How keys may travel: multiprocessors that NCCL may take (None: as it likes), what it then takes, bytes/s received."""
+    """A way to send keys.
+
+    Args:
+        most_ctas: how many multiprocessors NCCL may use; None to let NCCL decide.
+        takes: how many it then uses.
+        rate: bytes/s received.
+    """
 
     most_ctas: int | None
     takes: int
     rate: float
 
 
-# on four H200s; of few multiprocessors about 15 GB/s each
+# measured on four H200s; with few multiprocessors each brings about 15 GB/s
 LANES = (Lane(None, 24, 235e9), Lane(FEW_CTAS, FEW_CTAS, 60e9))
 
 
@@ -35,9 +41,9 @@ class Load:
     """What one key/value head costs the slowest rank.
 
     Args:
-        heads: key/value heads.
-        compute, launch: seconds of arithmetic, and what a step's launch costs beside it.
-        brought, held: bytes of keys received, and brought together with its own.
+        heads: the number of key/value heads.
+        compute, launch: seconds of arithmetic, and the additional cost of a step's launch in seconds.
+        brought, held: bytes of the keys it receives, and of these together with its own.
     """
 
     heads: int
@@ -49,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Way:
-    """How keys travel: key/value heads of each step, and the lane."""
+    """How keys are sent: the number of key/value heads in each step, and the lane."""
 
     steps: tuple[int, ...]
     lane: Lane
@@ -58,7 +64,7 @@ class Way:
 def load_of(job: BlockJob, needs: Needs, batch: int, head_dim: int, itemsize: int) -> Load:
     columns, row = columns_of(job), 2 * batch * head_dim * itemsize
     sizes = (columns.ends - columns.starts).double()
-    # of a block on two ranks both parts are counted as brought: a model needs no more
+    # a block that two ranks hold counts as received in full, which is accurate enough for the model
     low, high = columns.holders()
     brought = held = 0.0
     for rank in range(job.size):
@@ -68,17 +74,17 @@ def load_of(job: BlockJob, needs: Needs, batch: int, head_dim: int, itemsize: in
         held = max(held, float(rows.sum(1).mean()))
     flops = 4 * batch * head_dim * float(needs.pairs.mean(1).max())
     rows_of_queries = max(1, max(len(x) for x in columns.positions)) * job.num_heads // job.num_kv_heads
-    # its last wave of query blocks fills half of the multiprocessors on the mean
+    # the last wave of query blocks fills half of the multiprocessors on average
     tail = flops / (FLOPS / PROCESSORS) * job.pattern.q_block / rows_of_queries / 2
     return Load(job.num_kv_heads, flops / FLOPS, LAUNCH + tail, int(brought * row), int(held * row))
 
 
 def choose(load: Load, memory: int, forced: int = 0) -> Way:
-    """The fastest way by the model.
+    """Returns the fastest way according to the model.
 
     Args:
-        memory: of each device, in bytes; two steps' keys may take a share of it.
-        forced: so many steps, as equal as can be; 0 for any.
+        memory: bytes of memory of each device; the keys of two steps may take the fraction ``SHARE`` of it.
+        forced: the number of steps, of sizes as equal as possible; 0 for any.
     """
     if not load.brought:
         return Way(even(load.heads, forced or 1), LANES[0])
@@ -93,13 +99,13 @@ def choose(load: Load, memory: int, forced: int = 0) -> Way:
 
 
 def even(heads: int, steps: int) -> tuple[int, ...]:
-    """Heads in so many steps, the first ones being the larger ones; no step without any."""
+    """Splits the heads into this many steps, the larger ones first; no step is empty."""
     size, larger = divmod(heads, min(steps, heads))
     return tuple(size + (index < larger) for index in range(min(steps, heads)))
 
 
 def _grown(load: Load, lane: Lane, first: int) -> tuple[int, ...]:
-    """Steps that grow as fast as their keys can travel beside what is computed before."""
+    """Returns steps that grow as fast as their keys can be transferred during the computation before them."""
     steps, done, wire = [first], first, load.brought / lane.rate
     while done < load.heads:
         left = load.heads - done
@@ -110,7 +116,7 @@ def _grown(load: Load, lane: Lane, first: int) -> tuple[int, ...]:
 
 
 def seconds(load: Load, way: Way) -> float:
-    """Of a forward. What travels beside arithmetic takes multiprocessors away from it."""
+    """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it."""
     wire = load.brought / way.lane.rate
     end = 0.0
     for count, total in zip(way.steps, itertools.accumulate(way.steps), strict=True):
@@ -119,5 +125,8 @@ def seconds(load: Load, way: Way) -> float:
 
 
 def steps_ahead(load: Load, steps: tuple[int, ...]) -> int:
-    """Steps whose keys may be in memory at once: two, or all that fit into a small budget, so that none waits for memory to be free."""
+    """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
+
+    With the budget, no step waits for memory to be freed.
+    """
     return max(2, AHEAD_BYTES // max(1, load.held * max(steps)))

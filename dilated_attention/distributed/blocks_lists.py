@@ -1,4 +1,4 @@
-"""The lists of one rank: its query blocks, some heads of them, and key blocks renumbered to where they lie in a buffer."""
+"""Block lists of one rank: its query blocks, some of their heads, and key blocks renumbered to their place in a buffer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dilated_attention.distributed.blocks_plan import BlockJob
 from dilated_attention.engine.block_lists import block_lists, renumber_columns, select_rows
 from dilated_attention.engine.plan import Range
 
-# of so many runs of query blocks each has lists of its own that are joined; of more, rows of the whole sequence's lists are taken
+# for up to this many runs of query blocks, lists are made per run and joined; for more, rows of the whole sequence's lists are used
 _MOST_RUNS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class RankLists:
-    """A document's query blocks that a rank holds rows of.
+    """The query blocks of a document of which a rank holds rows.
 
     Args:
-        positions: (L,) of all rows of these blocks, counted from the document's first; those that the rank does not hold, too.
-        lists: over the document's key blocks.
+        positions: (L,) positions of all rows of these blocks, counted from the start of the document; includes rows the rank does not hold.
+        lists: lists of the document's key blocks.
     """
 
     document: int
@@ -41,7 +41,7 @@ def rank_lists(job: BlockJob, rank: int, device: torch.device) -> list[RankLists
             if low >= high:
                 continue
             rows = (low // block, -(-high // block))
-            # two runs that meet inside a block have it in common
+            # two runs that meet inside a block share this block
             if runs and rows[0] <= runs[-1][1]:
                 runs[-1] = (runs[-1][0], rows[1])
             else:
@@ -75,12 +75,12 @@ def _of_runs(job: BlockJob, runs: list[Range], length: int, device: torch.device
 
 
 def join_rows(parts: Sequence[BlockLists]) -> BlockLists:
-    """Lists of query blocks one after the other as one; all but the last part have whole blocks."""
+    """Concatenates lists along the query blocks; all parts but the last consist of whole blocks."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
     assert all(part.num_queries % part.q_block == 0 for part in parts[:-1])
-    # (groups, rows) of every part side by side: how many entries, and where they begin once all parts' lie one after the other
+    # (groups, rows) of all parts side by side: how many entries each row has, and where they begin in the concatenation of all parts
     counts, starts = [], []
     at = 0
     for part in parts:
@@ -115,13 +115,13 @@ def join_rows(parts: Sequence[BlockLists]) -> BlockLists:
 def _interval_of(part: BlockLists) -> tuple[torch.Tensor, torch.Tensor] | None:
     if part.masks is not None:
         return part.interval
-    # no mask asks it anything
+    # the part has no masks, so its interval is never read
     bound = torch.zeros(part.num_queries, dtype=torch.int32, device=part.columns.device)
     return bound, bound
 
 
 def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
-    """Of query heads [first, last); shared lists stay as they are."""
+    """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
     if lists.num_heads == 1:
         return lists
     assert lists.num_batch == 1
@@ -138,21 +138,21 @@ def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
 
 
 def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
-    """``renumber_columns``, with the interval in the buffer's rows where it still says what the masks say."""
+    """Same as ``renumber_columns``, but keeps the interval, in rows of the buffer, if it still describes the masks."""
     mapping = mapping.to(lists.columns.device)
     moved = renumber_columns(lists, mapping, num_keys)
     if moved.masks is not None and not bool((moved.masks >= 0).any()):
-        # the masks are those of other rows or heads: more kernels take lists without
+        # only other rows or heads have masks; drop them, because more kernels support lists without masks
         return replace(moved, masks=None, bits=moved.bits[:0], interval=None)
     return replace(moved, interval=moved_interval(lists, mapping))
 
 
 def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(low, high) of each query in rows of a buffer, where key block c lies as its block ``mapping[c]``; None if there is no such interval.
+    """Returns (low, high) of each query in rows of a buffer that stores key block c as its block ``mapping[c]``; None if there is none.
 
-    Each masked block says from which of its keys on, and up to which, a query keeps them. The interval is what all blocks of the row
-    together leave; whether it says of each block what that says is then looked at. It does where a row's masked blocks lie in the buffer
-    in the order of their positions.
+    Each masked block determines the first and the last of its keys that a query keeps. The interval is the intersection over all masked
+    blocks of the row. Then the function checks whether the interval reproduces the mask of every block. It does if the masked blocks of a
+    row are stored in the buffer in the order of their positions.
     """
     if lists.interval is None or lists.masks is None:
         return None

@@ -1,7 +1,7 @@
-"""The custom op of block-sparse attention over a sequence that several processes share: schema, fake, autograd.
+"""The custom op of block-sparse attention over a sequence sharded across processes: schema, fake, autograd.
 
-``torch.ops.dilated_attention.ring_block_sparse_attention`` is what a selective-checkpointing policy lists as must-save: then nothing
-travels a second time in the recomputation. Its backward needs its own out and lse alone.
+A selective-checkpointing policy should list ``torch.ops.dilated_attention.ring_block_sparse_attention`` as must-save: then nothing is
+exchanged a second time in the recomputation. Its backward needs only its own out and lse.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def ring_block_sparse_attention_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D), lse (B, H, n), (N, number of the call)). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call)).
+
+    ``seq_len`` is −1 if the ranks have to ask each other. The caller checks the arguments.
+    """
     arguments = BlockArguments(
         pattern_from_spec(spec),
         BlockSettings(is_causal, scale, dropout_p, deterministic, needs_grad, backend),
@@ -82,7 +85,7 @@ def ring_block_sparse_attention_backward_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
+    """Returns (dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
     N, number = whole.tolist()
     arguments = BlockArguments(
         pattern_from_spec(spec),

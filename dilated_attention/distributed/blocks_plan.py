@@ -1,8 +1,8 @@
-"""Which key rows every rank needs of a pattern of blocks, worked out by every rank for all of them from the pattern alone.
+"""Determines which key rows each rank needs for a block pattern; every rank computes this for all ranks from the pattern alone.
 
-A rank needs a key block where one of its query blocks keeps it for one of a step's heads, and then all rows of it. A step is some
-key/value heads: each brings all keys that its heads need into one buffer, so that a row's softmax is computed in one launch, with
-nothing to merge. Blocks are counted from the first position of each document on; they need not end where ranks do.
+A rank needs a key block if one of its query blocks keeps it for one of a step's heads, and then it needs all rows of the block. A step
+is a group of key/value heads. It brings all keys that its heads need into one buffer, so that a row's softmax is computed in one launch
+and nothing has to be merged. Blocks are counted from the first position of each document; they need not end where a rank's rows end.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dilated_attention.pattern.block_kept import BLOCKS_AT_ONCE
 
 @dataclass(frozen=True)
 class BlockJob:
-    """What is computed, and who holds what: equal on all ranks.
+    """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
-        documents: (start, end) of each, which partition the sequence; one for a sequence that is not packed.
+        documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
         holdings: the position ranges that each rank holds, ascending.
     """
 
@@ -47,14 +47,14 @@ class BlockJob:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The key blocks of all documents, one after the other, and where every position lies.
+    """The key blocks of all documents, one after the other, and where every position is stored.
 
     Args:
         starts, ends: (C,) positions of each block.
-        first: the first block of each document, and C.
-        of_position: (N,) block of each position.
-        rank_of_position, row_of_position: (N,) who holds it, and as which of its rows.
-        positions: of every rank's rows.
+        first: the index of each document's first block, followed by C.
+        of_position: (N,) the block of each position.
+        rank_of_position, row_of_position: (N,) which rank holds each position, and as which of its rows.
+        positions: the positions of each rank's rows.
     """
 
     starts: torch.Tensor
@@ -66,7 +66,7 @@ class Columns:
     positions: tuple[torch.Tensor, ...]
 
     def holders(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(C,) lowest and highest rank that holds rows of each block."""
+        """Returns (C,) the lowest and the highest rank that holds rows of each block."""
         shape = self.starts.shape
         low = torch.full(shape, 2**31 - 1).scatter_reduce(0, self.of_position, self.rank_of_position, "amin")
         high = torch.full(shape, -1).scatter_reduce(0, self.of_position, self.rank_of_position, "amax")
@@ -76,9 +76,9 @@ class Columns:
 @dataclass(frozen=True, eq=False)
 class Needs:
     """Args:
-    kept: bool (W, K or 1, C): whether a rank needs a key block for a key/value head; 1 where all heads have one list.
-    pairs: (W, K or 1) float64: pairs of the kept blocks, of all query heads of a key/value head.
-    digest: of all kept blocks, where patterns cannot be compared otherwise; else "".
+    kept: bool (W, K or 1, C): whether a rank needs a key block for a key/value head; 1 if all heads have the same list.
+    pairs: (W, K or 1) float64: number of pairs in the kept blocks, over all query heads of a key/value head.
+    digest: hash of all kept blocks if patterns cannot be compared otherwise; else "".
     """
 
     kept: torch.Tensor
@@ -86,7 +86,7 @@ class Needs:
     digest: str
 
     def of_heads(self, heads: Range) -> torch.Tensor:
-        """bool (W, C) of key/value heads [first, last)."""
+        """Returns ``kept`` for key/value heads [first, last), bool (W, C)."""
         return self.kept[:, 0] if self.kept.shape[1] == 1 else self.kept[:, slice(*heads)].any(1)
 
 
@@ -116,9 +116,13 @@ def columns_of(job: BlockJob) -> Columns:
 @functools.lru_cache(maxsize=32)
 @torch.no_grad()
 def needs_of(job: BlockJob, device: torch.device) -> Needs:
-    """Args: device: where blocks are listed; the result lies on the CPU."""
+    """Computes the needs of all ranks.
+
+    Args:
+        device: where the blocks are listed; the result is on the CPU.
+    """
     columns = columns_of(job)
-    # a pattern given by a density may differ between heads at one length and not at another
+    # a pattern that is given by a density may differ between heads at one length but not at another
     per_head = any(job.pattern.at(end - start).per_head for start, end in job.documents)
     groups = job.num_heads if per_head else 1
     C = columns.starts.shape[0]
@@ -129,7 +133,7 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
         rows = torch.stack([_rows_held(job, spans, start, end) for spans in job.holdings]).to(device)
         for first_row, entries in entries_of(job, end - start, device):
             column = columns.first[index] + entries.column
-            # of whole blocks, which is what kernels compute
+            # keys of whole blocks, because kernels compute whole blocks
             area = (end - start - entries.column * job.pattern.k_block).clamp(max=job.pattern.k_block).double()
             if digest is not None:
                 said = torch.stack([entries.group, entries.row, entries.column, entries.full.long()])
@@ -153,7 +157,7 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
 
 
 def _rows_held(job: BlockJob, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
-    """(query blocks of the document,) how many positions of each a rank holds."""
+    """Returns how many positions of each query block of the document a rank holds, (query blocks of the document,)."""
     block = job.pattern.q_block
     held = torch.zeros(-(-(end - start) // block), dtype=torch.int64)
     for low, high in spans:
@@ -165,7 +169,7 @@ def _rows_held(job: BlockJob, spans: tuple[Range, ...], start: int, end: int) ->
 
 
 def entries_of(job: BlockJob, length: int, device: torch.device) -> Iterator[tuple[int, Entries]]:
-    """(first row, kept blocks) of a document, some query blocks at a time."""
+    """Yields (first row, kept blocks) of a document, for some query blocks at a time."""
     job.pattern.check(length, job.num_heads)
     pattern = job.pattern.at(length)
     pattern = pattern.causal() if job.is_causal else pattern
@@ -178,10 +182,10 @@ def entries_of(job: BlockJob, length: int, device: torch.device) -> Iterator[tup
 
 
 def joined(spans: tuple[tuple[int, int, int], ...]) -> tuple[Range, ...]:
-    """Runs of positions, neighbouring ones as one, empty ones left out.
+    """Merges neighbouring runs of positions and drops empty ones.
 
     Raises:
-        AssertionError: they do not ascend; of a layout that does not, blocks would not lie in order.
+        AssertionError: if the runs do not ascend; blocks of such a layout would not be in order.
     """
     found: list[Range] = []
     for start, stop, step in spans:

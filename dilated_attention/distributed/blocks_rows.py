@@ -1,4 +1,4 @@
-"""Rows of keys gathered into what is sent and read, and gradients of rows added up: each one kernel on a GPU, plain torch elsewhere."""
+"""Gathers rows of keys into the buffers that are sent and read, and sums gradients of rows: one kernel each on a GPU, else plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilated_attention.engine.merge import has_kernels
 
 
 def gather_rows(memory: torch.Tensor, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-    """memory (R, 2, B, G, D) gets at rows ``to`` the ``rows`` of k and v (B, n, G, D), any strides but the last."""
+    """Writes ``rows`` of k and v (B, n, G, D) to rows ``to`` of memory (R, 2, B, G, D). k and v may have any strides but the last."""
     if not len(to):
         return
     if has_kernels(memory):
@@ -28,12 +28,12 @@ def add_rows(
     came: torch.Tensor,
     came_at: torch.Tensor,
 ) -> None:
-    """Each row i of dk and dv (B, n, G, D) becomes the sum of own[own_at[i]] and of came[came_at[p, i]] over p, in the dtype of sums.
+    """Sets each row i of dk and dv (B, n, G, D) to own[own_at[i]] plus the sum of came[came_at[p, i]] over p, in the accumulation dtype.
 
     Args:
-        own: shares (B, rows, G, D) of dk and dv.
-        own_at, came_at: (n,) and (P, n) int32; −1 for nothing.
-        came: (2, rows, B, G, D) of dk and dv.
+        own: this rank's own contributions (B, rows, G, D) to dk and dv.
+        own_at, came_at: (n,) and (P, n) int32 row numbers; −1 for none.
+        came: (2, rows, B, G, D), the received contributions to dk and dv.
     """
     if not grads[0].numel():
         return

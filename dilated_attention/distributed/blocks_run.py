@@ -1,6 +1,6 @@
-"""Runs a block-sparse call on one rank, step by step, while the next steps' keys travel; nothing is merged.
+"""Runs a block-sparse call on one rank, step by step, while the next steps' keys are transferred; nothing is merged.
 
-Gradients of rows go back to who holds them in one message each for dK and dV, unsummed, and are summed there in float32.
+Gradients of rows are returned, unsummed, to the rank that holds the rows, in one message each for dK and dV. It sums them in float32.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What launches need beside tensors and lists.
+    """What launches need in addition to tensors and lists.
 
     Args:
-        backends: of each step's launches; None where a launch has no key.
-        ahead: steps whose keys may be in memory at once.
+        backends: the backend of each launch of each step; None if a launch has no keys.
+        ahead: the number of steps whose keys may be in memory at once.
         padding: (B, N) bool of the whole sequence, True = padding.
-        seed: of dropout by position in the whole sequence.
+        seed: the dropout seed; dropout depends on positions in the whole sequence.
     """
 
     backends: tuple[tuple[Backend | None, ...], ...]
@@ -53,14 +53,14 @@ class BlockCall:
 
 @dataclass
 class _Arrival:
-    """A step whose keys are on their way. ``memory``: see ``blocks_script``."""
+    """A step whose keys are in flight. For ``memory`` see ``blocks_script``."""
 
     step: BlockStep
     memory: torch.Tensor
     transfer: Transfer | None
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, rows, heads, D) of the buffer."""
+        """Returns the buffer's keys and values, (B, rows, heads, D)."""
         step = self.step
         if step.in_place:
             return _of_heads(k, v, step)
@@ -69,7 +69,7 @@ class _Arrival:
 
 
 def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D) in q's dtype, lse (B, H, n)) of this rank's q, k, v."""
+    """Returns (out (B, n, H, D) in q's dtype, lse (B, H, n)) for this rank's q, k, v."""
     q, k, v = tensors
     arrivals = _arrivals(script, k, v, call, wire, "forward")
     queries = [part.of(q, 1) for part in script.queries]
@@ -92,17 +92,19 @@ def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire |
 
 
 def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tuple[Wire, Wire] | None, dlse: torch.Tensor | None) -> Tensors:
-    """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D) and lse (B, H, n), as ``dlse``.
+    """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
-        wires: for keys and values, and for their gradients.
+        tensors: dout, q, k, v, out (B, n, H, D), and lse (B, H, n).
+        wires: the wire for keys and values, and the wire for their gradients.
+        dlse: the gradient of lse, (B, H, n).
     """
     dout, q, k, v, out, lse = tensors
     arrivals = _arrivals(script, k, v, call, None if wires is None else wires[0], "backward")
-    # of rows that the rank does not hold, weights and gradients are 0
+    # for rows that the rank does not hold, weights and gradients are 0
     queries = [(*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf)) for part in script.queries]
     dlses = [None if dlse is None else part.of(dlse, 2) for part in script.queries]
-    # where one launch makes all of dq, its result is dq: no memory before
+    # if one launch computes all of dq, its result becomes dq, so no memory is allocated in advance
     dq = torch.empty(0 if script.is_one_launch else q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     returning: deque[_Return] = deque()
@@ -122,7 +124,7 @@ def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tupl
                 launch.queries.put(dq[:, :, heads], 1, dq_)
             shares.append((dk_, dv_))
         returning.append(_send_back(step, _side_by_side(shares, keys, q), _of_heads(dk, dv, step), None if wires is None else wires[1]))
-        # what came back while this step was computed is added before the next one's memory is asked for
+        # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
             returning.popleft().add()
     for back in returning:
@@ -131,7 +133,7 @@ def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tupl
 
 
 def _given(backend: Backend | None) -> Backend:
-    """Launches without a key ask no backend."""
+    """Casts away None: a launch without keys never uses its backend."""
     return backend  # type: ignore[return-value]
 
 
@@ -146,7 +148,7 @@ def _of_heads(k: torch.Tensor, v: torch.Tensor, step: BlockStep) -> tuple[torch.
 
 
 def _arrivals(script: BlockScript, k: torch.Tensor, v: torch.Tensor, call: BlockCall, wire: Wire | None, what: str) -> Iterator[_Arrival]:
-    """The steps in order, each with its keys at hand and the next ones' on their way, which begins with this call."""
+    """Yields the steps in order, each once its keys have arrived, while the next ones' are in flight. Transfers begin with this call."""
     steps = script.steps
     waiting = deque(_start(script, index, k, v, wire, what) for index in range(min(call.ahead, len(steps))))
 
@@ -174,7 +176,7 @@ def _start(script: BlockScript, index: int, k: torch.Tensor, v: torch.Tensor, wi
     if step.exchanges:
         assert wire is not None
         sends, receives = ([(message.peer, memory[message.rows]) for message in messages] for messages in (step.sends, step.receives))
-        # also where this rank has nothing to exchange: exchanges are numbered alike on all ranks
+        # also if this rank has nothing to exchange, because exchanges are numbered in the same way on all ranks
         transfer = wire.start(sends, receives, f"{what}, heads {index + 1} of {len(script.steps)}: K and V")
     return _Arrival(step, memory, transfer)
 
@@ -182,7 +184,7 @@ def _start(script: BlockScript, index: int, k: torch.Tensor, v: torch.Tensor, wi
 def _side_by_side(
     shares: list[tuple[torch.Tensor, torch.Tensor]], keys: torch.Tensor, q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the buffer's rows, of all documents, one after the other."""
+    """Concatenates the documents' gradients of the buffer's rows."""
     if len(shares) == 1:
         return shares[0]
     if not shares:
@@ -194,7 +196,7 @@ def _side_by_side(
 
 @dataclass
 class _Return:
-    """Gradients of this rank's keys, its own and those on their way back from others, to be added up."""
+    """Gradients of this rank's keys that are to be summed: its own contributions and those in flight from other ranks."""
 
     step: BlockStep
     own: tuple[torch.Tensor, torch.Tensor]
@@ -213,7 +215,7 @@ def _send_back(
 ) -> _Return:
     dk = grads[0]
     B, _, heads, D = dk.shape
-    # as GPU kernels return them, and summed in float32 only by who they belong to
+    # send them in the dtype that GPU kernels return; only the rank that holds the rows sums them, in float32
     dtype = dk.dtype if dk.device.type == "cuda" else accumulation_dtype(dk.dtype)
     came = torch.empty((2, step.came_rows, B, heads, D), dtype=dtype, device=dk.device)
     transfer = None

@@ -1,9 +1,9 @@
-"""A rank's part of a block-sparse call as a script to run: every row that is copied, sent, received and added up, worked out once.
+"""A rank's part of a block-sparse call as a script: every row that is copied, sent, received or summed is determined once, in advance.
 
-A step's memory is (rows, 2, B, heads, D), K and V of a row side by side, so that what one rank sends another is one message. First come
-the rows of the buffer that kernels read, then what is packed for others, then what must be put in order before it can be read.
-Messages hold rows by ascending position. Key blocks lie in the buffer rank by rank where each has one holder, so that a message lands
-where kernels read it.
+A step's memory is (rows, 2, B, heads, D). K and V of a row are adjacent, so that what one rank sends another is one message. First come
+the rows of the buffer that kernels read, then the rows packed for other ranks, then received rows that must be put in order before they
+can be read. Messages hold rows by ascending position. If each key block has one holder, the buffer stores the key blocks rank by rank,
+so that a message arrives where kernels read it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dilated_attention.fork import cached_property
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """The query rows of a launch: whole blocks, of which the rank may hold a part.
+    """The query rows of a launch: whole blocks, of which the rank may hold only a part.
 
     Args:
-        rows: [first, last) of the rank's rows where these are all of them; else None.
-        held, place: the rank's rows, and where they lie among the launch's.
-        positions: (L,) in the whole sequence.
+        rows: the range [first, last) of the rank's rows if these are all of the launch's rows; else None.
+        held, place: the rank's rows, and their indices among the launch's rows.
+        positions: (L,) positions in the whole sequence.
     """
 
     rows: slice | None
@@ -35,7 +35,7 @@ class Queries:
     positions: torch.Tensor
 
     def of(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
-        """The launch's rows of the rank's x along ``dim``; ``value`` where the rank holds none."""
+        """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
         if self.rows is not None:
             return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
         shape = list(x.shape)
@@ -52,7 +52,7 @@ class Queries:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One document's rows of a step. ``keys``: rows of the buffer, at ``key_positions``."""
+    """One document's rows of a step. ``keys`` are rows of the buffer, with positions ``key_positions``."""
 
     queries: Queries
     keys: slice
@@ -62,7 +62,7 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Rows for a peer, or of it: a stretch of memory, or (of gradients) any rows."""
+    """Rows sent to or received from a peer: a contiguous range of memory or, for gradients, arbitrary rows."""
 
     peer: int
     rows: slice | torch.Tensor
@@ -73,18 +73,18 @@ class BlockStep:
     """Some key/value heads on one rank.
 
     Args:
-        heads, kv_heads: of queries, and of keys.
+        heads, kv_heads: the ranges of query heads and of key/value heads.
         exchanges: whether any rank sends anything.
-        in_place: the buffer is the rank's own rows as they lie.
-        buffer_rows, memory_rows: of the buffer, and with what is packed and what must be put in order.
-        filled, filled_from: memory's rows that hold copies of the rank's own rows, and which.
-        sends, receives: messages in memory.
-        put, put_from: rows of the buffer that are copied from memory's end once they have come.
-        returns: buffer rows whose gradients each peer gets.
-        came_rows: of gradients that come back.
-        arrivals: messages among these.
-        own_at: (n,) int32 buffer row of each of the rank's rows, −1 where its own queries do not need it.
-        came_at: (peers, n) int32 row among those that come back, −1 where none does.
+        in_place: whether the buffer is the rank's own rows, without a copy.
+        buffer_rows, memory_rows: rows of the buffer, and of the whole memory, including packed rows and rows to be put in order.
+        filled, filled_from: the rows of memory that are copies of the rank's own rows, and which rows these are.
+        sends, receives: messages, whose rows are in memory.
+        put, put_from: rows of the buffer that are copied from the end of memory once they have arrived.
+        returns: the buffer rows whose gradients are sent back to each peer.
+        came_rows: number of rows of gradients that come back.
+        arrivals: the messages of these rows.
+        own_at: (n,) int32 buffer row of each of the rank's rows; −1 if its own queries do not need it.
+        came_at: (peers, n) int32 row among those that come back; −1 if none does.
     """
 
     heads: Range
@@ -120,19 +120,23 @@ class BlockScript:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the lists, which are most of it."""
+        """Bytes of the lists, which take most of the memory."""
         lists = {id(launch.lists): launch.lists for step in self.steps for launch in step.launches}
         return sum(one.nbytes for one in lists.values())
 
     @cached_property
     def is_one_launch(self) -> bool:
-        """A launch's results are the rank's."""
+        """Whether there is a single launch and its results are those of the rank."""
         return len(self.steps) == len(self.queries) == 1 and self.queries[0].rows is not None
 
 
 @torch.no_grad()
 def make_block_script(job: BlockJob, rank: int, head_steps: tuple[int, ...], device: torch.device) -> BlockScript:
-    """Args: head_steps: key/value heads of each step."""
+    """Makes the script of one rank.
+
+    Args:
+        head_steps: number of key/value heads in each step.
+    """
     assert sum(head_steps) == job.num_kv_heads
     columns, needs = columns_of(job), needs_of(job, device)
     mine = rank_lists(job, rank, device)
@@ -145,7 +149,7 @@ def make_block_script(job: BlockJob, rank: int, head_steps: tuple[int, ...], dev
         heads = (first * ratio, (first + count) * ratio)
         first += count
         if steps and needs.kept.shape[1] == 1:
-            # with one list for all heads, steps differ in nothing else
+            # with one list for all heads, steps differ only in their heads
             steps.append(replace(steps[0], heads=heads, kv_heads=kv_heads))
             continue
         parts = [replace(part, lists=lists_of_heads(part.lists, heads)) for part in mine]
@@ -162,7 +166,7 @@ def _queries(job: BlockJob, rank: int, columns: Columns, part: RankLists, device
 
 
 class _Maker:
-    """One step of one rank."""
+    """Makes the steps of one rank."""
 
     def __init__(
         self,
@@ -187,7 +191,7 @@ class _Maker:
         in_place = self._lies_in_place(wanted, lows, highs)
         launches, at = self._launches_in_place(wanted) if in_place else self._launches(wanted, lows, highs)
         rows = len(self.mine) if in_place else int((c.ends[wanted] - c.starts[wanted]).sum())
-        # rows of memory that hold copies of own rows: what own queries need, then what others do and does not lie in a row there
+        # rows of memory that are copies of own rows: those that own queries need, then those that others need and that must be packed
         own = self._needed_of(me, me)
         filled, filled_from = ([], []) if in_place else ([at[own]], [c.row_of_position[own]])
         end = 0 if in_place else rows
@@ -249,14 +253,14 @@ class _Maker:
         )
 
     def _needed_of(self, reader: int, holder: int) -> torch.Tensor:
-        """Positions that ``holder`` has and ``reader`` needs, ascending: what the one sends the other."""
+        """Returns the positions that ``holder`` has and ``reader`` needs, ascending: what the one sends the other."""
         if (reader, holder) not in self._needed:
             positions = self.columns.positions[holder]
             self._needed[reader, holder] = positions[self.need[reader][self.columns.of_position[positions]]]
         return self._needed[reader, holder]
 
     def _lies_in_place(self, wanted: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor) -> bool:
-        """Nothing is needed from elsewhere, and every needed block lies among the rank's rows as blocks are counted there."""
+        """Whether nothing is needed from other ranks and every needed block is aligned with the blocks of the rank's own rows."""
         c, size = self.columns, self.job.pattern.k_block
         if not bool(((lows[wanted] == self.rank) & (highs[wanted] == self.rank)).all()):
             return False
@@ -271,13 +275,13 @@ class _Maker:
         return True
 
     def _own_rows(self, document: int) -> slice:
-        """The rank's rows of a document, which lie one after the other."""
+        """Returns the rank's rows of a document, which are contiguous."""
         start, end = self.job.documents[document]
         first = int(torch.searchsorted(self.mine, start))
         return slice(first, int(torch.searchsorted(self.mine, end)))
 
     def _launches_in_place(self, wanted: torch.Tensor) -> tuple[tuple[Launch, ...], torch.Tensor]:
-        """Launches, and for each position its row in the buffer, −1 where it has none."""
+        """Returns the launches, and for each position its row in the buffer, or −1."""
         c, job = self.columns, self.job
         launches = []
         for part, queries in zip(self.parts, self.queries, strict=True):
@@ -294,7 +298,7 @@ class _Maker:
         return tuple(launches), at
 
     def _launches(self, wanted: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor) -> tuple[tuple[Launch, ...], torch.Tensor]:
-        """Launches on a buffer, and for each position its row there, −1 where it has none."""
+        """Returns the launches on a buffer, and for each position its row there, or −1."""
         c, job = self.columns, self.job
         launches, begins = [], torch.full((len(c.starts),), -1)
         offset = 0
@@ -305,7 +309,7 @@ class _Maker:
             chosen = mine[_by_rank(mine, lows, highs, last - 1)]
             lists = self._moved(part, chosen, num_keys)
             if part.lists.mask_kind == "interval" and lists.mask_kind != "interval" and not torch.equal(chosen, mine):
-                # an interval of positions may be one of the buffer's rows in this order, which costs a copy of what comes
+                # in order of position an interval may stay an interval of buffer rows, but then received rows have to be copied
                 moved = self._moved(part, mine, num_keys)
                 if moved.mask_kind == "interval":
                     chosen, lists = mine, moved
@@ -320,14 +324,14 @@ class _Maker:
         return tuple(launches), torch.where(begin < 0, -1, begin + inside)
 
     def _moved(self, part: RankLists, blocks: torch.Tensor, num_keys: int) -> BlockLists:
-        """A document's lists on a buffer that holds these key blocks in this order."""
+        """Returns a document's lists for a buffer that holds these key blocks in this order."""
         first, last = self.columns.first[part.document], self.columns.first[part.document + 1]
         mapping = torch.full((last - first,), -1)
         mapping[blocks - first] = torch.arange(len(blocks))
         return lists_of_buffer(part.lists, mapping, num_keys)
 
     def _arrivals(self) -> tuple[tuple[Message, ...], torch.Tensor, int]:
-        """Messages of gradients that come back, for each (peer, own row) its row among them, and how many there are."""
+        """Returns the messages of gradients that come back, the row of each (peer, own row) among them, and the number of these rows."""
         arrivals, rows = [], []
         end = 0
         for peer in self.others:
@@ -343,9 +347,9 @@ class _Maker:
 
 
 def _by_rank(blocks: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, last: int) -> torch.Tensor:
-    """A document's key blocks rank by rank, so that each rank's message lands in place; its short last block stays last.
+    """Orders a document's key blocks rank by rank, so that each rank's message arrives in place; a short last block stays last.
 
-    By position where some lie on two ranks.
+    Keeps them in order of position if some blocks are split between two ranks.
     """
     holders = lows[blocks].clone()
     if not torch.equal(holders, highs[blocks]):
@@ -356,7 +360,7 @@ def _by_rank(blocks: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, last
 
 
 def _stretch(rows: torch.Tensor) -> slice | None:
-    """Rows that lie one after the other; None where they do not."""
+    """Returns the rows as a slice if they are contiguous, else None."""
     first = int(rows[0])
     if first < 0 or not torch.equal(rows, torch.arange(first, first + len(rows))):
         return None

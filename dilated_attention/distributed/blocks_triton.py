@@ -1,4 +1,4 @@
-"""``blocks_rows`` as one Triton kernel each: every row is read once and written once."""
+"""The functions of ``blocks_rows`` as one Triton kernel each: every row is read once and written once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dilated_attention.backends.blocks import on_device
 
-# elements that a program takes at a time
+# elements that a program handles at a time
 _SIZE = 4096
 
 
@@ -18,7 +18,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     k_stride_b, k_stride_n, k_stride_g, v_stride_b, v_stride_n, v_stride_g,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # (rows, heads) of one batch entry lie side by side in memory, so they are taken together
+    # (rows, heads) of one batch entry are contiguous in memory, so they are handled as one index
     batch = tl.program_id(1)
     which = tl.program_id(2)
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -38,7 +38,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_rows(memory: torch.Tensor, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-    """As ``blocks_rows.gather_rows``."""
+    """Same as ``blocks_rows.gather_rows``."""
     B, _, G, D = k.shape
     assert memory.is_contiguous() and k.stride(-1) == 1 and v.stride(-1) == 1
     block = triton.next_power_of_2(D)
@@ -86,7 +86,7 @@ def add_rows(
     came: torch.Tensor,
     came_at: torch.Tensor,
 ) -> None:
-    """As ``blocks_rows.add_rows``."""
+    """Same as ``blocks_rows.add_rows``."""
     dk, dv = grads
     B, n, G, D = dk.shape
     assert all(x.stride(-1) == 1 for x in (*grads, *own)) and came.is_contiguous() and came_at.is_contiguous()

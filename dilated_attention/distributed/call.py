@@ -1,4 +1,4 @@
-"""A call on a spread sequence from its tensors to its results: agreement of the ranks, route, backend, and the way back."""
+"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, route, backend, and backward."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def ring_forward(
     settings: Settings,
     ring: RingCall,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """(out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(ring.group_name)
     unavailable: list[BackendUnavailable] = []
 
     def kernels() -> str:
-        # a rank that raised now would leave the others waiting
+        # raising here would leave the other ranks waiting
         try:
             return _kernels(members, tensors, padding, pattern, settings, ring)
         except BackendUnavailable as error:
@@ -68,7 +68,7 @@ def ring_backward(
     ring: RingCall,
     number: int,
 ) -> Tensors:
-    """(dq, dk, dv). ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: of the call on its group."""
+    """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: the number of the call on its group."""
     dout, q, k, v, out, lse = tensors
     members = members_named(ring.group_name)
     begin_backward(members, number, ring.timeout)
@@ -81,7 +81,7 @@ def ring_backward(
         # a head that runs one branch has no mixing weights
         if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
             return work.backward(dout, out, lse, dlse)
-        # the mixing weights are constants, so each branch's δ is that of its own output; weights stay exp(s − merged lse)
+        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
         total: list[torch.Tensor] = []
         for branch in range(pattern.num_branches):
             work.pattern = pattern.with_branches([branch], q.shape[2])
@@ -93,13 +93,13 @@ def ring_backward(
 
 @dataclass(frozen=True)
 class _Setup:
-    """What calls of the same kind have in common: worked out once, since short calls wait for the CPU.
+    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
-        pattern: of the heads that this rank computes.
-        call: without masks and seed, which every call has its own.
+        pattern: the pattern of the heads that this rank computes.
+        call: the call without masks and seed, which differ from call to call.
         team: the ranks that exchange keys.
-        ahead: steps whose keys are in memory at once.
+        ahead: the number of steps whose keys are in memory at once.
     """
 
     pattern: DilatedPattern
@@ -113,7 +113,7 @@ _setups: dict[object, _Setup] = {}
 
 
 class _Work:
-    """One pass on one rank: its tensors as its route wants them, its backend, and its parts of the results."""
+    """One pass on one rank: its tensors as the route needs them, its backend, and its part of the results."""
 
     def __init__(
         self,
@@ -146,14 +146,14 @@ class _Work:
         if self.members.size == 1:
             return None
         wire = wire_of(self.members, self.ring.timeout)
-        # also by a rank that has nothing to exchange
+        # every rank opens it, even one that has nothing to exchange
         wire.open(self.tensors[0].device)
         return wire
 
     def _regroup(
         self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False
     ) -> Sequence[torch.Tensor]:
-        """Tensors of queries (``q``) and keys (``k``) by the letters of ``which``, as used while computing, or back as given."""
+        """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
         if self.route.stays:
             return tensors
         given, used = ([sides["qk".index(letter)] for letter in which] for sides in (self.route.given, self.route.used))
@@ -202,25 +202,25 @@ class _Work:
             self.route.exchange,
             steps,
         )
-        # without the group: what is kept here outlives groups, and another one may come by the same name
+        # without the group: the setup outlives groups, and another group may get the same name
         team = Members(None, ranks.index(me), len(ranks), ranks)
         ahead = cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
         return _Setup(pattern, make_script(job, team.rank), replace(call, first_head=first, padding=None), team, ahead)
 
     def _wires(self, setup: _Setup) -> tuple[Wire, Wire]:
-        """For keys and for their gradients: of few multiprocessors where little is exchanged beside much that is computed."""
-        # not by what this rank has: one without rows has no home either, and all must take the same lane
+        """Returns the wires for keys and for their gradients, with few multiprocessors if the exchange is small next to the computation."""
+        # do not decide by what this rank has: a rank without rows has no home part either, and all must take the same lane
         small = not setup.script.job.is_fresh and setup.script.job.exchange != "ring"
         names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
-        # a forward needs no gradients' wire; but of a training step it is the moment when nothing is under way
+        # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
         gradients = wire_of(self.members, self.ring.timeout, names[1], ctas) if self.settings.needs_grad else keys
         for wire in (keys, gradients):
             wire.open(self.tensors[0].device)
         return keys, gradients
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out (B, n, H, D), lse (B, n, H)) in the caller's layout."""
+        """Returns (out (B, n, H, D), lse (B, n, H)) in the caller's layout."""
         q, k, v = self._inputs("forward")
         setup, call = self._prepared((q, k, v))
         if setup.team.size == 1:
@@ -232,10 +232,10 @@ class _Work:
         return out, lse
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
-        """(dq, dk, dv) in the caller's layout."""
+        """Returns (dq, dk, dv) in the caller's layout."""
         q, k, v = self._inputs("backward")
         if dlse is None and self.ring.lse_grad and not self.route.stays:
-            # other ranks may have one, and all send alike
+            # other ranks may have a gradient of lse, and all must send the same
             dlse = torch.zeros_like(lse)
         more = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
         dout, out, lse, *rest = self._regroup(more, "q" * len(more), "backward: dout, out and lse")
@@ -250,7 +250,7 @@ class _Work:
         else:
             wires = self._wires(setup)
             grads = run.backward(setup.script, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, ahead=setup.ahead)
-        # ranks that share a key/value head each have a share of its gradient
+        # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.route.inner
         (dq,) = self._regroup(grads[:1], "q", "backward: dq", back=True)
         dk, dv = self._regroup(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)
@@ -274,7 +274,7 @@ def _question(size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPatte
 def _kernels(
     members: Members, tensors: Tensors, padding: torch.Tensor | None, pattern: DilatedPattern, settings: Settings, ring: RingCall
 ) -> str:
-    """What all ranks need to have alike, as messages follow from it: whether their kernels cut windows into blocks."""
+    """Returns, as text, what must be the same on all ranks because messages depend on it: whether kernels cut windows into blocks."""
     q, k, v = tensors
     num_keys = ring.seq_len if ring.seq_len >= 0 else q.shape[1] * members.size
     passes = (False, True) if settings.needs_grad else (False,)

@@ -1,7 +1,8 @@
-"""NCCL communicators of their own for the lanes of a group, so that exchanges of one lane do not wait for those of another.
+"""Separate NCCL communicators for the lanes of a group, so that exchanges of one lane do not wait for those of another.
 
-They are built directly, on keys of the group's session in the store, and torch.distributed does not know them: ``new_group`` counts the
-groups of a process and names further ones by that count, so ranks with different lanes would look for each other under different names.
+They are built directly, on keys of the group's session in the store, and torch.distributed does not know about them. ``new_group`` would
+not work: it counts the groups of a process and names new ones by that count, so ranks with different lanes would look for each other
+under different names.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _CUDA, _CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether the group's GPU tensors go by NCCL."""
+    """Whether the group sends GPU tensors through NCCL."""
     return _CUDA in group._device_types and group._get_backend(_CUDA).name() == "nccl"
 
 
 def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_ctas: int | None) -> dist.ProcessGroup:
-    """A communicator of the group's ranks for GPU tensors; those of a CPU go by the group's own. All ranks make it together.
+    """Makes a communicator of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must call it.
 
     Raises:
-        RingError: torch made none.
+        RingError: if torch could not make the communicator.
     """
     store = PrefixStore(f"communicator/{lane}", session.store)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -41,7 +42,7 @@ def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_cta
         other = dist.ProcessGroup(store, session.rank, session.size)
         other._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         other._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, backend)
-        # before the group's own backend is in it, whose name stays
+        # set the name before adding the group's own backend, which keeps its own name
         other._set_group_name(group_name)  # type: ignore[arg-type,unused-ignore]
         if _CPU in group._device_types:
             other._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, group._get_backend(_CPU))
@@ -53,8 +54,8 @@ def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_cta
 
 
 def close(other: dist.ProcessGroup, session: Session) -> None:
-    """Ends a lane's communicator with its group: ``destroy_process_group`` does not know it."""
+    """Shuts down a lane's communicator along with its group: ``destroy_process_group`` does not know about it."""
     backend = other._get_backend(_CUDA)
-    # the group may be half destroyed, and there is nobody left to tell
+    # the group may be half destroyed, and there is no one left to report an error to
     with contextlib.suppress(RuntimeError):
         (backend.shutdown if session.failed is None else backend.abort)()

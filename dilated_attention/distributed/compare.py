@@ -1,8 +1,8 @@
-"""Finds ranks that make different calls of kinds they had agreed on: at once where one waits for another, else soon afterwards.
+"""Detects ranks that make different calls of kinds they had agreed on: at once if one waits for another, else soon afterwards.
 
 Twice a second, while there are new calls, a thread posts how many calls its rank has made and their checksum, and compares those of the
-other ranks with its own at the same number. The calls themselves take no part. Whoever finds a difference says so in the store; then all
-ranks post their last calls, look for the first that differs, and so have the same message.
+other ranks with its own at the same number. The calls themselves are not involved. A rank that finds a difference announces it in the
+store; then all ranks post their last calls, look for the first one that differs, and thus arrive at the same message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ABSENT = "no such argument"
-# a rank's last calls, posted when ranks disagree
+# the number of a rank's last calls that it posts when ranks disagree
 POSTED = 64
-# seconds for which the others are looked at beyond the timeout of a rank's last call
+# seconds after the timeout of a rank's last call for which it still compares the others
 LINGER = 10.0
 
 
 class Comparison:
-    """Compares a group's calls with those of its other ranks. Made by all ranks, before their first handshake ends.
+    """Compares this rank's calls on a group with those of the other ranks. All ranks make it, before their first handshake ends.
 
     Args:
         timeout: seconds that the calls may take.
@@ -38,17 +38,17 @@ class Comparison:
 
     def __init__(self, session: Session, timeout: float) -> None:
         self.timeout = timeout
-        # sessions own their comparisons
+        # a weak reference, because sessions own their comparisons
         self._session = weakref.ref(session)
         self._keys = [f"order/{rank}" for rank in range(session.size)]
         self._all_there = False
         self._posted = 0
-        # of my calls, how many all ranks are known to have made alike, and no more
+        # the number of calls up to which all ranks are known to have made the same, and no more
         self._equal = 0
         self._lost = False
         self._lock = ForkSafeLock()
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
-        # another connection, for the thread that makes calls may wait inside its own; now, while the server answers
+        # a connection of its own, because the calling thread may be waiting inside the other; made now, while the server answers
         clone: Any = getattr(session.store, "clone", None)
         self._store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
@@ -59,7 +59,7 @@ class Comparison:
         return [wire for wire in wires if wire is not None]
 
     def look(self) -> str | None:
-        """What ranks disagree on, once. For the watching thread: without a question where there is nothing new."""
+        """Returns what ranks disagree on, once. For the watching thread; does not query the store if there is nothing new."""
         session = self._session()
         if session is None or session.failed is not None or not dist.is_initialized():
             return None
@@ -69,7 +69,7 @@ class Comparison:
         return self.verdict()
 
     def verdict(self) -> str | None:
-        """What ranks disagree on, as far as known now; the group has failed then."""
+        """Returns what ranks disagree on, as far as it is known now, and marks the group as failed; None if no difference is known."""
         session = self._session()
         if session is None or self._lost:
             return None
@@ -77,7 +77,7 @@ class Comparison:
             try:
                 message = self._compare(session)
             except RuntimeError:
-                # the store's server has ended, mostly with the program
+                # the store's server has ended, usually because the program has
                 self._lost = True
                 return None
         if message is not None and session.failed is None:
@@ -92,7 +92,7 @@ class Comparison:
             store.set(self._keys[session.rank], f"{count} {mine.checksum}")
             self._posted = count
         if not store.check(["disagree"]):
-            # asked for an absent key, the store would wait
+            # the store would block on a missing key
             self._all_there = self._all_there or store.check(self._keys)
             if not self._all_there:
                 return None
@@ -128,7 +128,7 @@ def _message(session: Session, store: Store) -> str:
 
 
 def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
-    """What the first calls that differ differ in; they are by rank."""
+    """Describes how the first calls that differ, given by rank, differ."""
     found = differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
     kinds = {rank: what for rank, (_, what, _) in calls.items()}
     if found and not any(what.startswith("the backward") for what in kinds.values()):
@@ -143,11 +143,14 @@ def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[st
 
 
 def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
-    """ "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …" of arguments by rank; "" where all are equal."""
+    """Formats how arguments, given by rank, differ; "" if all are equal.
+
+    For example "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …".
+    """
     arguments = list(dict.fromkeys(argument for post in posts.values() for argument in post))
     functions = {post.get("function") for post in posts.values()}
     if len(functions) > 1:
-        # the arguments of another function differ anyway
+        # different functions have different arguments anyway
         arguments = ["function"]
     found = []
     for argument in arguments:
@@ -163,6 +166,6 @@ def _sides(session: Session, values: Mapping[int, str]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         holders.setdefault(value, []).append(rank)
-    # what most ranks have first, so that the odd ones stand at the end
+    # values of the most ranks come first, so that the exceptions are at the end
     sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
     return ", ".join(f"{names(session, ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)

@@ -1,6 +1,6 @@
-"""Which exchange a call takes, by a model of its time and memory, and the model as a table to read.
+"""Chooses the exchange of a call with a model of its time and memory, and prints the model as a table.
 
-All ranks must come to the same answer without asking each other, so it depends on shapes and on what the GPUs are, not on free memory.
+All ranks must come to the same answer without asking each other, so it depends on shapes and on the GPU model, not on free memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dilated_attention.pattern import DilatedPattern
 
 logger = logging.getLogger("dilated_attention")
 
-# of an H200 and of NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, seconds that an
-# exchange takes at least, bytes/s of device memory
+# for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
+# an exchange, bytes/s of device memory
 FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
-# brought keys may take this share of the device's memory
+# received keys may take this fraction of the device's memory
 SHARE = 0.25
-# a dense all_gather goes in steps of heads if what travels is more than this share of the arithmetic, for each step costs launches of
-# its own; steps of at least so many bytes, and so many of them (H200, 32/8 heads of 128: 4 steps win 3 % at 4,096 and 8,192 tokens a
-# GPU, and lose 2 % at 16,384)
+# a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
+# costs launches of its own; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
+# 4,096 and 8,192 tokens per GPU, and lose 2 % at 16,384)
 STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
-# multiprocessors for exchanges that are small beside what is computed meanwhile
+# multiprocessors for exchanges that are small compared with the computation they overlap with
 FEW_CTAS = 4
-# keys on their way may take this much, or two steps where that is more
+# bytes that keys in flight may take, or two steps if that is more
 AHEAD_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the choice depends on."""
+    """The inputs of the model that chooses the exchange."""
 
     size: int
     layout: str
@@ -55,10 +55,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Offer:
-    """One exchange: its seconds forward, the bytes it holds beside the results, and why it is not taken, if so.
+    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and why it is not chosen, if so.
 
     Args:
-        possible: a reason against it is but a preference.
+        possible: whether it could be used; then a reason against it is only a preference.
     """
 
     exchange: str
@@ -70,7 +70,7 @@ class Offer:
 
 @functools.lru_cache(maxsize=256)
 def offers(question: Question) -> tuple[Offer, ...]:
-    """All exchanges within one node, best first."""
+    """Returns all exchanges within one node, best first."""
     x = question
     n = -(-x.seq_len // x.size)
     row = x.batch * x.head_dim * x.itemsize
@@ -80,7 +80,7 @@ def offers(question: Question) -> tuple[Offer, ...]:
     steps = head_steps(x)
     wire = keys / WIRE
     relayout = 0.0 if x.layout != "striped" else _all_to_all(x, n)
-    # a part is read, and the result read and written in float32, at each hop; and once more it is made so and rounded at the end
+    # each hop reads a part, and reads and writes the result in float32; the result is also converted at the start and rounded at the end
     merges = (x.size + 1) * n * x.num_heads * (row + 8 * x.batch * x.head_dim) / MEMORY
     found = []
     held = _held(x, steps)
@@ -93,7 +93,7 @@ def offers(question: Question) -> tuple[Offer, ...]:
     reason = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
     found.append(Offer("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
     if not x.is_dense:
-        # a dilated call moves a fraction of its keys under what needs none: nothing else comes near
+        # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
         found = [replace(offer, reason=offer.reason or "more is moved") for offer in found]
         found[0] = Offer("all_gather", found[0].seconds, 0, None)
     return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
@@ -111,7 +111,7 @@ def _all_to_all(x: Question, n: int) -> float:
 
 
 def _imbalance(x: Question) -> float:
-    """The causal pairs of the busiest rank over the mean."""
+    """Returns the causal pairs of the busiest rank divided by the mean."""
     if x.layout == "striped":
         return 1.0
     pairs = [sum((b * (b + 1) - a * (a + 1)) / 2 for a, b, _ in spans(x.seq_len, rank, x.size, x.layout)) for rank in range(x.size)]
@@ -119,7 +119,7 @@ def _imbalance(x: Question) -> float:
 
 
 def head_steps(question: Question) -> int:
-    """Steps of a dense all_gather: of equal groups of key/value heads, few, and more where all heads' keys would take too much memory."""
+    """Returns the number of steps of a dense all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
     x = question
     if not x.is_dense:
         return 1
@@ -133,19 +133,19 @@ def head_steps(question: Question) -> int:
 
 
 def _held(x: Question, steps: int) -> int:
-    """Bytes of keys from elsewhere, two steps at a time, and in training of shares of their gradients."""
+    """Returns the bytes of received keys, for two steps at a time, and in training of contributions to their gradients."""
     total = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim * x.itemsize
     return total * min(2, steps) // steps * (2 if x.needs_grad else 1)
 
 
 def _mean_seconds(x: Question) -> float:
-    """Of a rank's share of a forward's arithmetic."""
+    """Returns the mean seconds of a rank's share of a forward's arithmetic."""
     pairs = x.seq_len**2 / (2 if x.is_causal else 1)
     return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
 
 
 def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, exchange: str) -> int:
-    """Elements from the first to the last of the largest buffer that a launch may read: keys and values of a row lie side by side."""
+    """Returns the extent in elements of the largest buffer that a launch may read; keys and values of a row are adjacent."""
     x = question
     rows = -(-x.seq_len // (x.size if exchange == "ring" else 1))
     rows = max(-(-min(w, rows) // r) for w, r in pattern.branches)
@@ -153,7 +153,10 @@ def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, excha
 
 
 def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
-    """Steps whose keys may be in memory at once: two, or all that fit into a small budget, so that none waits for memory to be free."""
+    """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
+
+    With the budget, no step waits for memory to be freed.
+    """
     rows = job.shape.keys[1] * job.shape.num_kv_heads // (job.size if job.exchange == "ring" else job.head_steps)
     return max(2, AHEAD_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
 
@@ -202,13 +205,14 @@ def explain_exchange(
     itemsize: int = 2,
     memory: int = 141 * 10**9,
 ) -> str:
-    """What ``exchange="auto"`` makes of dense attention over ``size`` processes of a node: every exchange with its modelled seconds, the
-    bytes it holds beside the results, and why it is not taken. A table to print.
+    """Explains the choice of ``exchange="auto"`` for dense attention over ``size`` processes of one node, as a table to print.
+
+    The table lists for every exchange its modelled seconds, the bytes it holds in addition to the results, and why it is not chosen.
 
     Args:
-        seq_len: N, of the whole sequence.
-        itemsize: bytes of an element of q.
-        memory: of each device, in bytes.
+        seq_len: N, the length of the whole sequence.
+        itemsize: bytes per element of q.
+        memory: bytes of memory of each device.
     """
     heads = num_heads if num_kv_heads is None else num_kv_heads
     shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
@@ -220,7 +224,7 @@ def explain_exchange(
 
 
 def choose(question: Question) -> str:
-    """The best exchange, told once for a kind of call."""
+    """Returns the best exchange and logs it, once for each kind of call."""
     best = offers(question)[0]
     _tell(question, best.exchange)
     return best.exchange
@@ -232,7 +236,7 @@ def _tell(question: Question, exchange: str) -> None:
 
 
 def table(question: Question) -> str:
-    """The model's answer for every exchange, best first."""
+    """Formats the model's result for every exchange, best first."""
     lines = ["  exchange     forward (model)   beside the results"]
     for offer in offers(question):
         note = f"  not taken: {offer.reason}" if offer.reason else ""
@@ -242,6 +246,6 @@ def table(question: Question) -> str:
 
 @functools.lru_cache(maxsize=8)
 def device_memory(device: torch.device) -> int:
-    # of a CPU all processes of the machine share it, and no two see the same amount free
-    # whole GiB, as ranks agree on
+    # on a CPU all processes of the machine share the memory, and no two see the same amount free, so a fixed value is used
+    # in whole GiB, because ranks compare it
     return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

@@ -1,4 +1,4 @@
-"""A layout that says outright which runs of positions each process holds, and its name, by which ops and processes pass it on."""
+"""A layout that lists explicitly which runs of positions each process holds, and its name, by which ops and processes pass it on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions each of W processes holds of a sequence of N; for ``shard_sequence``, ``unshard_sequence``,
-    ``local_positions`` and block-sparse rings. ``balanced_layout`` makes one.
+    """An explicit layout: which positions of a sequence of N each of W processes holds.
+
+    It is accepted by ``shard_sequence``, ``unshard_sequence``, ``local_positions`` and block-sparse rings. ``balanced_layout`` makes one.
 
     Args:
         seq_len: N.
-        runs: of each process its runs [start, end), ascending; together they hold every position once.
-        imbalance: most over mean work of a process, where it was made for some work; 1 is even.
+        runs: for each process its runs [start, end), ascending; together they hold every position once.
+        imbalance: maximum over mean work of a process, if the layout was made for a given workload; 1 is even.
 
     Raises:
-        ValueError: runs that leave a position out, or hold it twice.
+        ValueError: if the runs leave out a position or hold it twice.
     """
 
     seq_len: int
     runs: tuple[Runs, ...]
     imbalance: float = 1.0
-    # what the layout is called where only strings pass; not ``str()``, which torch.compile cannot trace
+    # the layout's name where only strings can be passed; not ``str()``, which torch.compile cannot trace
     name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,10 +61,10 @@ class Layout:
 
 
 def layout_name(layout: Any, known: tuple[str, ...] = LAYOUTS) -> str:
-    """A layout as the string that names it; ``known`` are those of one word that are taken here.
+    """Returns a layout as the string that names it. ``known`` are the layouts of one word that are accepted here.
 
     Raises:
-        ValueError, TypeError: neither a ``Layout`` nor one of ``known``.
+        ValueError, TypeError: if it is neither a ``Layout`` nor one of ``known``.
     """
     if isinstance(layout, Layout):
         return layout.name
@@ -78,7 +79,7 @@ def is_dealt(layout: str) -> bool:
 
 
 def short_name(layout: str) -> str:
-    """The name as messages show it."""
+    """Returns the name in the form shown in messages."""
     return (
         layout
         if len(layout) <= 60
@@ -87,10 +88,10 @@ def short_name(layout: str) -> str:
 
 
 def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
-    """Every process's runs, by the name of a ``Layout``.
+    """Returns every process's runs from the name of a ``Layout``.
 
     Raises:
-        ValueError: it is of another length, or of other processes.
+        ValueError: if it was made for another length or another number of processes.
     """
     found, runs = _parsed(layout)
     if (found, len(runs)) != (seq_len, size):

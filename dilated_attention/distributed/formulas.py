@@ -1,22 +1,23 @@
-"""Bytes on the wire in closed form: what a call on a spread sequence must exchange, from its arguments alone.
+"""Communication volume in closed form: the bytes that a call on a sharded sequence must exchange, from its arguments alone.
 
-This does not look at plans: tests hold what is measured to it.
+The formulas do not use the plans; tests compare measured bytes with them.
 
-With n of N positions on a rank, W ranks, H heads, K key/value heads, head dim D, batch B, s bytes an element, f bytes an element of
-sums (8 for float64, else 4), and R(r) the rows of other ranks that rank r's queries see, a rank receives
+With n of N positions on a rank, W ranks, H heads, K key/value heads, head dim D, batch B, s bytes per element, f bytes per element of a
+sum (8 for float64, else 4), and R(r) the rows of other ranks that rank r's queries see, a rank receives
 
-    all_gather, ring   2·R·K·D·B·s forward; full: R = N − n; causal: R = (end of its last run) − n; a window's: what lies within its
-                       reach beyond its own runs
+    all_gather, ring   2·R·K·D·B·s forward; full: R = N − n; causal: R = (end of its last run) − n; window: the rows within its reach
+                       outside its own runs
     all_to_all         q, k, v: (N − n)·(H/W + 2·max(K/W, 1))·D·B·s; out and lse back: n·(H − H/W)·(D·s + f)·B
-    dilated            of each branch (w, r) with w > n: 2·K·min(H/K, r)·D·B·s·(w − n)/r, or causal only the segment's positions before
-                       it; nothing of a branch with w ≤ n (contiguous, segments aligned with ranks, r | n, offsets h mod r)
+    dilated            for each branch (w, r) with w > n: 2·K·min(H/K, r)·D·B·s·(w − n)/r, or if causal only the segment's positions
+                       before it; nothing for a branch with w ≤ n (contiguous, segments aligned with ranks, r | n, offsets h mod r)
 
-A backward receives the keys and values again, and sends back a share of dK and dV, on a CPU in the dtype of sums, for each row and run
-of its queries that saw it: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag's rank may see the same keys (the last rank's
-two are one). Of a dilated branch with H < r² each query head has a share of its own: 2·H·D·B·f·(w − n)/r.
+A backward receives the keys and values again. It sends back a contribution to dK and dV (on a CPU in the accumulation dtype) for each
+row and each run of its queries that saw the row: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag rank may see the same
+keys (the last rank's two runs are one). In a dilated branch with H < r², each query head has a contribution of its own:
+2·H·D·B·f·(w − n)/r.
 
-    blocks             2·R·D·B·s forward, R: rows of others in the key blocks that its queries keep, counted for each key/value head, and
-                       as often as heads travel together; backward as much again, while 2·R·D·B·f go back
+    blocks             2·R·D·B·s forward, R: rows of other ranks in the key blocks that its queries keep, counted for each key/value head;
+                       what one head needs counts for all heads of its step. The backward receives the same again, and 2·R·D·B·f go back
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from dilated_attention.distributed.layout import spans
 from dilated_attention.engine.plan import Range
 from dilated_attention.pattern import BlockPattern
 
-# of (reader, holder): heads of rows that come, and that shares go back for
+# (reader, holder) → (rows × heads received, rows × heads for which gradient contributions go back)
 Seen = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What one rank exchanges."""
+    """The bytes that one rank exchanges."""
 
     forward_sent: int
     forward_received: int
@@ -47,7 +48,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What bytes depend on beside who sees whom. ``itemsize`` and ``sum_itemsize``: of an element, and of one of a sum."""
+    """The sizes that bytes depend on. ``itemsize`` and ``sum_itemsize`` are the bytes of an element and of an element of a sum."""
 
     heads: int
     kv_heads: int
@@ -60,7 +61,7 @@ class Sizes:
 def dense_bytes(
     seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, is_causal: bool, window: tuple[int | None, int | None] | None = None
 ) -> Bytes:
-    """``ring_attention`` by all_gather, in one step of heads or many, or by ring; contiguous or zigzag."""
+    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; contiguous or zigzag layout."""
     runs = [_runs(seq_len, r, size, layout) for r in range(size)]
     left, right = window or (None, None)
     if is_causal:
@@ -70,7 +71,7 @@ def dense_bytes(
         return 0 if left is None else max(0, run[0] - left), seq_len if right is None else min(seq_len, run[1] + right)
 
     def seen(reader: int, holder: int) -> tuple[int, int]:
-        """Key/value heads of rows of ``holder`` that ``reader`` sees; and counted for each run that sees them."""
+        """Returns rows × key/value heads of ``holder`` that ``reader`` sees, counted once, and counted for each run that sees them."""
         once = each = 0
         for start, stop in runs[holder]:
             parts = [(max(start, low), min(stop, high)) for low, high in map(reach, runs[reader])]
@@ -88,9 +89,9 @@ def dense_bytes(
 def dilated_bytes(
     seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: Sizes, *, is_causal: bool
 ) -> Bytes:
-    """``ring_dilated_attention`` of a contiguous sequence by all_gather, offsets h mod r.
+    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r.
 
-    W divides N into n; every w divides n or is a multiple of n; the rates of the latter divide n, and rates and H/K divide one another.
+    Requires n = N/W; every w divides n or is a multiple of n; the rates of the latter divide n; and rates and H/K divide one another.
     """
     n = seq_len // size
     total = Bytes(0, 0, 0, 0)
@@ -101,9 +102,9 @@ def dilated_bytes(
         assert length % n == 0 and n % rate == 0
         team = length // n
 
-        # of a key/value head the rows of each offset that its query heads have
+        # for each key/value head, the rows at each offset that its query heads have
         heads = sizes.kv_heads * min(sizes.heads // sizes.kv_heads, rate)
-        # r launches of heads of equal offset, or H/r of heads of different ones if these are fewer: then a share for each query head
+        # r launches of heads with equal offset, or H/r launches of heads with different ones if fewer: then one contribution per query head
         shares = sizes.heads if sizes.heads < rate * rate else heads
 
         def seen(reader: int, holder: int, team: int = team, rows: int = n // rate, taken: Range = (heads, shares)) -> tuple[int, int]:
@@ -115,21 +116,23 @@ def dilated_bytes(
 
 
 def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, lse_grad: bool = False) -> Bytes:
-    """all_to_all: heads of the whole sequence on each rank, and everything back. A striped sequence travels as any other.
+    """Returns the bytes of all_to_all: each rank gets some heads of the whole sequence, and the results go back.
+
+    A striped sequence is exchanged like any other.
 
     Args:
-        lse_grad: the call returned lse, whose gradient then travels, zeros where a rank has none.
+        lse_grad: whether the call returned lse; then its gradient is exchanged, as zeros where a rank has none.
     """
     held = sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
     others = seq_len - held
     heads, kv_heads = sizes.heads // size, max(1, sizes.kv_heads // size)
     element, sums = sizes.head_dim * sizes.itemsize, sizes.head_dim * sizes.sum_itemsize
-    # per row of one rank that another computes
+    # bytes per row of one rank that another rank computes
     inputs = (heads + 2 * kv_heads) * element
     outputs = heads * (element + sizes.sum_itemsize)
     # dout, out, lse, and the gradient of lse
     more = heads * (2 * element + (1 + lse_grad) * sizes.sum_itemsize)
-    # ranks that share a key/value head each have a share of its gradients
+    # ranks that share a key/value head each return a contribution to its gradients
     back = heads * element + 2 * kv_heads * (sums if sizes.kv_heads < size else element)
     away, here = held * (size - 1) * sizes.batch, others * sizes.batch
     return Bytes(
@@ -151,17 +154,17 @@ def block_bytes(
     is_causal: bool,
     head_steps: tuple[int, ...] | None = None,
 ) -> Bytes:
-    """``ring_block_sparse_attention`` of one document, from the pattern's definition by pairs: for small N.
+    """Returns the bytes of ``ring_block_sparse_attention`` for one document, from the pattern's definition by pairs: for small N.
 
     Args:
-        head_steps: key/value heads that travel together; None for all. It matters only to patterns that differ between heads.
+        head_steps: the numbers of key/value heads sent together; None for all. It only matters to patterns that differ between heads.
     """
     mask = pattern.dense_mask(seq_len, seq_len, sizes.heads, is_causal=is_causal)
     q_blocks, k_blocks = (torch.arange(seq_len) // block for block in (pattern.q_block, pattern.k_block))
     positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
 
     def of_rank(r: int) -> torch.Tensor:
-        """bool (K, N): keys in the blocks that some query's block keeps; all queries of a block count, also those of another rank."""
+        """Returns bool (K, N): keys in blocks that some query block of the rank keeps; a block counts whole, even with others' queries."""
         mine = torch.isin(q_blocks, q_blocks[positions[r]])
         keys = mask[:, mine].any(1).unflatten(0, (sizes.kv_heads, -1)).any(1)
         steps = [part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))]
@@ -179,7 +182,7 @@ def block_bytes(
 
 
 def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
-    """A rank's runs; the last rank's two of a zigzag are one."""
+    """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
     runs: list[Range] = []
     for start, stop, _ in spans(seq_len, rank, size, layout):
         if runs and runs[-1][1] == start:
@@ -190,7 +193,7 @@ def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
 
 
 def _of_keys(size: int, rank: int, sizes: Sizes, seen: Seen) -> Bytes:
-    """Keys that come and shares of gradients that go back."""
+    """Returns the bytes of keys that are received and of gradient contributions that go back."""
     others = [r for r in range(size) if r != rank]
     row = 2 * sizes.head_dim * sizes.batch
     sent, received = (sum(pair[0] for pair in pairs) * row * sizes.itemsize for pairs in _both(seen, rank, others))
@@ -199,7 +202,7 @@ def _of_keys(size: int, rank: int, sizes: Sizes, seen: Seen) -> Bytes:
 
 
 def _both(seen: Seen, rank: int, others: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What the others see of the rank, and what it sees of them."""
+    """Returns what the others see of the rank, and what it sees of them."""
     return [seen(other, rank) for other in others], [seen(rank, other) for other in others]
 
 

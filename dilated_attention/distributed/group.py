@@ -1,4 +1,4 @@
-"""Which processes share a sequence, from a ProcessGroup or one axis of a DeviceMesh."""
+"""Determines which processes share a sequence, from a ProcessGroup or one axis of a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Members:
     """The processes of one sequence, in the order of its shards.
 
     Args:
-        group: None where there is one process, which needs no communication.
-        rank: this process's place in the group.
+        group: the process group; None for one process, which needs no communication.
+        rank: this process's rank in the group.
         size: W, the number of processes.
-        ranks: a part of a group: its members' ranks within the group. () for a whole group.
+        ranks: for a subset of a group, its members' ranks within the group; () for a whole group.
     """
 
     group: dist.ProcessGroup | None
@@ -25,12 +25,12 @@ class Members:
     ranks: tuple[int, ...] = ()
 
     def peer(self, member: int) -> int:
-        """The rank within the group."""
+        """Returns a member's rank within the group."""
         return self.ranks[member] if self.ranks else member
 
 
 def members_named(name: str) -> Members:
-    """The members of a group by its name, by which custom ops are told of it; "" for one process."""
+    """Returns the members of the group with this name, which is how custom ops refer to a group; "" for one process."""
     if not name:
         return Members(None, 0, 1)
     if not dist.is_initialized():
@@ -40,15 +40,15 @@ def members_named(name: str) -> Members:
 
 
 def members_of(group_or_mesh: Any) -> Members:
-    """The group's members as this process sees them.
+    """Returns the group's members as seen from this process.
 
     Args:
-        group_or_mesh: a ProcessGroup; a DeviceMesh of one axis; None for all processes, or for this one where torch.distributed is
-            not initialised.
+        group_or_mesh: a ProcessGroup; a DeviceMesh of one axis; None for all processes, or for this one alone if torch.distributed is not
+            initialised.
 
     Raises:
-        ValueError: this process is not in the group, or the mesh has several axes.
-        TypeError: neither a group nor a mesh.
+        ValueError: if this process is not in the group, or the mesh has several axes.
+        TypeError: if it is neither a group nor a mesh.
     """
     if group_or_mesh is None and not (dist.is_available() and dist.is_initialized()):
         return Members(None, 0, 1)

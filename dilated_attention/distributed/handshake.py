@@ -1,6 +1,6 @@
-"""One cheap check that all ranks make the same call, before any tensor travels.
+"""A cheap check that all ranks make the same call, before any tensor is sent.
 
-It goes through the store, not through a collective: ranks that disagree would hang in a collective, or read one tensor as another.
+It uses the store, not a collective: ranks that disagree would hang in a collective, or interpret one tensor as another.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dilated_attention.distributed.session import Session, name, names, session_
 
 
 def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], timeout: float) -> list[dict[str, int]]:
-    """Every rank's ``own`` numbers in the order of ranks, once ``same`` is found equal on all. All ranks of the group call it.
+    """Returns every rank's ``own`` numbers in order of rank, once ``same`` is found equal on all. All ranks of the group must call it.
 
     Args:
         members: the ranks; one process agrees with itself.
-        same: name and printable value of what must not differ; ``"function"``, where given, names the call in messages.
+        same: name and printable value of everything that must be equal; ``"function"``, if given, names the call in messages.
         own: numbers that may differ, such as each rank's rows.
         timeout: seconds to wait for the slowest rank.
 
     Raises:
-        ValueError: the same text on every rank: which argument differs, and which ranks have which value.
-        RingError: some ranks posted nothing within the timeout.
+        ValueError: if arguments differ; the same message on every rank says which argument differs and which ranks have which value.
+        RingError: if some ranks posted nothing within the timeout.
     """
     if members.group is None:
         return [dict(own)]
@@ -44,7 +44,7 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
     what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
     texts = gather(session, f"agree/{call}", what, timeout, mine)
     if call > 0:
-        # all have posted this call, so all have read the one before
+        # all ranks have posted this call, so all have read the previous one
         store_call(session, lambda: session.store.delete_key(f"agree/{call - 1}/{session.rank}"))
     posts = [json.loads(text) for text in texts]
     found = differences(session, {rank: post[0] for rank, post in enumerate(posts)})
@@ -54,10 +54,10 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
 
 
 def gather(session: Session, place: str, what: str, timeout: float, mine: str = "") -> list[bytes]:
-    """Every rank's text, posted under ``place`` and the rank. Names the ranks that posted none within the timeout.
+    """Gathers every rank's text, posted under ``place`` and the rank.
 
     Raises:
-        RingError: some ranks are late, the store has gone, or the group failed before.
+        RingError: if some ranks posted nothing within the timeout (the message names them), the store is gone, or the group failed before.
     """
     session.check()
     store = session.store
@@ -65,7 +65,7 @@ def gather(session: Session, place: str, what: str, timeout: float, mine: str = 
 
     def all_texts() -> list[bytes] | None:
         if session.failed is not None:
-            # found by the watching thread
+            # the watching thread has found a failure
             session.told = True
             raise RingError(session.failed)
         return store.multi_get(keys) if store.check(keys) else None
@@ -76,7 +76,7 @@ def gather(session: Session, place: str, what: str, timeout: float, mine: str = 
         absent = store_call(session, lambda: [rank for rank, key in enumerate(keys) if not store.check([key])])
         if absent:
             raise _late(session, what, absent, timeout)
-        # the last one came at the last moment
+        # the last text arrived at the last moment
         texts = store_call(session, lambda: store.multi_get(keys))
     return texts
 
@@ -85,7 +85,7 @@ def _late(session: Session, what: str, absent: list[int], timeout: float) -> Rin
     session.told = True
     if session.disagreement() is not None:
         return RingError(session.failed)
-    # the others give up at their own time; what is known by now is told
+    # the others give up in their own time; report what is known by now
     blame, _ = explain(session, Wait("handshake", session.calls, what, tuple(absent)), collect=0.0)
     session.failed = (
         f"{name(session, session.rank)}: {what} failed after {timeout:.1f} s: {names(session, absent)} posted nothing; {blame}. All ranks "

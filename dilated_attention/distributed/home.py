@@ -1,4 +1,4 @@
-"""A rank's queries on the keys that lie around them: calls of the single-device engine on its own rows, without communication."""
+"""The home part: a rank's queries on the keys of their own runs, computed by the single-device engine without communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def home_shape(job: Job, span: Range) -> Shape:
-    """The positions of ``span`` as a sequence of their own: positions, and the documents around them, counted from its first one."""
+    """Returns the positions of ``span`` as a sequence of its own; positions and documents are counted from its first position."""
     start, end = span
     inside = (0, end - start)
     documents = tuple((a - start, b - start) for a, b in job.shape.documents if a < end and b > start)
@@ -25,14 +25,14 @@ def home_shape(job: Job, span: Range) -> Shape:
 
 
 def _is_a_sequence(job: Job, span: Range) -> bool:
-    """The pattern cut to ``span`` is the same pattern on a sequence of that length.
+    """Whether the pattern restricted to ``span`` is the same pattern on a sequence of that length.
 
-    So it is where every branch begins a segment at its first position, or has the whole span in one segment and counts its
-    offsets from there.
+    It is if every branch begins a segment at the first position of the span, or has the whole span in one segment and counts its offsets
+    from there.
     """
     start, end = span
     if job.pattern.tail != "mask":
-        # how many zero keys a segment has depends on what lies beyond
+        # the number of zero keys of a segment depends on what comes after the span
         return span == job.shape.keys
     first = next((a for a, b in job.shape.documents if a <= start and end <= b), None)
     if first is None:
@@ -45,7 +45,7 @@ def _is_a_sequence(job: Job, span: Range) -> bool:
 
 
 def home_forward(job: Job, spans: tuple[Range, ...], tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D) in q's dtype, lse (B, n, H)) of the ranges one after the other."""
+    """Returns (out (B, n, H, D) in q's dtype, lse (B, n, H)) of the ranges, one after the other."""
     q, k, v = tensors
     outs, lses = [], []
     for span in spans:
@@ -57,7 +57,7 @@ def home_forward(job: Job, spans: tuple[Range, ...], tensors: Tensors, call: Cal
 
 
 def home_backward(job: Job, spans: tuple[Range, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None) -> Tensors:
-    """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D) and lse (B, n, H), merged over all keys."""
+    """Returns (dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D), and lse (B, n, H) merged over all keys."""
     shares = []
     for span in spans:
         rows = _rows(spans, span)

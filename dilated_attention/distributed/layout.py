@@ -1,11 +1,11 @@
-"""Which positions each process holds, for any length: contiguous, zigzag and striped.
+"""Layouts of a sharded sequence: which positions each process holds, for any length.
 
     contiguous  W runs; rank r holds the r-th                      natural order, unbalanced if causal
     zigzag      2W runs; rank r holds the r-th and the (2W−1−r)-th  balanced if causal
     striped     rank r holds every position ≡ r (mod W)             balanced if causal, finest
-    a Layout    the runs that it names                              balanced for a pattern of blocks (balanced_layout)
+    a Layout    the runs that it lists                              balanced for a block pattern (balanced_layout)
 
-Runs of the first two differ by at most one position, the first ones being the longer ones, so no length need divide and nothing is padded.
+Runs of the first two differ by at most one position, the longer ones first, so any length is possible and nothing is padded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Span = tuple[int, int, int]
 
 
 def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
-    """(start, stop, step) of the positions of one rank, in the order in which it holds them."""
+    """Returns (start, stop, step) of the positions of one rank, in the order in which it holds them."""
     layout = layout_name(layout)
     if is_dealt(layout):
-        # a rank without a run has an empty one
+        # a rank without runs gets an empty one
         return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
     if layout == "striped":
         return ((min(rank, seq_len), seq_len, size),)
@@ -51,7 +51,7 @@ def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> in
 def local_positions(
     group_or_mesh: Any, seq_len: int, *, layout: str | Layout = "contiguous", device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Positions (n,) int64 in the whole sequence of this rank's rows, for rotary embeddings and position ids.
+    """Returns the positions (n,) int64 of this rank's rows in the whole sequence, for rotary embeddings and position ids.
 
     Args:
         group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
@@ -64,14 +64,16 @@ def local_positions(
 
 
 def positions_of(seq_len: int, rank: int, size: int, layout: str | Layout, device: torch.device | str | None) -> torch.Tensor:
-    """``local_positions`` of any rank."""
+    """Same as ``local_positions``, but for any rank."""
     return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
 
 
 def shard_sequence(
     group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "contiguous"
 ) -> list[torch.Tensor]:
-    """This rank's part of tensors that every rank holds whole, each along its sequence dimension. Differentiable, no communication.
+    """Cuts out this rank's shard of tensors that every rank holds whole, each along its sequence dimension.
+
+    Differentiable; needs no communication.
 
     Args:
         group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
@@ -80,10 +82,10 @@ def shard_sequence(
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
 
     Returns:
-        New contiguous tensors, of ceil or floor of N/W positions (zigzag: of two runs of N/(2W)), or of the rank's runs of a ``Layout``.
+        New contiguous tensors with ceil or floor of N/W positions (zigzag: two runs of N/(2W)), or the rank's runs of a ``Layout``.
 
     Raises:
-        ValueError, TypeError: as many dimensions as buffers are needed, each within its tensor; a group that lacks this rank.
+        ValueError, TypeError: if the numbers of dimensions and buffers differ, a dimension is out of range, or the group lacks this rank.
     """
     members = members_of(group_or_mesh)
     dims = _check(buffers, seq_dims)
@@ -102,16 +104,15 @@ def unshard_sequence(
     layout: str | Layout = "contiguous",
     seq_len: int | None = None,
 ) -> list[torch.Tensor]:
-    """The whole tensors on every rank, from every rank's part: the inverse of ``shard_sequence``. All ranks must call it.
+    """Gathers the whole tensors on every rank from every rank's shard: the inverse of ``shard_sequence``. All ranks must call it.
 
-    Differentiable: a gradient of the whole comes back to each rank's part summed over all ranks, as if the loss were the sum of
-    theirs.
+    Differentiable: the gradient of each rank's shard is summed over all ranks, as if the loss were the sum of their losses.
 
     Args:
-        seq_len: N, to be checked; None for the sum of all ranks' lengths.
+        seq_len: N, to check against the shards; None for the sum of all ranks' lengths.
 
     Raises:
-        ValueError: the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
+        ValueError: if the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
     """
     members = members_of(group_or_mesh)
     layout = layout_name(layout)
@@ -133,7 +134,7 @@ def unshard_sequence(
 
 
 class _Linear(torch.autograd.Function):
-    """What ``_Gather`` and ``_SumOwn`` share, each of which is the other's derivative."""
+    """Base class of ``_Gather`` and ``_SumOwn``, each of which is the derivative of the other."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -152,13 +153,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _Gather(_Linear):
-    """All ranks' parts, in order of position."""
+    """Gathers all ranks' shards, in order of position."""
 
     @staticmethod
     def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
         most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
         moved = x.movedim(dim, 0)
-        # collectives move bytes: no library carries bool everywhere
+        # bool is sent as bytes, because not every communication library supports it
         is_bool = x.dtype is torch.bool
         mine = moved.new_zeros((most, *moved.shape[1:]), dtype=torch.uint8 if is_bool else x.dtype)
         mine[: moved.shape[0]] = moved
@@ -179,11 +180,11 @@ class _Gather(_Linear):
 
 
 class _SumOwn(_Linear):
-    """This rank's part of the sum of all ranks' tensors."""
+    """Returns this rank's shard of the sum of all ranks' tensors."""
 
     @staticmethod
     def forward(whole: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
-        # not in place on what autograd may hand to others
+        # not in place, because autograd may pass the tensor to others
         total = whole.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=members.group)
         pieces = [total[(slice(None),) * dim + (slice(*span),)] for span in spans(seq_len, members.rank, members.size, layout)]
@@ -210,7 +211,7 @@ def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int
 
 
 def _exchange_lengths(members: Members, mine: list[int], buffers: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Every rank's lengths: checked on all of them alike, so that none waits for one that has refused."""
+    """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error."""
     if members.size == 1 or not mine:
         return [mine] * members.size
     device = buffers[0].device

@@ -1,4 +1,4 @@
-"""What attention over a spread sequence needs of memory on each rank, and over how many ranks a call of one process would fit."""
+"""Memory needs of attention over a sharded sequence on each rank, and over how many ranks a single-process call would fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dilated_attention.engine.needs import pattern_among, results, setting_of
 from dilated_attention.engine.room import size_text
 from dilated_attention.pattern import DilatedPattern
 
-# a call that would need more GPUs than this is told nothing of them
+# no suggestion is made for a call that would need more GPUs than this
 MOST_GPUS = 1024
 
 
 def ring_need(arguments: Mapping[str, Any]) -> Need:
-    """Of ``ring_attention`` and ``ring_dilated_attention`` on one rank: its own rows, their results, and keys from elsewhere."""
+    """Returns the need of ``ring_attention`` and ``ring_dilated_attention`` on one rank: its own rows, their results, and received keys."""
     x = arguments
     q, k = x["q"], x["k"]
     pattern = pattern_among(x)
@@ -58,7 +58,10 @@ def ring_need(arguments: Mapping[str, Any]) -> Need:
 
 
 def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
-    """Of ``ring_block_sparse_attention`` on one rank: its own rows and their results; which key blocks come, the pattern says."""
+    """Returns the need of ``ring_block_sparse_attention`` on one rank: its own rows and their results.
+
+    Received key blocks are not included, because they depend on the pattern.
+    """
     x = arguments
     q, k = x["q"], x["k"]
     members = members_named(x["group_name"])
@@ -75,17 +78,17 @@ def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
 
 
 def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, size: int, exchange: str = "auto") -> int:
-    """Bytes of keys from elsewhere that a rank of ``size`` holds, and in training of the shares of their gradients that it sends back.
+    """Returns the bytes of received keys on a rank of ``size``, and in training of the gradient contributions that it sends back.
 
     Args:
-        x: an op's arguments; of q and k the heads and the head dim are read.
-        setting: its length is that of one rank.
+        x: an op's arguments; only the heads and the head dim of q and k are used.
+        setting: the setting, with the length of one rank.
     """
     q, k = x["q"], x["k"]
     needs_grad = bool(x["needs_grad"] or "dout" in x)
     n, e = setting.length, setting.dtype.itemsize
     if not _is_dense(pattern, n * size):
-        # of a branch whose segments reach beyond the rank, what the offsets of a key head's query heads take
+        # for a branch whose segments extend beyond the rank: the rows at the offsets of the query heads of a key head
         H, Hk, D = q.shape[2], k.shape[2], q.shape[3]
         rows = sum(min(H // Hk, r) * -(-(min(w, n * size) - n) // r) for w, r in pattern.branches if w > n)
         share = e if q.device.type == "cuda" else accumulation_dtype(setting.dtype).itemsize
@@ -100,7 +103,7 @@ def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Settin
 
 
 def over_gpus(arguments: Mapping[str, Any]) -> Callable[[int], Iterator[str]]:
-    """The fewest GPUs over which the sequence of a call of one process would fit, each with as much memory as there is for the call now."""
+    """Suggests the fewest GPUs over which the sequence of a single-process call fits, each with the memory available to the call now."""
     x = arguments
     q, k = x["q"], x["k"]
 
@@ -129,7 +132,7 @@ def _is_dense(pattern: DilatedPattern, seq_len: int) -> bool:
 
 
 def _sizes(least: int) -> Iterator[int]:
-    """Powers of two from ``least`` on."""
+    """Yields the powers of two from ``least`` to ``MOST_GPUS``."""
     size = 2
     while size <= MOST_GPUS:
         if size >= least:

@@ -1,7 +1,7 @@
-"""The custom op of attention over a sequence that several processes share: schema, fake, autograd.
+"""The custom op of attention over a sequence sharded across processes: schema, fake, autograd.
 
-``torch.ops.dilated_attention.ring_attention`` is what a selective-checkpointing policy lists as must-save: then nothing travels a
-second time in the recomputation. Its backward needs its own out and lse alone.
+A selective-checkpointing policy should list ``torch.ops.dilated_attention.ring_attention`` as must-save: then nothing is exchanged a
+second time in the recomputation. Its backward needs only its own out and lse.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def ring_attention_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D), lse (B, H, n), (N, number of the call)). ``seq_len`` is −1 where the ranks have to ask each other. Arguments are checked by the caller."""
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call)).
+
+    ``seq_len`` is −1 if the ranks have to ask each other. The caller checks the arguments.
+    """
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
     ring = RingCall(group_name, layout, exchange, seq_len, ranks_per_node, timeout, lse_grad)
@@ -97,7 +100,7 @@ def ring_attention_backward_op(
     timeout: float,
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
+    """Returns (dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
     settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
     N, number = whole.tolist()

@@ -1,18 +1,18 @@
-"""Who needs whose keys: a call on a spread sequence as steps, each an exchange of key rows and the launches that read them.
+"""Plans a call on a sharded sequence as steps, each an exchange of key rows and the launches that read them.
 
-Every rank works out the plans of all ranks from what all know – N, the layout, the pattern, the documents – so nobody is asked
-for anything: rank s sends rank r exactly the rows that the launches of r's plan read and s holds.
+Every rank computes the plans of all ranks from what all of them know – N, the layout, the pattern, the documents – so no rank has to ask
+another: rank s sends rank r exactly the rows that the launches of r's plan read and s holds.
 
-    home    a rank's queries on the keys that lie around them, by the single-device engine; nothing travels
-    steps   its queries on keys brought together in *buffers*, one exchange a step; step t + 1 travels while t is computed
+    home    a rank's queries on the keys of their own runs, by the single-device engine; nothing is exchanged
+    steps   its queries on keys gathered in *buffers*, one exchange per step; step t + 1 is exchanged while t is computed
 
-Exchanges differ in how needs are dealt out to steps:
+Exchanges differ in how the needed keys are divided into steps:
 
-    all_gather, one dense branch    no home; a step for each group of key/value heads, with all keys that the rank's queries see
-    all_gather, several branches    home, then one step with all keys from elsewhere
-    ring                            home, then a step for each distance h: the keys of rank r − h
+    all_gather, one dense branch    no home; one step per group of key/value heads, with all keys that the rank's queries see
+    all_gather, several branches    home, then one step with all keys of other ranks
+    ring                            home, then one step for each distance h: the keys of rank r − h
 
-Positions are those of the whole sequence throughout.
+Positions are always those in the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dilated_attention.pattern import DilatedPattern
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed, and who holds what: equal on all ranks.
+    """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
-        shape: of the whole sequence; ``queries`` and ``keys`` are all of it.
+        shape: the shape of the whole sequence; ``queries`` and ``keys`` are all of it.
         holdings: the position ranges that each rank holds, in the order of its rows.
         exchange: ``"all_gather"`` or ``"ring"``.
-        head_steps: steps that an all_gather of one dense branch is cut into, a divisor of the key/value heads.
+        head_steps: the number of steps of an all_gather of one dense branch, a divisor of the key/value heads.
     """
 
     pattern: DilatedPattern
@@ -49,12 +49,12 @@ class Job:
 
     @property
     def is_fresh(self) -> bool:
-        """Rows are written by one step alone, so nothing is merged between steps."""
+        """Whether every row is written by one step alone, so that nothing is merged between steps."""
         return self.exchange == "all_gather" and self.is_dense
 
     @property
     def is_dense(self) -> bool:
-        """One branch of one segment and rate 1."""
+        """Whether there is one branch with a single segment and dilation rate 1."""
         return self.pattern.dilation_rates == (1,) and self.pattern.segment_lengths[0] >= self.shape.keys[1]
 
 
@@ -70,11 +70,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Key rows brought together: row i of the g-th head is position first + shift·g + step·i.
+    """Key rows gathered in one buffer: row i of the g-th head is position first + shift·g + step·i.
 
     Args:
-        heads: (first, step, count) of the key/value heads, counted in the whole model.
-        sources: who holds them, in the order of rows.
+        heads: (first, step, count) of the key/value heads, counted over the whole model.
+        sources: which ranks hold the rows, in order of rows.
     """
 
     heads: tuple[int, int, int]
@@ -86,21 +86,21 @@ class Buffer:
 
     @property
     def owner(self) -> int | None:
-        """The rank on which the rows lie evenly spaced already, so that nothing need be brought there."""
+        """The rank that holds all rows, evenly spaced, so that it can read them without a copy; None if there is none."""
         return self.sources[0].rank if len(self.sources) == 1 else None
 
     def local_rows(self, source: Source) -> Rows:
-        """The rows of a source on its rank."""
+        """Returns the rows of a source on its rank."""
         start, step, count = self.heads
         return Rows(source.start, 1, 1, source.count, self.step, start, step, count, self.shift)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One dense problem: ``queries`` of the rank's rows, ``keys`` of a buffer's rows (of the rank's own where it is the owner).
+    """One dense problem: ``queries`` are rows of the rank, ``keys`` rows of a buffer (the rank's own rows if it is the owner).
 
     Args:
-        first_key: the buffer's row that is the first of them.
+        first_key: the buffer's row that is the first key.
     """
 
     problem: Problem
@@ -122,9 +122,9 @@ class RankPlan:
     """What one rank does.
 
     Args:
-        home: the ranges of its queries that the engine first computes on their own keys.
-        covered: without a home, every row is written by some launch.
-        single: without a home, no row is written twice.
+        home: the ranges of its queries that the engine first computes on the keys of the same ranges.
+        covered: whether every row is written by some launch; only meaningful without a home part.
+        single: whether no row is written twice; only meaningful without a home part.
     """
 
     home: tuple[Range, ...]
@@ -145,10 +145,10 @@ def rank_plan(job: Job, rank: int) -> RankPlan:
         return RankPlan((), tuple(steps), covered, single)
     N = job.shape.keys[1]
     if job.exchange == "ring":
-        # every rank has as many steps as the others, empty ones too
+        # every rank has the same number of steps, including empty ones
         steps = [hop(job, rank, index) for index in range(job.size)]
     else:
-        # nobody's queries are in the way between the keys before them and those after them, so these are two ranges
+        # the keys before a rank's queries and those after them are two separate ranges
         pairs = [(span, keys) for span in spans for keys in ((0, span[0]), (span[1], N)) if keys[0] < keys[1]]
         steps = [_step(job, rank, "keys of longer branches", pairs)]
     return RankPlan(spans, tuple(steps), covered=True, single=False)
@@ -156,7 +156,7 @@ def rank_plan(job: Job, rank: int) -> RankPlan:
 
 @functools.lru_cache(maxsize=1024)
 def hop(job: Job, rank: int, index: int) -> Step:
-    """Of a ring: the keys of the rank ``index`` places before; with 0 the rank's own runs, each for the others."""
+    """Returns a ring's step with the keys of the rank ``index`` places before; for 0, the rank's own runs, each with the others."""
     spans, others = job.holdings[rank], job.holdings[(rank - index) % job.size]
     pairs = [(span, other) for span in spans for other in others if index or other != span]
     return _step(job, rank, f"hop {index}" if index else "own keys", pairs)
@@ -168,7 +168,7 @@ def _head_ranges(job: Job) -> Iterator[Range]:
 
 
 def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], heads: Range | None = None) -> Step:
-    """A step of some (query range, key range) pairs, of ``heads`` alone where given."""
+    """Returns a step of some (query range, key range) pairs, of ``heads`` alone if given."""
     wanted = [(span, problem) for span, keys in pairs for problem in _problems(job, span, keys, heads)]
     head, kv_head = (0, 0) if heads is None else (heads[0], heads[0] * job.shape.num_kv_heads // job.shape.num_heads)
     buffers, places = _buffers(job, [problem for _, problem in wanted], kv_head)
@@ -186,7 +186,7 @@ def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], 
         else:
             keys = Rows(index, 1, 1, problem.k_len, 1, 0, 1, buffer.heads[2])
         launches.append(Launch(problem, place, index, queries, keys))
-    # what writes rows before what merges into them; then the longest, which leave short ones to fill the end
+    # launches that write rows come before those that merge into them; then the longest first, so that short ones fill the end
     launches.sort(key=lambda launch: (not launch.problem.first, -launch.problem.k_len))
     return Step(what, tuple(buffers), tuple(launches))
 
@@ -215,7 +215,7 @@ def _problems(job: Job, queries: Range, keys: Range, heads: Range | None) -> tup
 
 @functools.lru_cache(maxsize=256)
 def has_even_cuts(job: Job) -> bool:
-    """Every head finds as many of its positions on either side of every rank's bounds, counted from its own offset."""
+    """Whether every head, counting from its own offset, has the same number of positions on either side of every rank's bounds."""
     if len(job.shape.documents) > 1:
         return max(job.pattern.dilation_rates) == 1
     bounds = {bound for spans in job.holdings for span in spans for bound in span}
@@ -223,7 +223,7 @@ def has_even_cuts(job: Job) -> bool:
 
 
 def _buffers(job: Job, problems: list[Problem], kv_head: int) -> tuple[list[Buffer], list[int]]:
-    """The fewest buffers that hold every problem's keys in a row, and each problem's place among them."""
+    """Returns the fewest buffers that hold every problem's keys in consecutive rows, and the index of each problem's buffer."""
     families: dict[object, list[int]] = {}
     for index, problem in enumerate(problems):
         group = problem.heads

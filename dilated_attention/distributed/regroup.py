@@ -1,7 +1,7 @@
-"""Rows and heads moved from one division over the ranks to another: layouts into each other, and sequence shards into heads.
+"""Redistributes rows and heads over the ranks: from one layout to another, and between sequence shards and head shards.
 
-A holding is (spans, heads): the rows that a rank has, and the heads it has of them. What rank s sends rank r is what s has under the
-old division and r needs under the new one, so all-to-all over heads, its way back and a change of layout are one function.
+A holding is (spans, heads): the rows that a rank holds, and the heads it holds of them. Rank s sends rank r what s holds under the old
+division and r needs under the new one. So all-to-all over heads, its inverse and a change of layout are one function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilated_attention.engine.plan import Range
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Rows at the positions of ``spans``, one after the other, and heads [first, last) of them."""
+    """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
 
     spans: tuple[Span, ...]
     heads: Range
@@ -32,7 +32,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` rows, every ``step``-th from ``start`` on, here and there, and heads [first, last)."""
+    """``count`` rows that two holdings share: (start, step) in each of them, and the heads [first, last)."""
 
     here: tuple[int, int]
     there: tuple[int, int]
@@ -40,7 +40,7 @@ class Piece:
     heads: Range
 
     def of(self, x: torch.Tensor, side: tuple[int, int], first_head: int) -> torch.Tensor:
-        """View (B, count, heads, …) of a holding's tensor."""
+        """Returns a view (B, count, heads, …) of a holding's tensor."""
         start, step = side
         heads = slice(self.heads[0] - first_head, self.heads[1] - first_head)
         return x[:, start : start + (self.count - 1) * step + 1 : step, heads]
@@ -48,7 +48,7 @@ class Piece:
 
 @functools.lru_cache(maxsize=4096)
 def pieces(here: Holding, there: Holding) -> tuple[Piece, ...]:
-    """What both hold, in the order of ``here``'s rows."""
+    """Returns what both hold, in the order of ``here``'s rows."""
     heads = (max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1]))
     if heads[0] >= heads[1]:
         return ()
@@ -75,7 +75,7 @@ def pieces(here: Holding, there: Holding) -> tuple[Piece, ...]:
 
 
 def _common(a: range, b: range) -> tuple[tuple[int, int], int] | None:
-    """((first, step), count) of the positions in both; of two steps one is 1, or they are equal."""
+    """Returns ((first, step), count) of the positions in both ranges, or None. Their steps are equal, or one of them is 1."""
     low, high = max(a.start, b.start), min(a.stop, b.stop)
     step = max(a.step, b.step)
     coarse = a if a.step == step else b
@@ -97,10 +97,10 @@ def regroup(
     *,
     add: bool = False,
 ) -> list[torch.Tensor]:
-    """Each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list, for each tensor, every rank's holding.
+    """Returns each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list every rank's holding for each tensor.
 
     Args:
-        add: several ranks hold shares of the same rows and heads, which are added up in the accumulation dtype.
+        add: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype.
     """
     if all(list(a) == list(b) for a, b in zip(old, new, strict=True)):
         return list(tensors)

@@ -1,4 +1,4 @@
-"""How a call on a spread sequence is carried out: who holds which rows and heads while it is computed, and whose keys move."""
+"""Decides how a call on a sharded sequence runs: which rank holds which rows and heads during the computation, and whose keys move."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
 
 @dataclass(frozen=True)
 class Route:
-    """Divisions of queries and of keys over the group's ranks, as given and while computing, and the teams that exchange keys.
+    """The division of queries and keys over the group's ranks, as given and during the computation, and the teams that exchange keys.
 
     Args:
         given: holdings of (queries, keys) in the caller's layout.
-        used: the same while computing.
-        inner: ranks that share heads out among themselves; the teams are every ``inner``-th rank.
-        exchange: of keys inside a team: ``"all_gather"`` or ``"ring"``; a team of one has nothing to exchange.
+        used: holdings during the computation.
+        inner: the number of ranks that divide the heads among themselves; a team consists of every ``inner``-th rank.
+        exchange: how keys are exchanged inside a team: ``"all_gather"`` or ``"ring"``; a team of one has nothing to exchange.
     """
 
     given: tuple[tuple[Holding, ...], tuple[Holding, ...]]
@@ -31,14 +31,14 @@ class Route:
 
     @cached_property
     def stays(self) -> bool:
-        """Nobody's rows or heads change hands before and after computing."""
+        """Whether no rows or heads move between ranks before and after the computation."""
         return self.given == self.used
 
     def team(self, rank: int) -> tuple[int, ...]:
         return tuple(range(rank % self.inner, len(self.given[0]), self.inner))
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """Positions of a rank's rows while computing."""
+        """Returns the position ranges of a rank's rows during the computation."""
         return tuple((start, stop) for start, stop, _ in self.used[0][rank].spans)
 
 
@@ -46,9 +46,9 @@ class Route:
 def make_route(
     seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool
 ) -> Route:
-    """The route of a resolved ``exchange``; ``inner`` is the number of ranks that share heads out in ``"2d"``."""
+    """Returns the route of a resolved ``exchange``; ``inner`` is the number of ranks that divide the heads in ``"2d"``."""
     given = [spans(seq_len, rank, size, layout) for rank in range(size)]
-    # strided rows are no ranges that kernels could take causally, so they are put in order first
+    # kernels cannot process strided rows causally as ranges, so they are put in order first
     computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     inner = {"all_to_all": size, "2d": inner}.get(exchange, 1)
     assert num_heads % inner == 0, "some heads would be nobody's"
@@ -77,7 +77,7 @@ def head_range(num_heads: int, parts: int, index: int) -> Range:
 
 
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
-    """Why heads cannot be shared out among ``parts`` ranks, or None."""
+    """Returns why heads cannot be divided among ``parts`` ranks, or None if they can."""
     if num_heads % parts:
         return f"{num_heads} heads are no multiple of {parts} ranks"
     if num_kv_heads % parts and parts % num_kv_heads:
@@ -88,7 +88,7 @@ def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: st
 
 
 def _joined(ranges: list[Range]) -> tuple[tuple[int, int, int], ...]:
-    """Neighbouring ranges as one, empty ones left out."""
+    """Merges neighbouring ranges and drops empty ones."""
     joined: list[Range] = []
     for start, stop in ranges:
         if start >= stop:

@@ -1,8 +1,8 @@
-"""Runs a job on one rank, forward and backward: home by the engine, then step by step while the next steps' keys travel.
+"""Runs a job on one rank, forward and backward: the home part by the engine, then step by step while the next steps' keys are in flight.
 
-A buffer in memory is (rows, 2, B, heads, D): K and V of a row side by side, so that what one rank sends of it is one message and
-lands where kernels read it. A launch's gradients of its rows lie alike and go back unsummed to who holds the rows, who adds all of
-them up in float32 and rounds once.
+A buffer in memory is (rows, 2, B, heads, D). K and V of a row are adjacent, so that what one rank sends of it is one message and arrives
+where kernels read it. A launch's gradients of its key rows have the same layout and go back, unsummed, to the rank that holds the rows;
+it sums them in float32 and rounds once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass
 class _Arrival:
-    """A step whose keys are on their way. ``kv`` are its buffers; None where the rank's own rows are read as they lie."""
+    """A step whose keys are in flight. ``kv`` are its buffers; None for a buffer that is the rank's own rows, read in place."""
 
     script: StepScript
     kv: list[torch.Tensor | None]
     transfer: Transfer | None
 
     def keys_of(self, launch: Launch, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors (B, rows, heads, D) of which the launch reads ``launch.keys``."""
+        """Returns the tensors (B, rows, heads, D) of which the launch reads ``launch.keys``."""
         memory = self.kv[launch.buffer]
         return (k, v) if memory is None else _halves(memory)
 
@@ -44,10 +44,10 @@ class _Arrival:
 def forward(
     script: Script, members: Members, tensors: Tensors, call: Call, wire: Wire, *, ahead: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, n, H, D) in q's dtype, lse (B, n, H)) of this rank's queries. ``tensors`` are its q, k, v.
+    """Returns (out (B, n, H, D) in q's dtype, lse (B, n, H)) of this rank's queries. ``tensors`` are its q, k, v.
 
     Args:
-        ahead: steps whose keys are in memory at once.
+        ahead: the number of steps whose keys are in memory at once.
     """
     q, k, v = tensors
     job = script.job
@@ -55,7 +55,7 @@ def forward(
     arrivals = _arrivals(script, members, k, v, wire, ahead, "forward")
     if script.home:
         out, lse = home_forward(job, script.home, tensors, call)
-        # a ring adds a part for every hop to a row, and each would round it
+        # a ring merges a part into a row at every hop, and each merge would round it
         out = out.to(acc) if job.exchange == "ring" else out
     else:
         B, n, H, _ = q.shape
@@ -91,10 +91,12 @@ def forward(
 def backward(
     script: Script, members: Members, tensors: Tensors, call: Call, wires: tuple[Wire, Wire], dlse: torch.Tensor | None, *, ahead: int = 2
 ) -> Tensors:
-    """(dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D) and lse (B, n, H), as ``dlse``.
+    """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
-        wires: for keys and values, and for their gradients.
+        tensors: dout, q, k, v, out (B, n, H, D), and lse (B, n, H).
+        wires: the wire for keys and values, and the wire for their gradients.
+        dlse: the gradient of lse, (B, n, H).
     """
     dout, q, k, v, out, lse = tensors
     job = script.job
@@ -111,7 +113,7 @@ def backward(
             dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         else:
             dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
-    # a row without keys must weigh its (masked) scores with 0, and exp(s − (+inf)) does that in every kernel
+    # a row without keys must get weight 0 for its (masked) scores, and exp(s − (+inf)) gives that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     shape = torch.Size((q.shape[0], job.shape.keys[1]))
     returning: deque[_Return] = deque()
@@ -141,7 +143,7 @@ def backward(
                 dk_.copy_(part_dk)
                 dv_.copy_(part_dv)
         returning.append(_send_back(arrival.script, members, parts, (dk, dv), wires[1], script.writes_once))
-        # what came back while this step was computed is added before the next one's memory is asked for
+        # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
             returning.popleft().add()
     for back in returning:
@@ -150,19 +152,19 @@ def backward(
 
 
 def _call_of(call: Call, launch: Launch) -> Call:
-    """Dropout is decided by the heads of the whole model, and a problem counts those of its step."""
+    """Shifts ``first_head``: dropout depends on heads counted over the whole model, while a problem counts those of its step."""
     if not call.dropout_p:
         return call
     return replace(call, first_head=call.first_head + launch.queries.head_start - launch.problem.heads.start)
 
 
 def _share_dtype(q: torch.Tensor) -> torch.dtype:
-    """In which shares of dk and dv travel: as GPU kernels return them, and summed in float32 only by who they belong to."""
+    """Returns the dtype in which contributions to dk and dv are sent: that of GPU kernels; only the receiver sums them in float32."""
     return q.dtype if q.device.type == "cuda" else accumulation_dtype(q.dtype)
 
 
 def _arrivals(script: Script, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, ahead: int, what: str) -> Iterator[_Arrival]:
-    """The steps in order, each with its keys at hand and the next ones' on their way, which begins with this call."""
+    """Yields the steps in order, each once its keys have arrived, while the next ones' are in flight. Transfers begin with this call."""
     steps = script.steps
     packed: Sequence[torch.Tensor | None] = [None] * len(steps)
     if script.by_heads is not None and len(steps) <= ahead:
@@ -182,7 +184,7 @@ def _arrivals(script: Script, members: Members, k: torch.Tensor, v: torch.Tensor
 
 
 def _pack_heads(by_heads: ByHeads, num_steps: int, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Every step's buffer with the rank's own rows in it."""
+    """Returns every step's buffer with the rank's own rows filled in."""
     B, _, _, D = k.shape
     memory = torch.empty((num_steps, by_heads.rows, 2, B, by_heads.heads, D), dtype=k.dtype, device=k.device)
     for part, own in by_heads.own:
@@ -196,7 +198,11 @@ def _pack_heads(by_heads: ByHeads, num_steps: int, k: torch.Tensor, v: torch.Ten
 def _start(
     script: StepScript, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire, what: str, packed: torch.Tensor | None = None
 ) -> _Arrival:
-    """Args: packed: the step's one buffer, if it holds the rank's own rows already."""
+    """Begins a step's exchange.
+
+    Args:
+        packed: the step's only buffer, if the rank's own rows are already in it.
+    """
     B, _, _, D = k.shape
     memory: list[torch.Tensor | None] = [packed]
     if packed is None:
@@ -221,14 +227,14 @@ def _of(memory: list[torch.Tensor | None], part: Part) -> torch.Tensor:
 
 
 def _halves(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, rows, heads, D) views of a buffer's keys and values."""
+    """Returns (B, rows, heads, D) views of a buffer's keys and values."""
     keys, values = memory.unbind(1)
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 @dataclass
 class _Return:
-    """Gradients of this rank's keys, its own and those on their way back from others, to be added up."""
+    """Gradients of this rank's keys that are to be summed: its own contributions and those in flight from other ranks."""
 
     script: StepScript
     parts: list[torch.Tensor]

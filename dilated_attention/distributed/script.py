@@ -1,4 +1,4 @@
-"""A rank's plan as a script to run: every message of every step worked out once, since short calls wait for the CPU."""
+"""A rank's plan as a script: every message of every step is determined once, because the CPU time delays short calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilated_attention.engine.views import Rows
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [at, at + count) of memory ``buffer``: a step's buffers are counted first, then its ``extra`` ones."""
+    """Rows [at, at + count) of memory ``buffer``; a step's buffers are counted first, then its additional memory for packed rows."""
 
     buffer: int
     at: int
@@ -22,7 +22,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A part that the rank fills with its own rows."""
+    """A part that the rank fills with rows of its own."""
 
     part: Part
     rows: Rows
@@ -30,7 +30,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """Gradients of ``rows`` of this rank, added up in one go: from its own launches (launch, first row of its part) and from peers."""
+    """Gradients of ``rows`` of this rank, summed at once: contributions of its own launches (launch, first row) and of peers."""
 
     rows: Rows
     own: tuple[tuple[int, int], ...]
@@ -42,12 +42,12 @@ class StepScript:
     """One step on one rank.
 
     Args:
-        sizes: (rows, heads) of each memory, buffers first; None for a buffer that is read where the rank's own rows lie.
-        fills: what the rank copies of its own rows.
+        sizes: (rows, heads) of each memory, buffers first; None for a buffer that is the rank's own rows, read in place.
+        fills: which of its own rows the rank copies.
         sends, receives: (peer, part).
-        returns: (peer, launch, first row, rows) of the gradients that go back.
+        returns: (peer, launch, first row, rows) of the gradients that are sent back.
         owed: gradients that come back or are the rank's own.
-        arrivals: (peer, index into ``owed``, place among its peers), in the order in which each peer sends.
+        arrivals: (peer, index into ``owed``, index among its peers), in the order in which each peer sends.
     """
 
     step: Step
@@ -62,7 +62,7 @@ class StepScript:
 
 @dataclass(frozen=True, slots=True)
 class ByHeads:
-    """Steps that differ in nothing but their heads: (rows, heads) of each one's one buffer, and the rank's own rows in it."""
+    """Steps that differ only in their heads: (rows, heads) of the one buffer of each step, and the rank's own rows in it."""
 
     rows: int
     heads: int
@@ -71,11 +71,11 @@ class ByHeads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Script:
-    """``home``, ``covered`` and ``single`` are those of the rank's plan.
+    """The script of one rank. ``home``, ``covered`` and ``single`` are those of its plan.
 
     Args:
-        writes_once: no gradient of a key row is owed twice, and each is, so that they need no initial value.
-        by_heads: how all steps' buffers are filled at once, where they can be.
+        writes_once: whether the gradient of each key row is owed exactly once, so that gradients need no initial value.
+        by_heads: how to fill all steps' buffers at once; None if this is not possible.
     """
 
     job: Job
@@ -97,15 +97,15 @@ def make_script(job: Job, rank: int) -> Script:
 
 
 def _meeting(job: Job, index: int, rank: int) -> dict[int, Step]:
-    """The step of ``rank`` and of all that may read its rows then, in the order of ranks."""
+    """Returns the steps of ``rank`` and of all ranks that may read its rows in this step, in order of rank."""
     if job.exchange == "ring":
-        # a hop's keys come from one rank and go to one
+        # in a hop a rank receives keys from one rank and sends keys to one
         return {member: hop(job, member, index) for member in sorted({rank, (rank + index) % job.size})}
     return {member: rank_plan(job, member).steps[index] for member in range(job.size)}
 
 
 def _are_disjoint(rows: list[Rows], held: int) -> bool:
-    """Plain runs of rows and heads, none of them twice, ``held`` in all."""
+    """Whether the rows are plain runs of rows and heads without overlap, ``held`` in total."""
     if any(x.step != 1 or x.shift or (x.head_step != 1 and x.heads > 1) for x in rows):
         return False
     boxes = [(x.start, x.start + x.length, x.head_start, x.head_start + x.heads) for x in rows]
@@ -165,7 +165,7 @@ def _step_script(steps: dict[int, Step], me: int) -> StepScript:
 
 
 def _shares_of(step: Step) -> Iterator[tuple[int, int, int, Rows]]:
-    """(launch, rank that holds the rows, their first one in the launch's gradients, the rows there), launch by launch."""
+    """Yields (launch, rank that holds the rows, their first index in the launch's gradients, the rows on that rank), launch by launch."""
     for index, launch in enumerate(step.launches):
         buffer = step.buffers[launch.buffer]
         first = launch.first_key
@@ -178,7 +178,7 @@ def _shares_of(step: Step) -> Iterator[tuple[int, int, int, Rows]]:
 
 
 def _among(packed: list[tuple[Buffer, Source, Part]], buffer: Buffer, source: Source) -> Part | None:
-    """The rows where they are packed already, as a part of what is."""
+    """Returns the part of packed memory that already holds these rows, or None."""
     for other, have, part in packed:
         if (other.heads, other.shift, other.step) != (buffer.heads, buffer.shift, buffer.step):
             continue

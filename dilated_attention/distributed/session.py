@@ -1,7 +1,7 @@
-"""What the ranks of one group tell each other through the store of torch.distributed, apart from any tensor.
+"""Exchange of small messages between the ranks of a group through the store of torch.distributed, apart from any tensor.
 
-A store outlives groups: a program may destroy its groups and initialise again on the same store, where the keys of before still
-lie. So the ranks meet once per group object, each with a name made up for the occasion, and all later keys carry those names.
+A store outlives groups: a program may destroy its groups and initialise again on the same store, which still contains the old keys. So the
+ranks meet once per group object, each with a fresh unique name, and all later keys contain those names.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ T = TypeVar("T")
 
 @dataclass
 class Session:
-    """One group's place in the store.
+    """One group's section of the store, and its state.
 
     Args:
-        rank, size: this process's place in the group.
-        global_ranks: of each rank of the group.
-        store: keys are this group's, and of this meeting.
-        calls: handshakes made so far; the same number on all ranks.
+        rank, size: this process's rank in the group, and the group's size.
+        global_ranks: the global rank of each rank of the group.
+        store: the store, with keys that belong to this group and this meeting only.
+        calls: the number of handshakes made so far; the same on all ranks.
         failed: message of the first failure; nothing is exchanged after it.
-        told: whether a thread has raised that failure.
+        told: whether a thread has raised an error for that failure.
         order: the calls made so far.
-        comparison: of these calls with those of the other ranks, once there is one.
-        wires: by which tensors of this group travel, in the order in which all ranks made them.
+        comparison: compares these calls with those of the other ranks, once it exists.
+        wires: the wires of this group, in the order in which all ranks made them.
     """
 
     rank: int
@@ -64,18 +64,18 @@ class Session:
             raise RingError(f"{name(self, self.rank)}: this group failed before and cannot be used again; it failed with: {self.failed}")
 
     def disagreement(self) -> str | None:
-        """What ranks are known to disagree on, which may be why a thread of this one waits in vain."""
+        """Returns what ranks are known to disagree on, which may be why a thread of this rank waits in vain."""
         return None if self.comparison is None else self.comparison.verdict()
 
 
 def name(session: Session, rank: int) -> str:
-    """ "rank 1", and its global rank where that is another number."""
+    """Formats "rank 1", with its global rank if that is a different number."""
     other = session.global_ranks[rank]
     return f"rank {rank}" if other == rank else f"rank {rank} (global rank {other})"
 
 
 def names(session: Session, ranks: Sequence[int]) -> str:
-    """ "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
+    """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
     if len(ranks) == 1:
         return name(session, ranks[0])
     others = [session.global_ranks[rank] for rank in ranks]
@@ -84,7 +84,7 @@ def names(session: Session, ranks: Sequence[int]) -> str:
 
 
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
-# of the groups that this process was forked with
+# the store of the groups that existed when this process was forked
 _parents_store: Store | None = None
 _FORKED = (
     "this process was forked from one that had initialised torch.distributed, whose connections do not work in it; start processes that "
@@ -104,10 +104,10 @@ in_child(_leave_parents_groups)
 
 
 def session_of(members: Members, timeout: float) -> Session:
-    """The group's session; at first use of a group, all its ranks call this together.
+    """Returns the group's session. At the first use of a group, all its ranks must call this together.
 
     Raises:
-        RingError: some ranks have not come within the timeout.
+        RingError: if some ranks have not joined within the timeout.
     """
     assert members.group is not None, "one process has nobody to tell"
     session = _sessions.get(members.group)
@@ -117,9 +117,9 @@ def session_of(members: Members, timeout: float) -> Session:
 
 
 def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session:
-    """Every rank posts a fresh name and the names it has seen; done when all others have seen mine.
+    """Posts a fresh name and the names seen so far; done when all other ranks have seen this rank's name.
 
-    What an earlier group left under these keys cannot hold a name that was made up now, so it is never taken for an answer.
+    What an earlier group left under these keys cannot contain a fresh name, so it is never mistaken for an answer.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -160,10 +160,10 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
 
 
 def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
-    """The first result that is not None, or None after the timeout.
+    """Polls ``found`` and returns its first result that is not None, or None after the timeout.
 
-    By looking again and again, rarer the longer it takes: a wait inside the store would hold it against the other threads of this
-    process, would not listen to Ctrl-C, and torch writes a warning for each that times out.
+    The polling gets less frequent over time. A wait inside the store would block the other threads of this process from using it and
+    would ignore Ctrl-C, and torch writes a warning for each wait that times out.
     """
     began = time.monotonic()
     while (result := found()) is None:
@@ -175,7 +175,7 @@ def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
 
 
 def store_call(session: Session, call: Callable[[], T]) -> T:
-    """A call of the store, whose failure is a process that has ended."""
+    """Makes a call to the store; a failure means that the process that serves it has ended, and raises RingError."""
     try:
         return call()
     except RingError:

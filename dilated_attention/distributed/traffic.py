@@ -1,4 +1,4 @@
-"""How much this process has exchanged, for tests and for documents."""
+"""Counts how much this process has exchanged, for tests and documentation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Traffic:
     """What this process has exchanged.
 
     Args:
-        sent, received: bytes.
-        exchanges: those with at least one tensor.
-        sent_to: bytes for each peer, by its rank within the group.
+        sent, received: number of bytes.
+        exchanges: number of exchanges with at least one tensor.
+        sent_to: bytes sent to each peer, by its rank within the group.
     """
 
     sent: int = 0
@@ -31,13 +31,13 @@ counting: list[Traffic] = []
 
 @contextlib.contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Counts what this process exchanges in the block, over all groups."""
+    """Counts what this process exchanges inside the ``with`` block, over all groups."""
     mine = Traffic()
     counting.append(mine)
     try:
         yield mine
     finally:
-        # by identity: equal counts are equal dataclasses
+        # compared by identity, because dataclasses with equal counts are equal
         counting[:] = [other for other in counting if other is not mine]
 
 

@@ -1,17 +1,17 @@
-"""Watches exchanges that run on a GPU, where waiting does not block the CPU and a stall would go unseen.
+"""Watches exchanges that run on a GPU, where waiting does not block the CPU and a stall would go unnoticed.
 
-A thread looks at what is under way every half second. When an exchange has been ready to run for longer than the timeout:
+A thread checks the exchanges in flight every half second. When an exchange has been ready to run for longer than the timeout:
 
-    1. this rank posts what it waits for, and for 2 s reads what the others post (COLLECT), to name who is to blame
+    1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
     2. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
     3. the group is marked as failed, and the error goes to the log and to stderr
     4. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
-    5. if nothing has raised within 10 s (GRACE), for the thread is stuck in a CUDA call, the process ends with exit code 1
+    5. if no thread has raised within 10 s (GRACE), because it is stuck in a CUDA call, the process ends with exit code 1
 
-So no rank outlives a dead one by more than timeout + 12 s and a few polls.
+So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
 
-The same thread compares the calls that ranks make (compare.py). Where they differ, all that waits for a message on the group is ended
-likewise, on a CPU as well.
+The same thread compares the calls that ranks make (compare.py). If they differ, everything that waits for a message on the group is ended
+in the same way, also on a CPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One exchange under way. It holds no tensors.
+    """One exchange in flight. It holds no tensors.
 
     Args:
-        number, what, peers: as told in errors.
-        work: of torch; completed once the GPU is through.
-        ready: event that completes once the exchange could run, None where it could at once.
+        number, what, peers: as named in error messages.
+        work: torch's handle; it is completed once the GPU has finished.
+        ready: an event that completes once the exchange can run; None if it could run at once.
         thread: identity of the thread that issued it.
     """
 
@@ -65,7 +65,7 @@ class Exchange:
 
 
 class Queue:
-    """Exchanges of one wire, which run in order. The issuing thread appends, the watching one takes away."""
+    """Exchanges of one wire, which run in order. The issuing thread appends, the watching thread removes."""
 
     def __init__(self) -> None:
         self.pending: deque[Exchange] = deque()
@@ -73,9 +73,9 @@ class Queue:
         self._since: float | None = None
 
     def overdue(self, now: float, timeout: float) -> tuple[Exchange, float] | None:
-        """The exchange that has been able to run for longer than the timeout, and for how long.
+        """Returns the exchange that has been able to run for longer than the timeout, and for how long; None if there is none.
 
-        An exchange can run once those before it are through and its inputs are computed: work queued on the GPU is no stall.
+        An exchange can run once those before it have finished and its inputs are computed, so work queued on the GPU is not a stall.
         """
         pending = self.pending
         for _ in range(_completed(pending)):
@@ -94,9 +94,9 @@ class Queue:
 
 
 def _completed(pending: deque[Exchange]) -> int:
-    """How many have completed, by bisection: of a thousand exchanges since the last look, ten are asked."""
+    """Returns how many have completed, by bisection: after a thousand exchanges since the last check, only ten are queried."""
     low, high = 0, len(pending)
-    # mostly all are through but for the last few
+    # usually all but the last few have completed
     probe = high - 1
     while low < high:
         if pending[probe].work.is_completed():
@@ -108,7 +108,7 @@ def _completed(pending: deque[Exchange]) -> int:
 
 
 class Watched(Protocol):
-    """What a monitor knows of a wire."""
+    """The interface of a wire that a monitor uses."""
 
     queue: Queue
     timeout: float
@@ -128,7 +128,7 @@ class Watched(Protocol):
 
 
 class Calls(Protocol):
-    """What a monitor knows of a group whose calls are compared."""
+    """The interface that a monitor uses of a group whose calls are compared."""
 
     def look(self) -> str | None: ...
 
@@ -136,7 +136,7 @@ class Calls(Protocol):
 
 
 class Monitor:
-    """Looks at wires and ends what has stalled. The way out of the process and the clock are arguments, for tests."""
+    """Watches wires and ends what has stalled. The exit function and the clock are arguments, for tests."""
 
     def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
         self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -159,7 +159,7 @@ class Monitor:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dilated_attention exchanges", daemon=True)
                 self._thread.start()
-                # before Python takes itself apart, when a daemon thread could only fail
+                # before the interpreter shuts down, when a daemon thread could only fail
                 atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -187,7 +187,7 @@ class Monitor:
         for wire in wires:
             if wire.failed is not None or not wire.queue.pending:
                 continue
-            # a thread begins on GPU 0, and asking there would make a context that costs memory
+            # a new thread uses GPU 0, and querying there would create a context that costs memory
             wire.enter()
             found = wire.queue.overdue(self._clock(), wire.timeout)
             if found is not None:
@@ -195,13 +195,13 @@ class Monitor:
 
     def _give_up(self, wire: Watched, exchange: Exchange, waited: float) -> None:
         message = wire.describe(exchange, waited)
-        # before the group is marked, or the thread might raise of its own and once more for this
+        # before the group is marked as failed; otherwise the thread might raise on its own and then again for this
         raised = raise_in([exchange.thread], message)
         wire.fail(message)
         self._end(wire, exchange.thread, raised, message)
 
     def _refuse(self, group: Calls, message: str) -> None:
-        """Ends what waits on a group whose ranks make different calls."""
+        """Ends everything that waits on a group whose ranks make different calls."""
         wires = group.wires()
         stuck = [(wire, wire.queue.pending[-1].thread) for wire in wires if wire.queue.pending]
         if stuck:
@@ -209,7 +209,7 @@ class Monitor:
             return
         _report(message)
         if any(wire.on_gpu for wire in wires):
-            # the GPU has computed with wrong keys, and nothing else would say so before the next call
+            # the GPU has computed with wrong keys, and nothing else would report this before the next call
             raise_in([threading.main_thread().ident or 0], message)
         for wire in wires:
             wire.abort()
@@ -217,7 +217,7 @@ class Monitor:
     def _end(self, wire: Watched, thread: int, raised: threading.Event, message: str) -> None:
         wire.queue.pending.clear()
         _report(message)
-        # a communicator that does not let go must not hold up the rest
+        # in a thread of its own, because a communicator that does not shut down must not hold up the rest
         aborting = threading.Thread(target=wire.abort, name="dilated_attention abort", daemon=True)
         aborting.start()
         ended = self._clock() + self._grace
@@ -230,16 +230,16 @@ class Monitor:
                 return
             raised.wait(min(left, 0.2))
             if not told_main and left < self._grace - 1:
-                # a thread of autograd's that has nothing more to do never raises
+                # an autograd thread that has nothing more to do never raises
                 told_main = True
                 raised = raise_in([thread, threading.main_thread().ident or 0], message)
         aborting.join(max(0.0, ended - self._clock()))
 
 
 def raise_in(threads: Sequence[int], message: str) -> threading.Event:
-    """Makes threads raise RingError at their next step of Python; the event is set when one has.
+    """Makes threads raise RingError at their next step of Python; the returned event is set when one of them has.
 
-    Python takes a class here, not an instance, so the class made for this one error knows its message.
+    Python accepts a class here, not an instance, so a class is made for this error that contains its message.
     """
     raised = threading.Event()
 
@@ -267,7 +267,7 @@ def _tell(message: str) -> None:
 
 
 def _allow_captures() -> None:
-    """Lets this thread ask about events while another one captures a CUDA graph; else its question would end the capture."""
+    """Lets this thread query events while another thread captures a CUDA graph; otherwise a query would invalidate the capture."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -279,19 +279,19 @@ _monitor = Monitor()
 
 
 def watch(wire: Watched) -> None:
-    """Has the process's monitor look after a wire."""
+    """Adds a wire to those that the process's monitor watches."""
     _monitor.add(wire)
     _monitor.start()
 
 
 def watch_calls(group: Calls) -> None:
-    """Has the process's monitor compare a group's calls."""
+    """Adds a group to those whose calls the process's monitor compares."""
     _monitor.add_calls(group)
     _monitor.start()
 
 
 def _forget() -> None:
-    # a thread does not live on in a forked child, and may have left its event locked
+    # a thread does not survive in a forked child, and may have left its event locked
     global _monitor
     atexit.unregister(_monitor.stop)
     _monitor = Monitor()

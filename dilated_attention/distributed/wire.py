@@ -1,6 +1,6 @@
-"""Tensors from rank to rank without waiting, and an error that names hop and peer when one does not come.
+"""Sends tensors from rank to rank without waiting, and raises an error that names the hop and the peer if one does not arrive.
 
-One exchange is one launch on NCCL, watched by a thread (watch.py); on gloo it is one message per tensor, and waiting blocks.
+On NCCL an exchange is one launch, watched by a thread (watch.py); on gloo it is one message per tensor, and waiting blocks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["RingError", "Slab", "Traffic", "Transfer", "Wire", "traffic", "wire_
 # (rank within the group, contiguous tensor); an empty one is skipped on both sides
 Slab = tuple[int, torch.Tensor]
 
-# what every library carries; anything else travels as bytes
+# the dtypes that every communication library supports; anything else is sent as bytes
 _CARRIED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
 )
 _CPU = torch.device("cpu")
-# above all tags of messages
+# a tag above all tags of messages
 _NEVER_SENT = 2**31 - 1
 
 
@@ -44,12 +44,12 @@ class Wire:
     """Exchanges among the ranks of a group, in the same order on all of them.
 
     Args:
-        members: the ranks, two or more. All of them make the wire together.
+        members: the ranks, two or more. All of them must make the wire together.
         timeout: seconds that an exchange may take once it can run.
-        lane: its name; exchanges of one lane do not wait for those of others. On gloo messages carry it in their tag. On NCCL, which has
-            no tags, every lane has a communicator of its own, of high priority, or exchanges would begin when the kernel ends beside
-            which they are to run, as that has filled all multiprocessors. On four H200s 64 MiB from each rank beside a 12.4 ms kernel
-            cost it 1.1 ms, and 0.5 ms so.
+        lane: the name of its lane; exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag.
+            NCCL has no tags, so every lane has its own communicator. It has high priority; otherwise exchanges would only begin when the
+            kernel ends that they are meant to overlap with, because it fills all multiprocessors. On four H200s, 64 MiB from each rank
+            during a 12.4 ms kernel slowed the kernel down by 1.1 ms, and by 0.5 ms with high priority.
     """
 
     def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
@@ -59,16 +59,16 @@ class Wire:
         self.queue = Queue()
         self.session = session_of(members, timeout)
         self.session.check()
-        # the group's life is its owner's: a wire must not keep communicators that were destroyed
+        # the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
         self._shared = weakref.ref(members.group)
         self._own = None
         nccl = has_nccl(members.group)
         if nccl or lane != "keys":
-            # the lane's first exchange would wait for absent ranks as well, NCCL by its own timeout and without saying for whom
+            # otherwise the lane's first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
             gather(self.session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
         if nccl:
             self._own = communicator(members.group, self.session, lane, most_ctas)
-            # at exit torch ends what is left, without waiting for ranks that may be gone
+            # at exit, torch ends what is left without waiting for ranks that may be gone
             weakref.finalize(self, close, self._own, self.session).atexit = False
         self._lane_number = len(self.session.wires)
         self.session.wires.append(weakref.ref(self))
@@ -79,16 +79,16 @@ class Wire:
         self._number = 0
 
     def start(self, sends: Sequence[Slab], receives: Sequence[Slab], what: str) -> Transfer:
-        """Begins an exchange; all ranks of the group call it in the same order.
+        """Begins an exchange; all ranks of the group must call it in the same order.
 
         Args:
-            sends: tensors by peer. Several for one peer arrive in this order. Not to be written to before ``wait``.
-            receives: tensors to fill. On a GPU the current stream must be through with them where it stands now.
-                A rank that takes no part in the first exchange still gives an empty tensor, which tells the device.
-            what: named in errors, e.g. ``"ring forward, hop 2: K and V"``.
+            sends: tensors by peer. Several tensors for one peer arrive in this order. Do not write to them before ``wait``.
+            receives: tensors to fill. On a GPU, all their uses must have been issued to the current stream before this call.
+                A rank that takes no part in the first exchange still passes an empty tensor, which determines the device.
+            what: description for error messages, e.g. ``"ring forward, hop 2: K and V"``.
 
         Raises:
-            RingError: an earlier exchange of this group failed, or this one cannot begin.
+            RingError: if an earlier exchange of this group failed, or this one cannot begin.
         """
         group = self._check()
         self._number += 1
@@ -134,42 +134,42 @@ class Wire:
         return self._own or group
 
     def _tag(self) -> int:
-        """Of this lane, and of all calls so far: a message of another call is never taken for one of this."""
+        """Returns a tag that depends on the lane and on all calls so far: a message of another call never matches it."""
         return (self.session.order.checksum & 0x7FFFFFF) << 3 | self._lane_number & 7
 
     def open(self, device: torch.device) -> None:
-        """Makes NCCL's communicator now, on all ranks together; else the first exchange does. Cheap if it is made.
+        """Makes NCCL's communicator now, on all ranks together; otherwise the first exchange does. Cheap if it exists already.
 
-        While one communicator exchanges, opening another can wait for the GPU for ever. So who uses several opens them first.
+        While one communicator is exchanging, opening another can wait for the GPU forever, so a caller that uses several opens them first.
         """
         if self._device != device:
             self._open(self._check(), device)
 
     def _open(self, group: dist.ProcessGroup, device: torch.device | None) -> None:
-        """What is decided once: blocking or not, one launch or several; and NCCL's communicator, which needs all ranks to make it."""
+        """Decides once whether waiting blocks and whether an exchange is one launch; makes NCCL's communicator, which needs all ranks."""
         if device is not None:
             self._device = device
         elif _CPU in group._device_types:
-            # nothing to exchange, and nothing that would tell of a GPU
+            # nothing to exchange, and nothing that indicates a GPU
             return
         else:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._on_gpu = self._device.type == "cuda"
         backend: Any = group._get_backend(self._device)
         if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
-            # it would read the GPU's addresses as the CPU's
+            # gloo would treat GPU addresses as CPU addresses
             raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
         self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
         if not self._on_gpu or self._device in self._opened:
             return
         self._opened.add(self._device)
         watch(self)
-        # a rank with nothing to exchange at first would else be missed when the others make the communicator
+        # otherwise a rank without a first exchange would be missing when the others make the communicator
         opening = _Opening()
         everyone = tuple(rank for rank in range(self.session.size) if rank != self.session.rank)
         self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
         try:
-            # not dist.all_reduce, which knows registered groups only
+            # not dist.all_reduce, which only accepts registered groups
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
@@ -184,7 +184,7 @@ class Wire:
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
     def finish(self, works: list[Any], slabs: list[Slab], received: int, what: str, number: int) -> None:
-        """Blocks until the messages of an exchange on the CPU are through; the first ``received`` are those coming in."""
+        """Blocks until the messages of an exchange on the CPU are done; the first ``received`` of them are the incoming ones."""
         began = time.monotonic()
         self._waits = True
         try:
@@ -204,9 +204,9 @@ class Wire:
         return f"receiving {_size(slab[1].nbytes)} from {peer}" if coming else f"sending {_size(slab[1].nbytes)} to {peer}"
 
     def broken(self, what: str, number: int, act: str, peers: tuple[int, ...], waited: float, error: RuntimeError) -> RingError:
-        """The error of an exchange that torch refused or gave up; the group is not used any more."""
+        """Returns the error of an exchange that torch refused or gave up; the group cannot be used afterwards."""
         if self.session.disagreement() is None and self.session.failed is None:
-            # whoever timed out has company soon; who lost a connection knows enough
+            # after a timeout the other ranks report soon, too; after a lost connection the peer is known
             blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
                 f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
@@ -215,7 +215,7 @@ class Wire:
         self.session.told = True
         return RingError(self.session.failed)
 
-    # what the monitor asks of a wire
+    # the interface that the monitor uses
 
     @property
     def failed(self) -> str | None:
@@ -231,7 +231,7 @@ class Wire:
     def describe(self, exchange: Exchange, waited: float) -> str:
         session = self.session
         if hasattr(session.store, "clone"):
-            # another connection: the issuing thread may be waiting inside its own
+            # a connection of its own, because the issuing thread may be waiting inside the other
             with contextlib.suppress(RuntimeError):
                 session = replace(session, store=session.store.clone())
         blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
@@ -249,7 +249,7 @@ class Wire:
         return self.session.told
 
     def abort(self) -> None:
-        """Ends what waits for a message of this group: what the GPU runs for it, in all lanes, or a thread on the CPU."""
+        """Ends everything that waits for a message of this group: its work on the GPU, in all lanes, or a thread on the CPU."""
         group = self._shared()
         if self._on_gpu:
             for one in [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]:
@@ -265,7 +265,7 @@ class Wire:
 
 
 class Transfer:
-    """An exchange under way. It keeps its tensors alive until ``wait``."""
+    """An exchange in flight. It keeps its tensors alive until ``wait``."""
 
     __slots__ = ("_number", "_received", "_slabs", "_what", "_wire", "_works")
 
@@ -275,10 +275,10 @@ class Transfer:
         self._received = len(incoming)
 
     def wait(self) -> None:
-        """Afterwards received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU.
+        """Waits; then received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU.
 
         Raises:
-            RingError: a peer has died, stalled or made another call. On a GPU, where this does not block, the error may come later.
+            RingError: if a peer has died, stalled or made a different call. On a GPU, where this does not block, the error may come later.
         """
         works, self._works = self._works, []
         wire = self._wire
@@ -300,13 +300,13 @@ _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.
 
 
 def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> Wire:
-    """The group's wire of a lane, made at first use by all ranks of the group together; it lives as long as the group.
+    """Returns the group's wire of a lane. All ranks make it together at its first use; it lives as long as the group.
 
-    A lane of its own is a communicator more, which lives until torch.distributed is shut down.
+    Each lane is an additional communicator, which lives until torch.distributed is shut down.
 
     Args:
-        most_ctas: multiprocessors that NCCL may take for an exchange of this lane. It holds them from its start until the last rank
-            has come, so small exchanges beside long computations should have few.
+        most_ctas: the number of multiprocessors that NCCL may use for an exchange of this lane. It holds them from the start until the
+            last rank has joined, so small exchanges during long computations should have few.
     """
     assert members.group is not None, "one process has nobody to exchange with"
     lanes = _wires.get(members.group)
@@ -321,7 +321,7 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
 
 @dataclass
 class _Opening:
-    """Stands for a call that blocks: completed when it has returned."""
+    """Stands for a blocking call: completed when the call has returned."""
 
     done: bool = False
 

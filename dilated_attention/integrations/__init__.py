@@ -1,1 +1,1 @@
-"""Other libraries' models and weights on this library's attention. Each module needs its library only when it is used."""
+"""Integrations: models and weights of other libraries with this library's attention. Each module imports its library only when used."""

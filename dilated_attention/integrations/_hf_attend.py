@@ -1,4 +1,4 @@
-"""The function that transformers calls in place of its own attention, for each registered name."""
+"""The attention function that transformers calls instead of its own, for each registered name."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ def attend(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as ``AttentionInterface`` calls it.
+    """Computes one layer's attention, with the signature that ``AttentionInterface`` calls.
 
     Args:
-        name: the registered name, whose settings and the config's hold.
+        name: the registered name; its settings apply, together with those of the config.
         module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
         query: (B, H, Nq, D).
-        key, value: (B, Hk, Nk, D), unrepeated: Hk divides H. Values may be shorter than keys.
+        key, value: (B, Hk, Nk, D), not repeated: Hk divides H. Values may have a smaller head dim than keys.
         attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads.
-        dropout: of attention weights, in training only.
-        is_causal: None for what the mask says, and without a mask for ``module.is_causal``.
-        sliding_window: keys that a query sees, itself counted, on both sides where not causal. Such a layer is dense within its window.
-        cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents, equal.
+        dropout: dropout of attention weights, in training only.
+        is_causal: None to follow the mask or, without a mask, ``module.is_causal``.
+        sliding_window: the number of keys that a query sees, including itself, on both sides if not causal. Such a layer is dense within
+            its window.
+        cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents; they must be equal.
 
     Returns:
         (out (B, Nq, H, D), None).
 
     Raises:
-        ValueError: what the layer asks for cannot be honoured.
+        ValueError: if the layer asks for something that is not supported.
     """
     refusals.refuse_unknown(name, kwargs)
     config = getattr(module, "config", None)
@@ -71,7 +72,7 @@ def attend(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rows, value_dim = q.shape[:2], v.shape[3]
     if value_dim < q.shape[3]:
-        # values shorter than keys (DeepSeek's latent attention): zeros behind them come out as zeros
+        # values with a smaller head dim than keys (DeepSeek's latent attention): zeros appended to them come out as zeros
         v = torch.nn.functional.pad(v, (0, q.shape[3] - value_dim))
     if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and settings.kind != "ring_dilated":
         q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
@@ -106,8 +107,8 @@ def _is_step(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> bool:
-    """Whether one new token is decoded from a cache, for which there are kernels that read its keys alone."""
-    # they know no padding, no gradients and no values shorter than keys, and compiled code takes each position for another graph
+    """Whether one new token is decoded from a cache, for which there are kernels that read only the keys it needs."""
+    # these kernels support no padding, no gradients and no values shorter than keys, and compiled code would make a graph for each position
     if value.shape[3] != key.shape[3]:
         return False
     if query.shape[2] != 1 or not mask.is_causal or settings.kind == "ring_dilated" or settings.backend != "auto":
@@ -170,7 +171,7 @@ def _ring(
 
 
 def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_queries: int, num_keys: int, is_causal: bool | None) -> KeyMask:
-    """The layer's mask, checked against the layer."""
+    """Returns the layer's mask, checked against the layer."""
     of_module = getattr(module, "is_causal", None)
     if isinstance(attention_mask, KeyMask):
         mask = attention_mask
@@ -179,7 +180,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
                 f"attention {name!r}: the layer brings {num_keys} keys, and its mask was made for {mask.num_keys}; expected one cache whose layers "
                 'are equally long. Load this model with attn_implementation="sdpa"'
             )
-        # a layer that is not causal by itself may leave causality to its mask
+        # a layer that is not causal itself may leave causality to its mask
         if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
             raise ValueError(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is {'causal' if mask.is_causal else 'not causal'}; "
@@ -208,7 +209,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
 
 
 def _joint_window(mask: KeyMask, sliding_window: int | None) -> tuple[int | None, int | None] | None:
-    """The keys that both the mask and the layer allow; None for no window."""
+    """Returns the window of keys that both the mask and the layer allow; None for no window."""
     if sliding_window is None:
         return mask.window
     size = int(sliding_window) - 1
@@ -219,7 +220,7 @@ def _joint_window(mask: KeyMask, sliding_window: int | None) -> tuple[int | None
 def _bounds_of(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
     same = of_queries is of_keys
     if not same and of_queries is not None and of_keys is not None and of_queries.shape == of_keys.shape:
-        # in a compiled model values cannot be read; shapes are all there is
+        # in a compiled model values cannot be read, so only shapes are compared
         same = torch.compiler.is_compiling() or bool((of_queries == of_keys).all())
     if not same or of_queries is None:
         raise ValueError(

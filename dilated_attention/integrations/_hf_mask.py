@@ -1,4 +1,4 @@
-"""What transformers' masks say, without their N² entries: padding, causality, windows, packed documents, and where the queries lie."""
+"""Masks of transformers without their N² entries: padding, causality, windows, packed documents, and the offset of the queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-# how transformers.masking_utils names its mask functions; those that are made by a function keep their settings in its variables
+# names of mask functions in transformers.masking_utils; those that are made by a function keep their settings in closure variables
 _CAUSAL = "causal_mask_function"
 _BOTH_WAYS = "bidirectional_mask_function"
 _AND = "and_masks.<locals>.and_mask"
@@ -22,18 +22,18 @@ _PACKED_POSITIONS = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 @dataclass(frozen=True, eq=False)
 class KeyMask:
-    """A layer's attention mask by its parts. What ``AttentionMaskInterface`` makes, and models hand on to their layers untouched.
+    """A layer's attention mask as its parts. ``AttentionMaskInterface`` makes it, and models pass it on to their layers unchanged.
 
     Args:
-        num_keys: keys that the layer brings, filled or not.
-        num_filled: the first so many of them are filled; the others are the rest of a static cache.
-        query_offset: where among them the first query lies.
+        num_keys: number of keys that the layer passes, filled or not.
+        num_filled: the number of keys, from the first on, that are filled; the others are the rest of a static cache.
+        query_offset: index of the first query among the keys.
         key_offset: position in the sequence of the first key; above 0 in a sliding cache.
-        is_causal: a query sees no later key.
+        is_causal: whether a query sees no later key.
         window: (left, right) in positions, None for unbounded; None for no window.
         padding: (B, num_filled) bool, True = padding.
-        cu_seqlens: bounds of packed documents in the B rows laid end to end, int32.
-        is_guess: the documents are those that compiled code cannot rule out; there may be none but the rows.
+        cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
+        is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
     """
 
     num_keys: int
@@ -46,16 +46,16 @@ class KeyMask:
     cu_seqlens: torch.Tensor | None = None
     is_guess: bool = False
 
-    # generate() makes a mask before the forward, where a static cache is used; transformers then asks whether it is one yet
+    # with a static cache, generate() makes the mask before the forward, and transformers then checks whether it is already a mask
     ndim: ClassVar[int] = 4
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Where a model adds the mask to scores of its own. No TypeError: torch's operators take that for another's turn to try."""
+        """Refuses a model that adds the mask to scores itself. After a TypeError, torch's operators would try the other operand."""
         raise ValueError(_own_attention(getattr(func, "__name__", func)))
 
     def __getattr__(self, name: str) -> Any:
-        """Where a model reads its mask as a tensor, by ``mask.shape`` or ``mask.dtype``."""
+        """Refuses a model that reads its mask as a tensor, through ``mask.shape`` or ``mask.dtype``."""
         raise AttributeError(_own_attention(name))
 
     def __getitem__(self, index: Any) -> Any:
@@ -94,20 +94,20 @@ def key_mask(
     device: Any = None,
     **kwargs: Any,
 ) -> KeyMask:
-    """The mask function that ``AttentionMaskInterface`` calls, by the arguments of transformers 4.53 (``cache_position``) to 5.x.
+    """Makes a ``KeyMask``: the function that ``AttentionMaskInterface`` calls, for transformers 4.53 (``cache_position``) to 5.x.
 
     Args:
-        attention_mask: (B, keys seen) bool, True = real; shorter than the cache where this is static; or a KeyMask made before.
-        is_shared: processes share the sequence: they are to make the same call, whatever their own part of the mask holds.
-        mask_function: which pairs are kept. Those of transformers itself are known; any other is refused.
+        attention_mask: (B, keys seen) bool, True = real; shorter than the cache if the cache is static; or an existing KeyMask.
+        is_shared: processes share the sequence, so they must make the same call, whatever their own part of the mask holds.
+        mask_function: decides which pairs are kept. Those of transformers itself are known; any other is refused.
 
     Raises:
-        ValueError: the mask keeps other pairs than causality, a window, padding and packed documents do.
+        ValueError: if the mask keeps other pairs than causality, a window, padding and packed documents do.
     """
     if isinstance(attention_mask, KeyMask):
         return attention_mask
     if isinstance(q_length, torch.Tensor):
-        # 4.54 to 4.57 call it so by position
+        # 4.54 to 4.57 pass cache_position here, as a positional argument
         q_length, cache_position = None, q_length
     assert kv_length is not None
     num_keys = kv_length
@@ -117,11 +117,11 @@ def key_mask(
     else:
         num_queries = cache_position.shape[0]
     query_offset = 0
-    # not read from a tensor where that can be told without: a compiled model cannot do it
+    # read from a tensor only if necessary, because a compiled model cannot do it
     if num_queries != num_keys:
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
     bounds, is_guess = None, False
-    # compiled code knows no __qualname__ of a module's functions
+    # in compiled code, a module's functions have no __qualname__
     kind = _CAUSAL if mask_function is None else mask_function.__name__
     if kind in (_CAUSAL, _BOTH_WAYS):
         is_causal, window = kind == _CAUSAL, None
@@ -135,7 +135,7 @@ def key_mask(
             parts = _parts_of(mask_function, num_keys + kv_offset)
             is_causal, is_packed = _CAUSAL in parts, _PACKED in parts
             size = parts.get(_WINDOW, parts.get(_WINDOW_BOTH_WAYS))
-        # transformers counts the query itself in a causal window, and not in one of both sides
+        # transformers counts the query itself in a causal window, but not in a two-sided one
         window = None if size is None else (size - 1, 0) if is_causal else (size, size)
         if is_packed and num_queries == num_keys > 1:
             bounds = _bounds(mask_function, batch_size, num_keys, device)
@@ -155,7 +155,7 @@ def key_mask(
 
 
 def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
-    """The parts of an intersection of mask functions that are known, by their names, each with its setting."""
+    """Returns the known parts of an intersection of mask functions by name, each with its setting."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     code, cells = getattr(mask_function, "__code__", None), getattr(mask_function, "__closure__", None)
     held = {} if code is None or cells is None else {x: cell.cell_contents for x, cell in zip(code.co_freevars, cells, strict=True)}
@@ -166,7 +166,7 @@ def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
     if name == _PACKED_POSITIONS:
         return _parts_of(held["mask_function"], reach)
     if name == _CHUNKS and reach <= held["chunk_size"]:
-        # the whole sequence lies in one chunk
+        # the whole sequence is in one chunk
         return {}
     if name == _AND:
         parts: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
 def _checked_by_flags(
     mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any, reach: int, allow_is_causal_skip: bool
 ) -> bool:
-    """Whether documents may be packed, from what compiled code can see of an intersection: it cannot look into functions."""
+    """Whether documents may be packed, as far as compiled code can tell from an intersection: it cannot look into functions."""
     if mask_function.__name__ != "and_mask" or use_vmap:
         raise _unknown(f"the mask function {mask_function.__name__!r}")
     chunk = getattr(config, "attention_chunk_size", None)
@@ -198,14 +198,14 @@ def _unknown(what: str) -> ValueError:
 
 
 def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, device: Any) -> torch.Tensor | None:
-    """Bounds of documents, from whether a position sees the one before it; None where every row is one document."""
+    """Returns the bounds of documents, found by checking whether a position sees the one before it; None if every row is one document."""
     rows = torch.arange(batch_size, device=device)[:, None]
     positions = torch.arange(num_keys, device=device)[None]
     starts = ~mask_function(rows, rows.new_zeros(()), positions, (positions - 1).clamp(min=0)).expand(batch_size, num_keys)
     starts = (starts | (positions == 0)).flatten()
     total = batch_size * num_keys
     if torch.compiler.is_compiling():
-        # a size that no value decides: empty documents at the end, which cost nothing
+        # the size must not depend on values, so there are empty documents at the end, which cost nothing
         where = torch.where(starts, torch.arange(total, device=device), total).sort().values
     else:
         where = starts.nonzero()[:, 0]
@@ -215,15 +215,15 @@ def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, d
 
 
 def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int, is_kept: bool) -> torch.Tensor | None:
-    """(B, num_filled) bool, True = padding, None for none, from a mask of the positions seen so far."""
+    """Returns (B, num_filled) bool, True = padding, or None for no padding, from a mask of the positions seen so far."""
     if attention_mask is None:
         return None
     missing = num_filled + key_offset - attention_mask.shape[-1]
     if missing > 0:
-        # as transformers takes it: what a mask does not reach is not there
+        # same as in transformers: positions beyond the mask are padding
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     real = attention_mask[:, key_offset : key_offset + num_filled].bool()
-    # read once a forward, so that layers without padding stay on the kernels that know none
+    # read once per forward, so that layers without padding can use kernels that do not support it
     if not is_kept and not torch.compiler.is_compiling() and bool(real.all()):
         return None
     return ~real
@@ -232,13 +232,15 @@ def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: i
 def mask_of_tensor(
     mask: torch.Tensor, num_queries: int, num_keys: int, is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> KeyMask:
-    """A mask that the model made itself, as ``KeyMask``: of keys, or of all pairs where they are those of causality, window and padding.
+    """Converts a mask that the model made itself to a ``KeyMask``.
+
+    The mask is of keys, or of all pairs if it only consists of causality, window and padding.
 
     Args:
-        mask: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk): bool, True = seen; or added to the scores: 0, or −inf or the lowest number.
+        mask: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk): bool, True = seen; or a term added to the scores: 0, or −inf or the lowest number.
 
     Raises:
-        ValueError: it has other values, or keeps other pairs.
+        ValueError: if it has other values, or keeps other pairs.
     """
     shape = f"attention_mask {tuple(mask.shape)} {mask.dtype}"
     expected = f"expected {num_keys} keys' padding, as bool or as 0 and −inf, (B, keys), (B, 1, 1, keys) or (B, 1, queries, keys)"
@@ -257,7 +259,7 @@ def mask_of_tensor(
     keys = seen[:, -1]
     if seen.shape[1] > 1:
         pairs = _pairs(num_queries, num_keys, offset, is_causal, window, mask.device)
-        # a row without a key may see all of them, as transformers writes it where softmax knows no empty rows
+        # a row without keys may see all of them: transformers writes it so where softmax cannot handle empty rows
         full = seen.all(-1, keepdim=True) & ~pairs.all(-1, keepdim=True)
         keys = (seen & ~full).any(1)
         expected_pairs = pairs & keys[:, None]

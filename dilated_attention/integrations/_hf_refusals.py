@@ -1,4 +1,4 @@
-"""What a transformers model may ask of its attention and cannot have here: refused in words, never ignored."""
+"""Refusals: what a transformers model may ask of its attention but is not supported here raises an error and is never ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention.functional.ring import place_in
 from dilated_attention.integrations._hf_mask import KeyMask
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of
 
-# what models hand down to every layer and what says nothing about which keys a query sees, or says what the mask said already
+# arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
     "cache_position",
     "input_ids",
@@ -35,7 +35,7 @@ WITHOUT_EFFECT = {
     "token_type_ids",
     "use_cache",
 }
-# what changes scores or keys in a way that no kernel here has
+# arguments that change scores or keys in a way that no kernel here supports
 _CANNOT = {
     "softcap": "scores capped by tanh",
     "position_bias": "a bias added to the scores",
@@ -53,7 +53,7 @@ _CANNOT = {
 
 
 def ignore(arguments: Iterable[str]) -> None:
-    """Take arguments of layers for such without effect."""
+    """Adds arguments of layers to those that have no effect on attention."""
     names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
     for name in names:
         if name in _CANNOT:
@@ -105,7 +105,7 @@ def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
 def check_shards(
     name: str, settings: Settings, module: torch.nn.Module, mask: KeyMask, rows: int, is_guess: bool, position_ids: Any, is_packed: bool
 ) -> None:
-    """What only a sequence in one piece can have, and positions that are those of no shard."""
+    """Refuses what needs the whole sequence on one process, and positions that do not belong to a shard."""
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, which a sequence spread over "
@@ -128,7 +128,7 @@ def check_shards(
 
 
 def warn_of_windows_only(name: str, config: Any) -> None:
-    """Once: a setting that cannot take effect, because every layer has a window."""
+    """Warns, once, that the setting has no effect because every layer has a sliding window."""
     if torch.compiler.is_compiling():
         return
     kinds = getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""What ``attn_implementation="dilated"`` and its like stand for: settings of a name, and those that a model's config adds."""
+"""Settings behind ``attn_implementation="dilated"`` and the other names: those of a name, and those that a model's config adds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern, pattern_from
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 KINDS = ("dilated", "ring_dilated", "block_sparse")
-# the attribute of a model's config, a plain dict, that says how this model's layers are spread
+# the attribute of a model's config, a plain dict, with the settings of this model's layers
 CONFIG_KEY = "dilated_attention"
 _BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad")
 _RUN = ("deterministic", "backend")
 _RING = ("layout", "exchange", "seq_len", "ranks_per_node", "timeout")
-# processes are a job's own and no part of a model
+# processes belong to a job, not to a model
 _PROCESSES = ("group", "mesh")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "dilated": (*_BRANCHES, *_RUN),
@@ -35,9 +35,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of ``dilated_attention``, ``ring_dilated_attention`` or ``block_sparse_attention``, checked as far as no tensor is needed.
+    """The arguments of ``dilated_attention``, ``ring_dilated_attention`` or ``block_sparse_attention``, checked as far as possible.
 
-    Neither lengths nor a pattern need be known yet: a model's config may bring them.
+    What needs tensors is not checked. Neither lengths nor a pattern need be known yet: a model's config may provide them.
     """
 
     kind: str
@@ -66,10 +66,10 @@ class Settings:
         return _pattern_of(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)
 
     def with_options(self, options: dict[str, Any]) -> Settings:
-        """These settings, and over them ``options``, whose values may be plain JSON.
+        """Returns these settings, overridden by ``options``, whose values may be plain JSON.
 
         Raises:
-            ValueError, TypeError: an option that this kind does not have, or a value that it does not take.
+            ValueError, TypeError: if this kind does not have an option, or does not accept its value.
         """
         unknown = sorted(set(options) - set(OPTIONS[self.kind]))
         if unknown:
@@ -105,10 +105,10 @@ class Settings:
         check.check_timeout(self.timeout)
 
     def plain(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of ``options`` as JSON has them: lists, numbers and strings.
+        """Returns the settings named in ``options`` as JSON values: lists, numbers and strings.
 
         Raises:
-            ValueError: a pattern that holds a Python function or a tensor, a group or a mesh.
+            ValueError: if a pattern holds a Python function or a tensor, or a group or mesh is among them.
         """
         plain: dict[str, Any] = {}
         for name in options:
@@ -131,29 +131,29 @@ def _pattern_of(*branches: Any) -> DilatedPattern:
 
 
 REGISTERED: dict[str, Settings] = {}
-# what was resolved, by a key: compiled code takes the key for a constant, which it cannot do with a pattern within settings
+# resolved settings by key: compiled code can treat the key as a constant, but not a pattern inside settings
 _KNOWN: dict[str, Settings] = {}
 
 
 def remember(name: str, settings: Settings) -> None:
     REGISTERED[name] = settings
-    # compiled models look here whether what they were compiled for still holds
+    # compiled models check here whether what they were compiled for is still valid
     for key in [key for key in _KNOWN if key.startswith(f"{name} ")]:
         del _KNOWN[key]
 
 
 @torch.compiler.assume_constant_result
 def group_of(name: str) -> str:
-    """The group that shares the sequences of a registered name, by its own name; "" for one process. A constant to compiled code."""
+    """Returns the name of the group that shares the sequences of a registered name; "" for one process. A constant in compiled code."""
     settings = REGISTERED[name]
     return group_name_of(settings.group, settings.mesh)
 
 
 def settings_of(name: str, config: Any) -> Settings:
-    """The settings of a name, for the model of a config: what the config says goes before what was registered.
+    """Returns the settings of a name for the model of a config: the config takes precedence over what was registered.
 
     Raises:
-        ValueError, TypeError: the config's settings are none, or lengths or a pattern are given nowhere.
+        ValueError, TypeError: if the config's settings are invalid, or lengths or a pattern are given nowhere.
     """
     told = None if config is None else getattr(config, CONFIG_KEY, None)
     if told is None:
@@ -180,7 +180,7 @@ def _resolved(name: str, told: tuple[tuple[str, Any], ...] | None) -> str:
 def _joined(settings: Settings, told: tuple[tuple[str, Any], ...] | None) -> Settings:
     kind = settings.kind
     if told is not None:
-        # a config may speak to several kinds: a model trained dilated is read ring_dilated, too
+        # a config may have settings of several kinds: a model trained with dilated attention is also run with ring_dilated
         everywhere = {option for options_of in OPTIONS.values() for option in options_of} - set(_PROCESSES)
         unknown = sorted({option for option, _ in told} - everywhere)
         if unknown:

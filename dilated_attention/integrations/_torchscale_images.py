@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder and LongViT from their weights."""
+"""Loads Prov-GigaPath's slide encoder and LongViT from their weights."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def load_slide_encoder(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> SlideEncoder:
-    """Prov-GigaPath's slide encoder, ``slide_encoder.pth``: the released one (768 × 12 layers) and others of its family.
+    """Loads Prov-GigaPath's slide encoder, ``slide_encoder.pth``: the released one (768 × 12 layers) and others of its family.
 
     Args:
-        source: as of ``load_torchscale``.
-        num_heads: 16 in all of theirs.
-        max_wsi_size, tile_size: their arguments, from which the segments follow; 262144 and 256 by default.
-        segment_lengths: instead; None for ``segment_lengths_of(max_wsi_size, tile_size)``.
-        dilation_rates: 1, 2, 4, 8, 16 in all of theirs.
-        grid_size: their ``slide_ngrids``.
-        global_pool: the mean of the tiles, in place of the class token.
-        norm_eps, layer_norm_eps: of the last norm, and of the layers.
-        mixture_grad: as of ``load_attention``.
-        dropout, drop_path: for training on; theirs are 0.25 and 0.1.
-        ignore: prefixes of names to leave out.
-        backend, checkpoint_activations, device, dtype: as of ``load_decoder``.
+        source: see ``load_torchscale``.
+        num_heads: number of heads; 16 in all released models.
+        max_wsi_size, tile_size: Prov-GigaPath's arguments, which determine the segments; 262144 and 256 by default.
+        segment_lengths: the segment lengths themselves; None for ``segment_lengths_of(max_wsi_size, tile_size)``.
+        dilation_rates: 1, 2, 4, 8, 16 in all released models.
+        grid_size: Prov-GigaPath's ``slide_ngrids``.
+        global_pool: use the mean of the tiles instead of the class token.
+        norm_eps, layer_norm_eps: ε of the last norm, and of the layers' norms.
+        mixture_grad: see ``load_attention``.
+        dropout, drop_path: for further training; Prov-GigaPath uses 0.25 and 0.1.
+        ignore: prefixes of the names of weights to leave out.
+        backend, checkpoint_activations, device, dtype: see ``load_decoder``.
     """
     names = without(read_weights(source), ignore)
     check_names(list(names))
@@ -98,7 +98,7 @@ def load_slide_encoder(
 
 
 def _check_table(table: torch.Tensor, config: SlideEncoderConfig) -> None:
-    """Refuse a stored position table that is not the one computed here, by its corners, middle and some rows between."""
+    """Raises ValueError if a stored position table is not the one computed here; checks its corners, middle and some rows between."""
     side, width = config.grid_size, config.encoder.embed_dim
     if tuple(table.shape) != (1, side * side + 1, width):
         raise ValueError(
@@ -130,22 +130,23 @@ def load_longvit(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> LongViT:
-    """LongViT: its backbone, its classifiers (one process or sequence-parallel: the same names), or what its DINO pretraining writes.
+    """Loads LongViT: its backbone, its classifiers (single-process or sequence-parallel, with the same names), or its DINO pretraining.
 
-    The file tells the pooling: ``model.…``, ``fc_norm`` and ``head`` are a classifier, norm of the mean; ``backbone.…`` with a norm is the
-    pretraining, mean of the norms, whose projection head (``head.mlp``, ``head.last_layer``) is left out; a bare backbone gives patches.
+    The pooling follows from the file. With ``model.…``, ``fc_norm`` and ``head`` it is a classifier: norm of the mean. With ``backbone.…``
+    and a norm it is the pretraining: mean of the norms; its projection head (``head.mlp``, ``head.last_layer``) is left out. A bare
+    backbone returns patches.
 
     Args:
-        source: as of ``load_torchscale``.
-        image_size: pixels of the side to run at; None for that of the stored positions. Another one resizes the positions as their
-            fine-tuning does, without rounding them to float16, and takes its segments.
-        num_classes: start fine-tuning: a fresh norm and a fresh head of so many classes, in place of the file's.
-        num_heads: 16 in LongViT-small.
+        source: see ``load_torchscale``.
+        image_size: side in pixels of the images to run on; None for that of the stored positions. Another size resizes the positions as
+            LongViT's fine-tuning does, but without rounding them to float16, and uses the segments of that size.
+        num_classes: to start fine-tuning, a new norm and a new head of this many classes instead of the file's.
+        num_heads: number of heads; 16 in LongViT-small.
         segment_lengths: None for ``longvit_segment_lengths(image_size)``.
-        dilation_rates: 1, 2, 4, 8, 16 in theirs.
-        attention: ``"dilated"`` · ``"dense"``, their ``flash_attention=False``: then without segments and rates.
-        norm_eps: of the norm at the pooling; None for theirs, 1e-5 of a classifier and 1e-6 of the pretraining.
-        layer_norm_eps, mixture_grad, drop_path, ignore, backend, checkpoint_activations, device, dtype: as of ``load_slide_encoder``.
+        dilation_rates: 1, 2, 4, 8, 16 in LongViT.
+        attention: ``"dilated"`` · ``"dense"``, which is LongViT's ``flash_attention=False``, without segments and rates.
+        norm_eps: ε of the norm at the pooling; None for LongViT's, 1e-5 in a classifier and 1e-6 in the pretraining.
+        layer_norm_eps, mixture_grad, drop_path, ignore, backend, checkpoint_activations, device, dtype: see ``load_slide_encoder``.
     """
     names = without(read_weights(source), ignore)
     check_names(list(names))
@@ -185,8 +186,8 @@ def load_longvit(
 
 
 def _take_pooling(weights: Weights, outer: str, num_classes: int | None, width: int) -> dict[str, Any]:
-    """The norm and the head, from the file or fresh, and the fields of ``VisionConfig`` that say so."""
-    # a classifier's norm and head lie outside of its backbone, that of the pretraining inside
+    """Takes the norm and the head from the file, or makes new ones, and returns the corresponding fields of ``VisionConfig``."""
+    # the norm and head of a classifier are outside its backbone, those of the pretraining inside
     weights.prefix = "" if outer == "model." else outer
     norm = next((name for name in ("fc_norm", "norm") if f"{name}.weight" in weights), None)
     if num_classes is not None:

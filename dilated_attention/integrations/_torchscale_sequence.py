@@ -1,4 +1,4 @@
-"""TorchScale's attention, encoder and decoder from their weights."""
+"""Loads TorchScale's attention, encoder and decoder from their weights."""
 
 from __future__ import annotations
 
@@ -39,18 +39,20 @@ def load_attention(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> MultiheadDilatedAttention:
-    """One ``DilatedAttention`` of TorchScale's, by the weights ``q_proj.weight`` … Its forward needs ``is_causal=True`` in a decoder.
+    """Loads one TorchScale ``DilatedAttention`` from weights named ``q_proj.weight`` …
+
+    In a decoder, call its forward with ``is_causal=True``.
 
     Args:
-        source: as of ``load_torchscale``.
+        source: see ``load_torchscale``.
         num_heads: H; TorchScale's ``encoder_attention_heads`` or ``decoder_attention_heads``.
-        segment_lengths, dilation_rates: its ``segment_length`` and ``dilated_ratio``, as lists or as text.
-        xpos_scale_base: of XPOS, where the weights have it.
-        layer_norm_eps: its ``layernorm_eps``.
-        mixture_grad: ``"detached"``, its gradient · ``"exact"``.
-        dropout: its ``attention_dropout``.
+        segment_lengths, dilation_rates: TorchScale's ``segment_length`` and ``dilated_ratio``, as lists or as text.
+        xpos_scale_base: XPOS's scale base, if the weights have XPOS.
+        layer_norm_eps: TorchScale's ``layernorm_eps``.
+        mixture_grad: ``"detached"``, which is TorchScale's gradient · ``"exact"``.
+        dropout: TorchScale's ``attention_dropout``.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        device, dtype: of the parameters; None for where and what the weights are.
+        device, dtype: those of the parameters; None for those of the weights.
     """
     names = read_weights(source)
     check_names(list(names))
@@ -76,29 +78,29 @@ def load_attention(
 
 
 def load_encoder(source: Any, **settings: Any) -> LongNetEncoder | LongNetLM:
-    """TorchScale's ``LongNetEncoder``; with token embeddings a LongNetLM of ``is_causal=False``.
+    """Loads TorchScale's ``LongNetEncoder``; with token embeddings, a LongNetLM with ``is_causal=False``.
 
     Args:
-        source: as of ``load_torchscale``; names may start with ``encoder.``.
-        settings: as of ``load_decoder``.
+        source: see ``load_torchscale``; names may start with ``encoder.``.
+        settings: see ``load_decoder``.
     """
     return _load_stack(source, is_causal=False, **settings)
 
 
 def load_decoder(source: Any, **settings: Any) -> LongNetDecoder | LongNetLM:
-    """TorchScale's ``LongNetDecoder``; with token embeddings a LongNetLM.
+    """Loads TorchScale's ``LongNetDecoder``; with token embeddings, a LongNetLM.
 
     Args:
-        source: as of ``load_torchscale``; names may start with ``decoder.``.
-        num_heads, segment_lengths, dilation_rates, xpos_scale_base, layer_norm_eps, mixture_grad: as of ``load_attention``.
-        attention: ``"dilated"`` · ``"dense"``, of TorchScale's plain ``Encoder`` and ``Decoder``: then without segments and rates.
-        activation: its ``activation_fn``: ``"gelu"`` · ``"relu"`` · ``"swish"``.
-        scale_embedding: embeddings times sqrt(E): its ``no_scale_embedding=False``. Its own default is not to.
-        is_pre_norm: norms come before each layer, where the weights leave that open.
-        dropout, attention_dropout, drop_path: for training on; TorchScale's ``drop_path_rate``.
-        ignore: prefixes of names to leave out.
-        backend, checkpoint_activations: as of ``LongNetDecoder``.
-        device, dtype: as of ``load_attention``.
+        source: see ``load_torchscale``; names may start with ``decoder.``.
+        num_heads, segment_lengths, dilation_rates, xpos_scale_base, layer_norm_eps, mixture_grad: see ``load_attention``.
+        attention: ``"dilated"`` · ``"dense"``, for TorchScale's plain ``Encoder`` and ``Decoder``, without segments and rates.
+        activation: TorchScale's ``activation_fn``: ``"gelu"`` · ``"relu"`` · ``"swish"``.
+        scale_embedding: multiply embeddings by sqrt(E), which is TorchScale's ``no_scale_embedding=False``. Its own default is not to.
+        is_pre_norm: norms come before each layer; needed if the weights do not determine this.
+        dropout, attention_dropout, drop_path: for further training; drop_path is TorchScale's ``drop_path_rate``.
+        ignore: prefixes of the names of weights to leave out.
+        backend, checkpoint_activations: see ``LongNetDecoder``.
+        device, dtype: see ``load_attention``.
     """
     return _load_stack(source, is_causal=True, **settings)
 

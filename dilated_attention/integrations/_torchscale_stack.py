@@ -1,4 +1,4 @@
-"""TorchScale's attention, layers and stacks under our names, with what their weights say of their shape, and what is refused."""
+"""Maps TorchScale's attention, layers and stacks to this library's names, infers their shape from the weights, and refuses others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int_tuple
 
-# parts of names, and why models with them are refused
+# patterns of names, and why models that contain them are refused
 REFUSED = {
     r"\.[AB]\.(.*\.)?(weight|bias)$": "it is a multiway model, with one set of weights for each of two kinds of tokens; such a split does not exist here",
     r"(^|\.)moe_layer\.": "it has mixture-of-experts layers; only dense feed-forward layers exist here",
@@ -32,7 +32,7 @@ REFUSED = {
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what cannot be honoured, with the reason."""
+    """Raises ValueError, with the reason, for models that are not supported."""
     for name in names:
         for pattern, reason in REFUSED.items():
             if re.search(pattern, name):
@@ -40,7 +40,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def integers(name: str, value: Any) -> tuple[int, ...]:
-    """A list of integers, or one written as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
+    """Parses a list of integers, or one written as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
     if isinstance(value, str):
         try:
             value = parse_json(value, name)
@@ -56,7 +56,7 @@ def needed(name: str, value: Any, why: str) -> Any:
 
 
 def attention_settings(segment_lengths: Any, dilation_rates: Any, mixture_grad: str) -> dict[str, Any]:
-    """TorchScale's semantics of the branches, as settings of a module or fields of a ``LongNetConfig``."""
+    """Returns TorchScale's semantics of the branches, as settings of a module or fields of a ``LongNetConfig``."""
     where = "give what the model was trained with, TorchScale's args.{}"
     return {
         "segment_lengths": integers("segment_lengths", needed("segment_lengths", segment_lengths, where.format("segment_length"))),
@@ -68,7 +68,7 @@ def attention_settings(segment_lengths: Any, dilation_rates: Any, mixture_grad: 
 
 
 def attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any, mixture_grad: str) -> dict[str, Any]:
-    """Fields of a ``LongNetConfig``: of TorchScale's dilated attention, or of its plain one."""
+    """Returns fields of a ``LongNetConfig`` for TorchScale's dilated attention, or for its plain attention."""
     if attention == "dilated":
         return attention_settings(segment_lengths, dilation_rates, mixture_grad)
     if attention != "dense":
@@ -79,7 +79,7 @@ def attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any, 
 
 
 def activation_of(name: str) -> str:
-    """Our name of an ``activation_fn``."""
+    """Returns this library's name for an ``activation_fn``."""
     known = {"gelu": "gelu", "relu": "relu", "swish": "silu"}
     if name not in known:
         raise ValueError(f"activation is {name!r}; expected one of {', '.join(map(repr, known))}")
@@ -94,7 +94,10 @@ def checked_heads(num_heads: int | None, embed_dim: int) -> int:
 
 
 def take_attention(weights: Weights, name: str, into: str, head_dim: int, *, has_xpos: bool, sub_norm: bool) -> None:
-    """One attention layer. XPOS turns neighbouring dimensions in TorchScale and halves here: rows of q and k change places."""
+    """Takes one attention layer.
+
+    XPOS rotates neighbouring dimensions in TorchScale, but halves here, so rows of q and k are permuted.
+    """
     order = None
     if has_xpos:
         scale = weights.take(f"{name}xpos.scale", "", 1)
@@ -115,7 +118,7 @@ def take_attention(weights: Weights, name: str, into: str, head_dim: int, *, has
 
 
 def stack_config(weights: Weights, *, num_heads: int | None, is_causal: bool, is_pre_norm: bool, **fields: Any) -> LongNetConfig:
-    """The configuration of the layers in ``weights``: what shapes and names tell, and ``fields`` for the rest."""
+    """Returns the configuration of the layers in ``weights``: from shapes and names, and ``fields`` for the rest."""
     embed_dim = weights.peek("layers.0.self_attn.q_proj.weight", 2).shape[1]
     heads = checked_heads(num_heads, embed_dim)
     num_layers = 1
@@ -148,7 +151,7 @@ def stack_config(weights: Weights, *, num_heads: int | None, is_causal: bool, is
 
 
 def take_stack(weights: Weights, config: LongNetConfig, into: str = "") -> None:
-    """All layers and the last norm, as the weights of a ``LongNetEncoder`` or ``LongNetDecoder``."""
+    """Takes all layers and the last norm, as the weights of a ``LongNetEncoder`` or ``LongNetDecoder``."""
     for i in range(config.num_layers):
         layer, block = f"layers.{i}.", f"{into}blocks.{i}."
         has_xpos = config.positions == "xpos"
@@ -164,13 +167,13 @@ def take_stack(weights: Weights, config: LongNetConfig, into: str = "") -> None:
 
 
 def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
-    """``model``, built on meta, with these weights, in eval mode."""
+    """Loads these weights into ``model``, built on meta, and returns it in eval mode."""
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"these weights are not of one model: {error}") from error
     model.requires_grad_()
-    # of a stack, not of each of its layers: layers without hooks compute in less memory
+    # hooks go on a stack, not on each of its layers: layers without hooks need less memory
     watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
     for module in watched:
         pattern = _pattern_of(module)
@@ -184,7 +187,7 @@ def _pattern_of(module: Any) -> Any:
 
 
 def shifted_branch(pattern: DilatedPattern, num_positions: int) -> tuple[int, int] | None:
-    """The first (w, r) at which TorchScale shifts what follows the first of several segments: r does not divide w, and N > w."""
+    """Returns the first (w, r) for which TorchScale shifts all segments after the first: r does not divide w, and N > w."""
     return next(((w, r) for w, r in pattern.branches if w % r and num_positions > w), None)
 
 
@@ -196,7 +199,7 @@ def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(x, torch.Tensor) or x.ndim != 3:
         return
     pattern, length = _pattern_of(module), x.shape[1]
-    # bounds are only read where the whole batch is long enough
+    # bounds are only read if the whole batch is long enough
     if bounds is not None and shifted_branch(pattern, length):
         length = int(bounds.diff().max())
     if branch := shifted_branch(pattern, length):

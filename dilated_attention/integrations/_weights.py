@@ -1,4 +1,4 @@
-"""Weights from a dict, a module or a file, taken one by one, so that none is forgotten. No pickle that runs code."""
+"""Reads weights from a dict, a module or a file, and takes them one by one so that none is forgotten. Never runs pickled code."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 
 from dilated_attention.models.checkpoint import read_safetensors
 
-# what torch.load's errors have of objects that it does not make
+# parts of torch.load's messages about objects that it refuses to make
 _REFUSED_BY_TORCH = ("GLOBAL", "Can only create new object", "Can only build", "unrecognized function")
-# where training programs put the weights in what they save
+# keys under which training programs store the weights
 WRAPPERS = ("model", "module", "state_dict", "teacher", "student")
-# what torch.compile and activation checkpointing put into names
+# parts that torch.compile and activation checkpointing insert into names
 _INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor]:
-    """Name → tensor of a module, of a dict, or of a file written by ``torch.save`` or safetensors.
+    """Returns name → tensor of a module, of a dict, or of a file written by ``torch.save`` or safetensors.
 
     Args:
         source: nn.Module, mapping, or path.
-        part: key of the weights in a dict of several things; None if there is one of ``WRAPPERS``, or none.
+        part: key of the weights in a dict of several things; None to use the one of ``WRAPPERS`` that exists, or the dict itself.
 
     Raises:
-        ValueError: nothing of that kind in it; several; a file that is damaged, or holds more than tensors.
-        FileNotFoundError, PermissionError: of the file.
+        ValueError: if there are no such weights, or several; or a file is damaged or holds more than tensors.
+        FileNotFoundError, PermissionError: if the file cannot be read.
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
@@ -88,7 +88,7 @@ def _load_file(path: Path) -> Any:
         raise FileNotFoundError(f"{path} is no file; expected one with weights, .safetensors or written by torch.save")
     if path.suffix == ".safetensors":
         return read_safetensors(path)[0]
-    # what torch.load says of a file that may not be read depends on its format
+    # torch.load's error for a file without read permission depends on its format
     with path.open("rb"):
         pass
     try:
@@ -96,11 +96,11 @@ def _load_file(path: Path) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # bytes that are no pickle end in whatever error they lead to: KeyError, IndexError, struct.error, OSError, RuntimeError …
+        # bytes that are not a pickle raise any kind of error: KeyError, IndexError, struct.error, OSError, RuntimeError …
         reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())
-        # not its advice, which is to unpickle whatever it is
+        # without torch's advice, which is to unpickle the file anyway
         reason = reason.split(" In PyTorch 2.6")[0].split(" Check the documentation")[0][:300]
-        # by name: this package does not import pickle
+        # compared by name, because this package does not import pickle
         if type(error).__name__ == "UnpicklingError" and any(word in reason for word in _REFUSED_BY_TORCH):
             raise ValueError(
                 f"{path} holds more than tensors, and unpickling it could run any code in it: {reason}. If you trust where it comes from, write "
@@ -113,7 +113,7 @@ def _load_file(path: Path) -> Any:
 
 
 def without(names: dict[str, torch.Tensor], ignore: Sequence[str]) -> dict[str, torch.Tensor]:
-    """``names`` but those that start with a prefix of ``ignore``, each of which must be some name's."""
+    """Returns ``names`` without those that start with a prefix in ``ignore``; each prefix must match some name."""
     if isinstance(ignore, str):
         raise TypeError(f"ignore is {ignore!r}; expected a list of prefixes, such as [{ignore!r}]")
     for prefix in ignore:
@@ -123,11 +123,11 @@ def without(names: dict[str, torch.Tensor], ignore: Sequence[str]) -> dict[str, 
 
 
 class Weights:
-    """Weights that are taken by name, each once, into the names of another model; at the end nothing may be left.
+    """Weights that are taken by name, each once, under the names of another model; at the end none may be left.
 
     Args:
         weights: name → tensor.
-        prefix: of all names below.
+        prefix: a prefix of all names passed to the methods.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -140,7 +140,7 @@ class Weights:
         return self.prefix + name in self._all
 
     def peek(self, name: str, ndim: int) -> torch.Tensor:
-        """A weight that must be there, left where it is."""
+        """Returns a weight, which must exist, without taking it."""
         value = self._all.get(self.prefix + name)
         if value is None:
             raise ValueError(f"there is no {self.prefix}{name} among the weights; they are {_some(self._all)}")
@@ -149,14 +149,14 @@ class Weights:
         return value
 
     def take(self, name: str, into: str, ndim: int) -> torch.Tensor:
-        """The weight ``name``, which becomes ``into``."""
+        """Takes the weight ``name`` under the name ``into`` and returns it."""
         value = self.peek(name, ndim)
         self._left.discard(self.prefix + name)
         self.taken[into] = value
         return value
 
     def take_linear(self, name: str, into: str, *, order: torch.Tensor | None = None) -> None:
-        """weight and bias of a linear layer, with its rows in ``order``."""
+        """Takes the weight and bias of a linear layer, with the rows in ``order``."""
         for kind, ndim in (("weight", 2), ("bias", 1)):
             value = self.take(f"{name}.{kind}", f"{into}.{kind}", ndim)
             if order is not None:
@@ -171,14 +171,14 @@ class Weights:
             self.take(f"{name}.{kind}", f"{into}.{kind}", 1)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Weights, prefix included, that are left out on purpose."""
+        """Drops weights that are left out on purpose; the names include the prefix."""
         self._left -= set(names)
 
     def names(self) -> list[str]:
         return list(self._all)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """All that was taken; an error that names what was not."""
+        """Returns all that was taken; raises an error that names what was not."""
         if self._left:
             raise ValueError(
                 f"{len(self._left)} of {len(self._all)} weights have no place in this model: {_some(self._left)}; "
@@ -188,7 +188,7 @@ class Weights:
 
 
 def place(weights: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Copies on ``device`` in ``dtype``; None for where they are, and for the one dtype they have."""
+    """Copies the weights to ``device`` and ``dtype``; None keeps their device, and their dtype, which must be the same for all."""
     odd = [name for name, value in weights.items() if not value.is_floating_point()]
     if odd:
         raise ValueError(f"{_some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be restored first")

@@ -1,15 +1,16 @@
-"""Transformers models on this library's attention: ``attn_implementation="dilated"``, ``"ring_dilated"``, ``"block_sparse"``.
+"""Transformers models with this library's attention: ``attn_implementation="dilated"``, ``"ring_dilated"``, ``"block_sparse"``.
 
     from dilated_attention.integrations.huggingface import register
     register(segment_lengths=[2048, 8192, 32768], dilation_rates=[1, 4, 12])
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dilated")
 
-Needs transformers 4.53 or later: ``pip install "dilated-attention[hf]"``. What a model asks for and cannot have here is refused, never
-ignored; docs/huggingface.md has the table.
+Needs transformers 4.53 or later: ``pip install "dilated-attention[hf]"``. What a model asks for and is not supported here is refused,
+never ignored; see the table in docs/huggingface.md.
 
-Segments are those of the positions in the tensor. In a batch padded on the left, a row that begins with p padded positions has its first
+Segments are counted in positions of the tensor. In a batch padded on the left, a row that begins with p padded positions has its first
 token at position p, and its segments begin where those of the longest row do: the same tokens may see other keys than without padding.
-With one segment of everything and rate 1 they do not. Pad on the right, or run rows of unequal length one by one, where that matters.
+This does not happen with one segment over everything and rate 1. Where it matters, pad on the right, or run rows of unequal length one
+by one.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from dilated_attention.pattern.checks import one_of
 
 __all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
 
-# transformers takes names with these for its own implementations
+# transformers uses names with these parts for its own implementations
 _TAKEN = ("eager", "sdpa", "flash", "flex_attention", "paged", "/", "|", ":", "@")
 
 
 def register(name: str | None = None, *, kind: str | None = None, ignored: Iterable[str] = (), **options: Any) -> None:
-    """Make names known to transformers as values of ``attn_implementation``. Calling it again replaces what was registered.
+    """Registers names with transformers as values of ``attn_implementation``. Calling it again replaces what was registered.
 
     Args:
-        name: of a setting of one's own, for several in one process: ``register("wide", segment_lengths=…)``. None: ``"dilated"``,
-            ``"ring_dilated"`` and ``"block_sparse"``, each with those of the options that it has.
-        kind: what ``name`` stands for, one of those three. None: ``"block_sparse"`` with a pattern, otherwise ``"dilated"``.
-        ignored: arguments of the model's own layers that change nothing about attention, if one is refused as unknown.
-        options: the defaults of models whose config says nothing else (see ``configure``):
-            of dilated: ``segment_lengths, dilation_rates, head_offsets, branch_heads, tail, mixture_grad``, as of ``dilated_attention``;
-            of ring_dilated these and ``group, mesh, layout, exchange, seq_len, ranks_per_node, timeout``, as of ``ring_dilated_attention``;
-            of block_sparse: ``pattern``, as of ``block_sparse_attention``, or the string of its ``spec()``;
-            of all: ``deterministic, backend``.
+        name: a name of your own, for several settings in one process: ``register("wide", segment_lengths=…)``. None: ``"dilated"``,
+            ``"ring_dilated"`` and ``"block_sparse"``, each with those of the options that apply to it.
+        kind: which of these three ``name`` stands for. None: ``"block_sparse"`` if a pattern is given, otherwise ``"dilated"``.
+        ignored: arguments of the model's own layers that do not affect attention, if one is refused as unknown.
+        options: the defaults for models whose config does not say otherwise (see ``configure``):
+            for dilated: ``segment_lengths, dilation_rates, head_offsets, branch_heads, tail, mixture_grad``, see ``dilated_attention``;
+            for ring_dilated also ``group, mesh, layout, exchange, seq_len, ranks_per_node, timeout``, see ``ring_dilated_attention``;
+            for block_sparse: ``pattern``, see ``block_sparse_attention``, or the string of its ``spec()``;
+            for all: ``deterministic, backend``.
 
     Raises:
-        ImportError: transformers is not installed, or is older than 4.53.
-        ValueError, TypeError: an option that none of the names has, or a value that it does not take.
+        ImportError: if transformers is not installed, or is older than 4.53.
+        ValueError, TypeError: if none of the names has an option, or its value is not accepted.
     """
     attention_interface, mask_interface = _interfaces()
     if name is None:
@@ -75,7 +76,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         if name in KINDS and name != kind:
             raise ValueError(f"name is {name!r} with kind={kind!r}; expected another name for it")
         wanted, kinds = {name: options}, {name: kind}
-    # all are checked before any is known
+    # check all of them before registering any
     found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
     _hf_refusals.ignore(ignored)
     for each, settings in found.items():
@@ -85,17 +86,17 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
 
 
 def configure(model_or_config: Any, **options: Any) -> None:
-    """Say in a model's config what its layers see, so that it is saved with the model: ``config.dilated_attention = {…}``.
+    """Writes the settings of a model's layers to its config, so that they are saved with the model: ``config.dilated_attention = {…}``.
 
-    A later call adds to the dict and replaces what it names. Configs within the config, such as of a model of text and images, are told too.
+    A later call adds to the dict and replaces what it names. Configs within the config, e.g. of a model of text and images, are set, too.
 
     Args:
         model_or_config: a transformers model, or its config.
-        options: those of ``register`` but ``group`` and ``mesh``, of any kind. ``None`` takes one away.
+        options: those of ``register`` except ``group`` and ``mesh``, of any kind. ``None`` removes an option.
 
     Raises:
-        ValueError, TypeError: an option that there is not, a value that it does not take, one that cannot be saved as JSON; or a model that
-            computes its attention itself and never asks for an implementation.
+        ValueError, TypeError: if an option does not exist, its value is not accepted or cannot be saved as JSON, or the model computes its
+            attention itself and never asks for an implementation.
     """
     can_set = getattr(model_or_config, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
@@ -121,22 +122,23 @@ def configure(model_or_config: Any, **options: Any) -> None:
 def shard_inputs(
     inputs: Mapping[str, Any], *, group: Any = None, mesh: Any = None, layout: str = "contiguous", ignore_index: int = -100
 ) -> dict[str, Any]:
-    """This process's part of a model's inputs, for ``attn_implementation="ring_dilated"``. No communication.
+    """Returns this process's shard of a model's inputs, for ``attn_implementation="ring_dilated"``. Needs no communication.
 
-    Every tensor whose second dimension is the sequence's N is cut; ``position_ids`` are those in the whole sequence. With ``labels``, the
-    targets are shifted before they are cut, so that no process needs its neighbour's: ``shift_labels`` and ``num_items_in_batch``, the whole
-    sequence's number of targets, come with them. The processes' losses then sum to the loss of the whole, and so do their gradients.
+    Every tensor whose second dimension is the sequence length N is sharded; ``position_ids`` are those in the whole sequence. With
+    ``labels``, the targets are shifted before they are sharded, so that no process needs its neighbour's. The result then contains
+    ``shift_labels`` and ``num_items_in_batch``, the number of targets of the whole sequence. The processes' losses then sum to the loss of
+    the whole sequence, and so do their gradients.
 
     Args:
-        inputs: of the whole sequence, equal on all processes; ``input_ids`` or ``inputs_embeds`` (B, N, …) among them.
-        group, mesh, layout: as given to ``register``.
-        ignore_index: the label that does not count.
+        inputs: inputs of the whole sequence, equal on all processes; they must include ``input_ids`` or ``inputs_embeds`` (B, N, …).
+        group, mesh, layout: the same as given to ``register``.
+        ignore_index: the label of positions that do not count.
 
     Returns:
         A new dict to call the model with: ``model(**shard_inputs(inputs))``, (B, n, …).
 
     Raises:
-        ValueError: neither ``input_ids`` nor ``inputs_embeds`` is given.
+        ValueError: if neither ``input_ids`` nor ``inputs_embeds`` is given.
     """
     if group is not None and mesh is not None:
         raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
@@ -161,13 +163,13 @@ def shard_inputs(
         positions = local_positions(place, length, layout=layout, device=first.device)
         whole["position_ids"] = positions.expand(batch, -1)
     if layout != "contiguous" and whole.get("attention_mask") is None:
-        # transformers would take jumps of positions for packed documents
+        # otherwise transformers would interpret jumps of positions as packed documents
         whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
     return whole
 
 
 def _configs(config: Any) -> list[Any]:
-    """A config and those within it."""
+    """Returns a config and those nested in it."""
     found = [config]
     for name in getattr(config, "sub_configs", None) or ():
         if getattr(config, name, None) is not None:
@@ -176,7 +178,7 @@ def _configs(config: Any) -> list[Any]:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """transformers' tables of attention and mask functions, imported when first needed."""
+    """Returns transformers' registries of attention and mask functions, imported on first use."""
     try:
         modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
         return modeling.AttentionInterface, masking.AttentionMaskInterface

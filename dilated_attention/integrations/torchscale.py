@@ -1,11 +1,11 @@
-"""Weights of TorchScale's LongNet, of Prov-GigaPath's slide encoder and of LongViT in this package's models. TorchScale is not needed.
+"""Loads weights of TorchScale's LongNet, Prov-GigaPath's slide encoder and LongViT into this package's models, without TorchScale.
 
-``load_torchscale`` takes a file or a state dict and recognises what it is; ``from_torchscale`` takes a module and reads its settings, too.
-What weights cannot tell (number of heads, segments, dilation rates) is asked for; what a model here cannot do (multiway, experts, deepnorm …)
-is refused by name. The models compute what TorchScale computes: offsets in blocks of heads, zero keys where it pads, segments
-clamped to the sequence, and by default its gradient, which leaves the mixture's weights out: ``mixture_grad="exact"`` trains with the true
-one. Two of its errors are not reproduced: where r does not divide w and there are several segments, all but the first are shifted
-there (a warning says when a call meets that); and attention dropout is applied in evaluation there.
+``load_torchscale`` takes a file or a state dict and recognises its kind; ``from_torchscale`` takes a module and also reads its settings.
+What the weights do not determine (number of heads, segments, dilation rates) must be given; what models here do not support (multiway,
+experts, deepnorm …) is refused by name. The models compute what TorchScale computes: offsets in blocks of heads, zero keys where it
+pads, segments clamped to the sequence, and by default its gradient, which leaves out the mixture weights; ``mixture_grad="exact"``
+trains with the true one. Two of its errors are not reproduced: if r does not divide w and there are several segments, TorchScale
+shifts all but the first (a warning is given when a call is affected); and it applies attention dropout in evaluation.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _LOADERS: dict[str, Callable[..., Any]] = {
 
 
 def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = None, **settings: Any) -> Any:
-    """A model of this package with TorchScale's weights, in eval mode.
+    """Returns a model of this package with TorchScale's weights, in eval mode.
 
     Args:
-        source: path of a file (.safetensors, or written by ``torch.save`` and holding nothing but tensors), state dict, or module, of
-            which only the weights are read: ``from_torchscale`` reads its settings, too.
-        kind: ``"attention"`` · ``"encoder"`` · ``"decoder"`` · ``"slide_encoder"`` · ``"longvit"``; None to tell from the names. An encoder
-            and a decoder have the same names, unless they start with ``encoder.`` or ``decoder.``.
-        part: key of the weights in a file of several, such as ``"teacher"``.
-        settings: of ``load_attention``, ``load_encoder``, ``load_decoder``, ``load_slide_encoder`` or ``load_longvit``.
+        source: path of a file (.safetensors, or written by ``torch.save`` with only tensors in it), state dict, or module. Of a module only
+            the weights are read; ``from_torchscale`` also reads its settings.
+        kind: ``"attention"`` · ``"encoder"`` · ``"decoder"`` · ``"slide_encoder"`` · ``"longvit"``; None to infer it from the names. An
+            encoder and a decoder have the same names, unless they start with ``encoder.`` or ``decoder.``.
+        part: key of the weights in a file that contains several, such as ``"teacher"``.
+        settings: arguments of ``load_attention``, ``load_encoder``, ``load_decoder``, ``load_slide_encoder`` or ``load_longvit``.
 
     Returns:
         MultiheadDilatedAttention · LongNetEncoder or, with token embeddings, LongNetLM · LongNetDecoder or LongNetLM · SlideEncoder ·
         LongViT.
 
     Raises:
-        ValueError, TypeError: weights that are missing, left over or refused, settings that are missing or do not belong to this kind; a file
-            that is damaged, or holds more than tensors.
+        ValueError, TypeError: if weights are missing, left over or refused, settings are missing or do not belong to this kind, or a file
+            is damaged or holds more than tensors.
 
     >>> model = load_torchscale("slide_encoder.pth")                                     # Prov-GigaPath
     >>> model = load_torchscale("longvit.pth", image_size=4096)                          # LongViT
@@ -85,18 +85,18 @@ def _kind_of(weights: dict[str, torch.Tensor]) -> str:
 
 
 def from_torchscale(module: nn.Module, **options: Any) -> Any:
-    """A model of this package that computes what a module of TorchScale, Prov-GigaPath or LongViT computes, with a copy of its weights.
+    """Converts a module of TorchScale, Prov-GigaPath or LongViT to a model of this package that computes the same, with copied weights.
 
     Args:
-        module: their DilatedAttention, LongNetEncoder, LongNetDecoder, plain Encoder or Decoder, LongNetViT, LongViT or LongViT classifier; or
-            one wrapped in DDP.
-        options: ``mixture_grad``, ``backend``, ``checkpoint_activations``, ``device``, ``dtype``, ``ignore``, as of ``load_decoder``.
+        module: a DilatedAttention, LongNetEncoder, LongNetDecoder, plain Encoder or Decoder, LongNetViT, LongViT or LongViT classifier; or
+            one of these wrapped in DDP.
+        options: ``mixture_grad``, ``backend``, ``checkpoint_activations``, ``device``, ``dtype``, ``ignore``, see ``load_decoder``.
 
     Returns:
-        As of ``load_torchscale``, in eval mode, with the dropout and drop path of the module.
+        See ``load_torchscale``; the model is in eval mode and has the dropout and drop path of the module.
 
     Raises:
-        ValueError, TypeError: a module of another kind, or one that does what models here do not.
+        ValueError, TypeError: if the module is of another kind, or does something that models here do not support.
 
     >>> model = from_torchscale(LongNetEncoder(args))
     """
@@ -118,7 +118,7 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
         )
     settings = _stack_settings(stack)
     if backbone is stack:
-        # only a decoder's layer has a place for cross attention
+        # only layers of a decoder have the attribute for cross-attention
         load = load_decoder if hasattr(stack.layers[0], "encoder_attn") else load_encoder
         return load(foreign, is_pre_norm=True, **settings, **options)
     for name, default in (("activation", "gelu"), ("scale_embedding", False), ("attention_dropout", 0.0), ("xpos_scale_base", 512.0)):
@@ -139,7 +139,7 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
 
 
 def _arguments(module: Any) -> Any:
-    """``args`` of a module of TorchScale's, checked for what does not exist here."""
+    """Returns the ``args`` of a TorchScale module, checked for what is not supported here."""
     args = getattr(module, "args", None)
     if args is None:
         raise TypeError(f"{type(module).__name__} has no args; expected a module of TorchScale's: for weights use load_torchscale")
@@ -162,7 +162,7 @@ def _attention_settings(args: Any, attention: Any) -> dict[str, Any]:
         "num_heads": attention.num_heads,
         "layer_norm_eps": args.layernorm_eps,
     }
-    # TorchScale's arguments have it whether or not there is XPOS
+    # TorchScale's args contain it whether or not XPOS is used
     if getattr(attention, "xpos", None) is not None:
         settings["xpos_scale_base"] = float(getattr(args, "xpos_scale_base", 512))
     if hasattr(attention, "gathering"):

@@ -24,22 +24,22 @@ from dilated_attention.pattern import DilatedPattern
 
 
 def magneto_gain(num_layers: int) -> float:
-    """MAGNETO's γ of an encoder or a decoder of M layers, sqrt(log 2M) (arXiv 2210.06423, Figure 2): gain of v, out and feed-forward weights.
+    """Returns MAGNETO's γ = sqrt(log 2M) for an encoder or a decoder of M layers (arXiv 2210.06423, Figure 2).
 
-    sqrt(log 2) for the one layer of M = 1, as for two: the formula's own value.
+    It is the gain of the v, out and feed-forward weights. For M = 1 the formula is applied as it stands and gives sqrt(log 2).
     """
     return math.sqrt(math.log(2 * num_layers))
 
 
 def make_norm(config: LongNetConfig, **factory: Any) -> nn.Module:
-    """A norm of the residual stream."""
+    """Makes a norm for the residual stream."""
     if config.norm == "layer_norm":
         return nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
     return nn.RMSNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
 
 
 class FeedForward(nn.Module):
-    """y = W_2 · LN(act(W_1 x)), or with ``"swiglu"`` W_2 · LN(SiLU(W_g x) ∘ W_1 x). LN is MAGNETO's, left out without ``sub_norm``.
+    """y = W_2 · LN(act(W_1 x)), or with ``"swiglu"`` W_2 · LN(SiLU(W_g x) ∘ W_1 x). LN is MAGNETO's; it is left out without ``sub_norm``.
 
     (B, N, E) → (B, N, E).
     """
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-normal with MAGNETO's gain; without its norm with gain 1, and W_2 smaller by sqrt(2M)."""
+        """Xavier-normal initialization with MAGNETO's gain; without ``sub_norm`` with gain 1, and W_2 divided by sqrt(2M)."""
         gain = magneto_gain(self.num_layers) if self.norm is not None else 1.0
         for linear in (self.gate, self.up, self.down):
             if linear is not None:
@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
             shrink_residual(self.down, self.num_layers)
 
     def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
-        """``input_norm``: of the block around this layer, applied to x first: for training with less memory."""
+        """Computes the layer. It applies ``input_norm``, the norm in front of it, to x itself, which saves memory in training."""
         inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
         gate = None if self.gate is None else inner[1]
         return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]
@@ -80,13 +80,13 @@ class FeedForward(nn.Module):
 
 
 def shrink_residual(linear: nn.Linear, num_layers: int) -> None:
-    """Divide a weight that writes to the residual stream by sqrt(2M), so that 2M of them leave its variance near 1 (GPT-2's)."""
+    """Divides a weight that writes to the residual stream by sqrt(2M), so that 2M such layers leave its variance near 1, as in GPT-2."""
     with torch.no_grad():
         linear.weight.div_(math.sqrt(2 * num_layers))
 
 
 class DropPath(nn.Module):
-    """x/(1 − p) or, with probability p, 0: for each sample, or each packed document, as a whole (arXiv 1603.09382). (B, N, E)."""
+    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class DropPath(nn.Module):
         return x if factors is None else x * factors.to(x.dtype).view(*factors.shape, *(1,) * (3 - factors.ndim))
 
     def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
-        """What rows are multiplied by in float32, (B,) or with packed documents (1, N); None for 1."""
+        """Returns the factors of the rows in float32, (B,), or (1, N) for packed documents; None if all are 1."""
         if self.p == 0 or not self.training:
             return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -114,7 +114,7 @@ class DropPath(nn.Module):
 def make_attention(
     config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
 ) -> MultiheadProjections:
-    """The attention of one block, on one process or, with ``ring``, on several."""
+    """Makes the attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
         "embed_dim": config.embed_dim,
         "num_heads": config.num_heads,
@@ -154,7 +154,7 @@ def make_attention(
     return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
 
 
-# layers that know how to apply the norm in front of them
+# layers that can apply the norm in front of them
 _LAYERS = (
     FeedForward,
     MultiheadBlockSparseAttention,
@@ -165,12 +165,12 @@ _LAYERS = (
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)). (B, N, E) → (B, N, E); with ``ring`` this process's rows, (B, n, E).
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). (B, N, E) → (B, N, E); with ``ring``, x is this process's rows (B, n, E).
 
     Args:
-        config: the shape.
-        depth: place in the stack, from 0, for ``drop_path``.
-        backend, ring, device, dtype: as of ``LongNetDecoder``.
+        config: the model configuration.
+        depth: index in the stack, from 0, for ``drop_path``.
+        backend, ring, device, dtype: see ``LongNetDecoder``.
     """
 
     def __init__(
@@ -217,5 +217,8 @@ class Block(nn.Module):
 
 
 def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
-    """(input of a layer, keywords): x and the norm for a layer of ours to apply, for a replaced or hooked one norm(x)."""
+    """Returns (input of a layer, keywords).
+
+    A layer of this library gets x and the norm, which it applies itself; a replaced or hooked layer gets norm(x).
+    """
     return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})

@@ -1,7 +1,8 @@
-"""Keys and values of past positions, kept so that a new token costs one row of attention: in stretches of equal length; in pages: paged_cache.py.
+"""KV caches: they keep the keys and values of past positions, so that a new token costs one row of attention.
 
-Both kinds hold what later rows can still read: of LongNet's branches the last max(w) positions, of a window its width, of dense attention
-everything. Keys are stored as they enter the product: normalised and rotated by their absolute position.
+``KVCache`` gives every request a contiguous stretch of equal length; for a cache in pages see ``paged_cache.py``. Both hold what later rows
+can still read: the last max(w) positions with LongNet's branches, the width of a window, everything with dense attention. Keys are stored
+as they enter the product: normalised and rotated by their absolute position.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from dilated_attention.validation import DTYPES
 
 
 class Cache(ABC):
-    """What both kinds share: requests, their lengths, and passes of a model over new positions of them.
+    """Base class of both caches: requests, their lengths, and passes of a model over new positions of them.
 
-    ``lengths`` are known on the host, so that no step waits for the device; ``positions`` (B,) is where a step puts each request's next
-    token. A request that is not ``active`` takes part in steps without growing: its row is computed for nothing. ``changes`` count how often
-    each has grown or shrunk.
+    ``lengths`` are kept on the host, so no step waits for the device. ``positions`` (B,) says where a step writes each request's next
+    token. A request that is not ``active`` takes part in steps without growing: its row is computed and ignored. ``changes`` counts how
+    often each request has grown or shrunk.
 
-    A pass that fails, or is interrupted, leaves ``lengths`` as they were, and any other pass may follow: what it wrote is read by none. If it
-    fails while its end is written down, its requests are refused until they are freed.
+    A pass that fails or is interrupted leaves ``lengths`` unchanged, and any other pass may follow: no pass reads what it wrote. If it
+    fails while its end is being recorded, its requests are refused until they are freed.
     """
 
     keys: list[torch.Tensor]
@@ -64,7 +65,7 @@ class Cache(ABC):
         self.row_keys: RowKeys = row_keys(config.pattern, config.num_heads, self.num_kv_heads, self.max_length, self.device)
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests
-        # requests that nobody may go on with; and of each the end of all passes that were begun
+        # requests that must not be continued; and, for each request, the furthest end of all passes that were begun
         self._cut_off: frozenset[int] = frozenset()
         self._ends = [0] * self.num_requests
         self.changes = [0] * self.num_requests
@@ -72,23 +73,23 @@ class Cache(ABC):
 
     @abstractmethod
     def cached(self, layer: int, requests: slice) -> Cached:
-        """Where the keys and values of a layer lie."""
+        """Returns the storage of the keys and values of a layer."""
 
     @abstractmethod
     def reserve(self, request: int, length: int) -> None:
-        """Have room for positions below ``length``."""
+        """Makes room for positions below ``length``."""
 
     @abstractmethod
     def release(self, request: int) -> None:
-        """Give back what no row to come of this request can read."""
+        """Releases what no future row of this request can read."""
 
     @property
     @abstractmethod
     def wraps(self) -> bool:
-        """Whether slots of old positions are taken again by new ones."""
+        """Whether new positions reuse the slots of old ones."""
 
     def first_to_overwrite(self, length: int) -> int:
-        """The first position whose slot holds one that rows from ``length`` on read; ``max_length`` where there is none."""
+        """Returns the first position that would overwrite a slot that rows from ``length`` on read; ``max_length`` if there is none."""
         return self.max_length
 
     @property
@@ -98,11 +99,11 @@ class Cache(ABC):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position: keys and values of all layers."""
+        """Bytes of one position: its keys and values in all layers."""
         return 2 * self.config.num_layers * self.num_kv_heads * self.config.head_dim * self.dtype.itemsize
 
     def begin(self, batch: int, num_tokens: int, requests: slice | None = None) -> Use:
-        """Begin a pass over so many new positions of ``requests``, all by default, ``batch`` of them."""
+        """Begins a pass over ``num_tokens`` new positions of ``requests`` (default: all), whose number must be ``batch``."""
         chosen = self._chosen(requests)
         if batch != len(chosen):
             raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
@@ -121,7 +122,10 @@ class Cache(ABC):
         return Chunk(self, slice(chosen.start, chosen.stop), lengths[0], num_tokens)
 
     def prepare_step(self) -> int:
-        """Room and tables for one more position of every active request; the tables' generation: a graph captured in another has to go."""
+        """Reserves room and prepares tables for one more position of every active request.
+
+        Returns the generation of the tables; a CUDA graph captured with another generation must be discarded.
+        """
         for request in range(self.num_requests):
             if self.active[request]:
                 self._check_pass(request, 1)
@@ -130,11 +134,14 @@ class Cache(ABC):
         return self.row_keys.prepare([self._position(request) for request in range(self.num_requests)])
 
     def step(self) -> Use:
-        """A pass of one position for every request, after ``prepare_step``: on the device alone, so that a CUDA graph may capture it."""
+        """Returns a pass of one position for every request, after ``prepare_step``.
+
+        It runs on the device only, so a CUDA graph may capture it.
+        """
         return Step(self)
 
     def advance(self, requests: slice | None = None, by: int = 1) -> None:
-        """Lengths grow: of some requests, which become active, or of all that are."""
+        """Increases the lengths of some requests, which become active, or of all active ones."""
         chosen = [i for i in self._chosen(requests) if requests is not None or self.active[i]]
         with self.writing_down(chosen):
             for i in chosen:
@@ -148,7 +155,10 @@ class Cache(ABC):
 
     @contextmanager
     def as_one(self, requests: slice | None = None) -> Iterator[None]:
-        """Several passes that count as one: if any fails, the requests are as before; one that has lost what it held is refused until freed."""
+        """Makes several passes count as one: if any of them fails, the requests are restored.
+
+        A request whose former contents have been overwritten is refused until it is freed.
+        """
         before = [(i, self.lengths[i], self.active[i]) for i in self._chosen(requests)]
         try:
             yield
@@ -162,26 +172,26 @@ class Cache(ABC):
             self._cut_off |= lost
             for i, length, is_active in before:
                 if length == 0:
-                    # with nothing to lose it is as new, wherever the error came
+                    # it held nothing before, so it can be reset completely, wherever the error occurred
                     self.free(i)
                     self.active[i] = is_active
             raise
 
     @contextmanager
     def writing_down(self, requests: Iterable[int]) -> Iterator[None]:
-        """What these requests hold and what is known of it change together: an error in between leaves them refused."""
+        """Guards an update of the requests' contents and bookkeeping: if an error interrupts it, these requests are refused."""
         before = self._cut_off
         self._cut_off = before.union(requests)
         yield
         self._cut_off = before
 
     def finish(self, request: int) -> None:
-        """Let a request grow no more; it keeps its positions until it is freed."""
+        """Stops a request from growing; it keeps its positions until it is freed."""
         self.active[self._checked(request)] = False
         self._place()
 
     def free(self, request: int) -> None:
-        """Forget a request: its place can be prefilled anew, ``cache.of(request)``."""
+        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``."""
         with self.writing_down([self._checked(request)]):
             self.lengths[request] = 0
             self.changes[request] += 1
@@ -191,7 +201,7 @@ class Cache(ABC):
         self._cut_off -= {request}
 
     def of(self, request: int) -> Requests:
-        """The cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
+        """Returns the cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
         self._checked(request)
         return Requests(self, slice(request, request + 1))
 
@@ -205,22 +215,22 @@ class Cache(ABC):
 
     @abstractmethod
     def _holds(self, request: int, length: int) -> bool:
-        """Whether all that rows from ``length`` on read is still there, after passes over positions behind it."""
+        """Whether the cache still holds all that rows from ``length`` on read, after passes over later positions."""
 
     @abstractmethod
     def _forget(self, request: int) -> None:
-        """Give back all that a request holds."""
+        """Releases all that a request holds."""
 
     @abstractmethod
     def _shape(self) -> str:
-        """Requests and slots, or pages, for display."""
+        """Describes the requests and slots, or the pages, for display."""
 
     def _chosen(self, requests: slice | None) -> range:
         return range(self.num_requests)[slice(None) if requests is None else requests]
 
     def _position(self, request: int) -> int:
         length = self.lengths[request]
-        # a request that grows no more writes where its next position would lie, again and again: no row reads that before it is written
+        # a finished request keeps writing to its next position; no row reads that slot before it is written again
         return min(length, self.max_length - 1)
 
     def _place(self) -> None:
@@ -251,20 +261,20 @@ class Cache(ABC):
 
 
 class KVCache(Cache):
-    """Every request has a stretch of equal length, which positions go round once they have filled it.
+    """Gives every request a contiguous stretch of equal length, used as a ring buffer once it is full.
 
-    A stretch holds what rows can still read: min(max_length, max(w)) positions of dilated branches, left + 1 of a window and global tokens
-    before it, else max_length.
+    A stretch holds what rows can still read: min(max_length, max(w)) positions for dilated branches, left + 1 for a window plus the global
+    tokens before it, else max_length.
 
     Args:
-        config: of the model.
-        num_requests: B.
-        max_length: positions of a request, prompt and new ones.
-        device, dtype: of keys and values; those of the model.
-        backend: of decoding, as of ``decode_attention``.
+        config: the model's configuration.
+        num_requests: B, the number of requests.
+        max_length: maximum number of positions of a request, prompt and new ones together.
+        device, dtype: those of keys and values; they must be those of the model.
+        backend: the backend for decoding; see ``decode_attention``.
 
     Raises:
-        ValueError: a block pattern that is not ``is_prefix_stable``, sizes that cannot be.
+        ValueError: if a block pattern is not ``is_prefix_stable``, or sizes are invalid.
 
     >>> cache = KVCache(model.config, 1, 2**20, device="cuda", dtype=torch.bfloat16)
     >>> logits = model(prompt, cache=cache)
@@ -299,16 +309,16 @@ class KVCache(Cache):
         return min(lows) + self.capacity - fixed if self.wraps and lows else self.max_length
 
     def reserve(self, request: int, length: int) -> None:
-        """Nothing to do: a stretch has room for all that can be read."""
+        """Does nothing: a stretch has room for all that can be read."""
 
     def release(self, request: int) -> None:
-        """Nothing to do: slots are taken again."""
+        """Does nothing: slots are reused."""
 
     def _holds(self, request: int, length: int) -> bool:
         return self._ends[request] <= self.first_to_overwrite(length)
 
     def _forget(self, request: int) -> None:
-        """Nothing to do: what is written anew is not read before."""
+        """Does nothing: a slot is always written anew before it is read."""
 
     def _shape(self) -> str:
         return f"{self.num_requests} × {self.capacity:,} positions"
@@ -316,7 +326,7 @@ class KVCache(Cache):
 
 @dataclass(frozen=True)
 class Requests:
-    """Some requests of a cache, in the place of the whole one."""
+    """A view of some requests of a cache, used in place of the whole cache."""
 
     cache: Cache
     requests: slice

@@ -1,4 +1,4 @@
-"""One pass of a model over new positions, with a cache: of one position for every request, or of a chunk for some."""
+"""A pass of a model over new positions with a cache: one position of every request, or a chunk of positions of some requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dilated_attention.models.cache import Cache
     from dilated_attention.modules._projections import MultiheadProjections
 
-# of queries and of keys
+# (rotation table of queries, rotation table of keys)
 Tables = tuple[Table, Table]
 
 
 class Use(ABC):
-    """A pass: what all layers share is worked out once, at its beginning."""
+    """A pass. What all layers share is computed once, at its beginning."""
 
     def __init__(self, cache: Cache, requests: slice, count: int) -> None:
         self.cache, self.requests, self.count = cache, requests, count
@@ -38,7 +38,7 @@ class Use(ABC):
         return len(self._begun)
 
     def check(self) -> None:
-        """Refuse a pass that other passes have overtaken."""
+        """Raises ValueError if other passes have changed the requests since this one was begun."""
         if self.cache.changes[self.requests] != self._begun:
             raise ValueError(
                 f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; expected no "
@@ -49,7 +49,7 @@ class Use(ABC):
         return LayerUse(self, index)
 
     def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
-        """(queries' table, keys' table) of the new positions, made once for all layers that rotate alike."""
+        """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
         key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
         if key not in self._rotations:
             self._rotations[key] = self._rotation(module, dtype)
@@ -62,21 +62,21 @@ class Use(ABC):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
-        """out (B, n, H, D) of queries (B, n, H, D); k and v (B, n, K, D) join the cache.
+        """Returns out (B, n, H, D) for queries (B, n, H, D), and adds k and v (B, n, K, D) to the cache.
 
         Args:
-            tables: of ``rotation``, by which queries and keys are yet to be turned; None: they are not.
-            attention: the layer's own, for chunks.
+            tables: the tables of ``rotation``, with which queries and keys still have to be rotated; None to leave them as they are.
+            attention: the layer's attention function, used for chunks.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """The pass is over: lengths grow."""
+        """Ends the pass: the lengths grow."""
 
 
 @dataclass(frozen=True)
 class LayerUse:
-    """A pass as one layer sees it."""
+    """One layer's view of a pass."""
 
     use: Use
     index: int
@@ -101,7 +101,10 @@ class LayerUse:
 
 
 class Step(Use):
-    """One new position of every request, each at its own. Nothing here depends on the host's lengths: a CUDA graph may replay it."""
+    """A pass over one new position of every request, each at its own position.
+
+    Nothing here depends on the lengths on the host, so a CUDA graph may replay it.
+    """
 
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache, slice(0, cache.num_requests), 1)
@@ -110,13 +113,13 @@ class Step(Use):
         keys = cache.row_keys
         is_window = isinstance(keys, WindowKeys) and runs.first.shape[2] == 1 and keys.max_keys == keys.span
         if is_window and cache.wraps and runs.dense is None:
-            # a window that fills its stretch reads every slot, whose order is all the same to a softmax
+            # a window that fills its stretch reads every slot, and softmax does not depend on their order
             runs = replace(runs, dense=(self.positions + 1).clamp(max=keys.span).to(torch.int32))
         self.runs: Runs = runs
 
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         (q_cos, q_sin), (k_cos, k_sin) = module.rotation(self.positions, None, self.cache.max_length, dtype)
-        # positions lie in the batch
+        # each batch entry has its own position
         return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
 
     def attend(
@@ -146,21 +149,24 @@ def scale_of(attention: Any, head_dim: int) -> float:
 
 
 class Chunk(Use):
-    """``count`` new positions from ``start`` on of some requests: the forward of the layer over the keys that are held, and its own."""
+    """A pass over ``count`` new positions of some requests, from ``start`` on.
+
+    It runs the layer's forward attention over the cached keys and the chunk's own.
+    """
 
     def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
         super().__init__(cache, requests, count)
         self.start = start
-        # by layer, keys and values that have to wait for the end of the pass
+        # for each layer, keys and values that can only be written at the end of the pass
         self._late: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._late_from = start + count
         self.needed = cache.row_keys.needed(start)
-        # where each stretch begins among the keys of this pass, and how many are before the chunk's own
+        # where each stretch begins among the keys of this pass, and how many keys come before the chunk's own
         if cache.row_keys.closes_up:
             places = [0, *itertools.accumulate(high - low for low, high in self.needed)]
             self.places, self.before = places[:-1], places[-1]
         else:
-            # counted anew from here on, the sequence is the same to these queries; what is not needed behind it is zeros
+            # these queries see the same pattern if positions are counted from here on; keys that they do not need are zeros
             origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
             self.places, self.before = [low - origin for low, _ in self.needed], start - origin
 
@@ -173,11 +179,11 @@ class Chunk(Use):
         if tables is not None:
             q, k = rotate(q, tables[0]), rotate(k, tables[1])
         held = self._held(layer, k, v)
-        # a ring's layer of one process: a model that others share is refused
+        # a ring layer provides its single-process attention; a model shared between processes has been refused
         attend = getattr(attention, "alone", attention)
         out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
-        # should a later layer fail, there was no pass: what rows from its start on read stays until all layers are through
+        # if a later layer fails, the pass must leave no trace: slots that rows from its start on read are overwritten only after all layers
         safe = self.cache.first_to_overwrite(self.start)
         for first, last in self._kept(cached):
             middle = min(max(first, safe), last)
@@ -190,7 +196,7 @@ class Chunk(Use):
         return out
 
     def _kept(self, cached: Cached) -> list[tuple[int, int]]:
-        """The chunk's positions that find a slot of their own: where slots are taken again, its end, and what is kept for good."""
+        """Returns the ranges of the chunk's positions that are stored; if slots are reused, these are its last ones and the fixed ones."""
         end = self.start + self.count
         if not cached.wraps:
             return [(self.start, end)]
@@ -199,7 +205,7 @@ class Chunk(Use):
         return [(first, last) for first, last in (for_good, rest) if first < last]
 
     def _held(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that the chunk's rows may read: those of the cache, copied, and the chunk's own."""
+        """Returns the keys and values that the chunk's rows may read: a copy of those in the cache, then the chunk's own."""
         if self.before == 0:
             return k, v
         cached = self.cache.cached(layer, self.requests)

@@ -1,7 +1,7 @@
-"""A model's folder: ``config.json`` and ``model.safetensors``, replaced together, and read as they belong together.
+"""Reads and writes a model's folder: ``config.json`` and ``model.safetensors``, which are replaced and read consistently.
 
-The weights' file holds the configuration, too, so that replacing this one file replaces the model; ``config.json`` is replaced after it, for
-people and other programs to read. Reading gives both, to be compared.
+The weights' file also holds the configuration, so replacing this one file replaces the model. ``config.json`` is replaced after it, for
+people and other programs to read. Reading returns both, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 from dilated_attention.files import flush, locked, remove_leftovers, replacing
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-# in the header of the weights' file: the configuration, and the SHA-256 of the config.json that was there before
+# keys in the header of the weights' file: the configuration, and the SHA-256 of the previous config.json
 _CONFIG, _REPLACED = "dilated_attention.config", "dilated_attention.replaced_config_sha256"
 _EXPECTED = f"expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a folder holds.
+    """The contents of a folder.
 
     Args:
         weights: name → tensor.
-        saved_with: text of the configuration in the weights' file; None in one made by hand, or by a version before that was written.
-        beside: ``config.json``; None if there is none.
-        interrupted: ``beside`` is what was there before these weights were saved, and is not theirs.
+        saved_with: the text of the configuration in the weights' file; None if the file was made by hand, or by a version that did not
+            write it.
+        beside: the contents of ``config.json``; None if there is none.
+        interrupted: whether ``beside`` was there before these weights were saved and does not belong to them.
     """
 
     weights: dict[str, torch.Tensor]
@@ -40,7 +41,7 @@ class Stored:
 
 
 def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) -> None:
-    """Put both files in the place of those in ``folder``, which is made if need be. Raises OSError and ValueError as ``save_pretrained``."""
+    """Replaces both files in ``folder``, which is created if necessary. Raises OSError and ValueError like ``save_pretrained``."""
     safetensors = import_safetensors()
     weights = _apart(weights)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +51,10 @@ def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) ->
         metadata = {"format": "pt", _CONFIG: config}
         if (folder / CONFIG_FILE).is_file():
             metadata[_REPLACED] = _digest((folder / CONFIG_FILE).read_bytes())
-        # the inner one is put in place first
+        # the inner file is put in place first
         with replacing(folder / CONFIG_FILE) as new_config, replacing(folder / WEIGHTS_FILE) as new_weights:
             new_config.write_text(config, encoding="utf-8")
-            # before the weights take their place: a full disk may show here only
+            # flush before the weights are put in place: a full disk may only show up here
             flush(new_config)
             try:
                 safetensors.torch.save_file(weights, str(new_weights), metadata=metadata)
@@ -62,14 +63,14 @@ def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) ->
 
 
 def read_folder(folder: Path, device: Any = None) -> Stored:
-    """Raises FileNotFoundError, PermissionError; ValueError for files that are folders or damaged."""
+    """Reads both files. Raises FileNotFoundError, PermissionError, and ValueError for files that are folders or damaged."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if (folder / name).is_dir():
             raise ValueError(f"{folder / name} is a folder; {_EXPECTED}")
     while True:
         beside = _read_config(folder)
         weights, metadata = read_safetensors(folder / WEIGHTS_FILE, device)
-        # unless they were saved anew in between
+        # otherwise they were saved again in between
         if _read_config(folder) == beside:
             break
     saved_with = metadata.get(_CONFIG)
@@ -92,16 +93,16 @@ def _digest(data: bytes) -> str:
 
 
 def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(name → tensor, the header's texts) of one state of the file, whoever replaces it meanwhile.
+    """Returns (name → tensor, the header's texts) of one state of the file, even if it is replaced meanwhile.
 
     Raises:
-        FileNotFoundError, PermissionError: of the file.
-        ValueError: it is damaged, or of another format.
+        FileNotFoundError, PermissionError: if the file cannot be read.
+        ValueError: if it is damaged or has another format.
     """
     safetensors = import_safetensors()
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; {_EXPECTED}")
-    # its own error says that a file which may not be read does not exist
+    # safetensors would report a file without read permission as not existing
     with path.open("rb"):
         pass
     try:
@@ -116,7 +117,10 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
 
 
 def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same without gaps, each with memory of its own: a file has no weight that is another's, and a model made from it needs them all."""
+    """Returns the weights contiguous, each with memory of its own.
+
+    A file cannot store two names for one weight, and a model that is loaded from it needs every name.
+    """
     taken: set[int] = set()
     apart = {}
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""The shape of a LongNet model as a frozen record: validated once, written as JSON beside the weights."""
+"""Configuration of a LongNet model: a frozen record that is validated once and written as JSON next to the weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, 
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
 
-# the attention of a whole sequence, and the same of a sequence that processes share
+# ring attention over a sequence shared between processes → the same attention of a whole sequence
 RING_KINDS = {"ring_dilated": "dilated", "ring": "dense", "ring_block_sparse": "block_sparse"}
 KINDS = (*RING_KINDS.values(), *RING_KINDS)
-# what the encoders have that TorchScale trained, Prov-GigaPath's and LongViT's
+# settings of the encoders that were trained with TorchScale: Prov-GigaPath's and LongViT's
 TORCHSCALE_ENCODER: dict[str, Any] = {
     "dilation_rates": (1, 2, 4, 8, 16),
     "is_causal": False,
@@ -26,7 +26,7 @@ FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 
 
 def as_size(name: str, value: Any) -> int:
-    """A count that shapes tensors: two of them multiply to less than 2**63, which torch can hold."""
+    """Checks a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent."""
     number = as_int(name, value, minimum=1)
     if number >= 2**31:
         raise ValueError(f"{name} is {number}; expected an integer below 2**31")
@@ -35,41 +35,42 @@ def as_size(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongNetConfig(ModelConfig):
-    """Everything that shapes a stack of blocks and the language model on it. Which kernels run it is no part of it: see ``backend=``.
+    """Everything that defines a stack of blocks and its language model. The choice of kernels is not part of it; see ``backend=``.
 
     Args:
-        vocab_size: tokens; 256 for bytes. None for a stack without embeddings.
-        embed_dim: E, width of the residual stream; a multiple of num_heads, and of 2·num_heads with rotary positions or XPOS.
-        num_layers: M blocks.
-        num_heads: H query heads.
-        attention: ``"dilated"`` · ``"dense"`` · ``"block_sparse"``; and of a sequence that processes share ``"ring_dilated"`` ·
+        vocab_size: number of tokens; 256 for bytes. None for a stack without embeddings.
+        embed_dim: E, width of the residual stream; a multiple of num_heads, and of 2·num_heads with rotary or XPOS positions.
+        num_layers: M, the number of blocks.
+        num_heads: H, the number of query heads.
+        attention: ``"dilated"`` · ``"dense"`` · ``"block_sparse"``; and for a sequence shared between processes ``"ring_dilated"`` ·
             ``"ring"`` (dense) · ``"ring_block_sparse"``, with the same weights.
-        segment_lengths: w of each branch, in positions, of dilated attention.
+        segment_lengths: for dilated attention, w of each branch in positions.
         dilation_rates: r of each branch.
-        block_pattern: of block-sparse attention: a ``BlockPattern`` or its ``spec()``. ``LocalWindow((1023, 0))`` is a sliding window.
-        is_causal: a position sees itself and what lies before: ``LongNetDecoder``. False: ``LongNetEncoder``.
-        num_kv_heads: key/value heads, a divisor of num_heads; None for num_heads.
+        block_pattern: for block-sparse attention, a ``BlockPattern`` or its ``spec()``. ``LocalWindow((1023, 0))`` is a sliding window.
+        is_causal: whether a position sees only itself and earlier ones (``LongNetDecoder``). False: ``LongNetEncoder``.
+        num_kv_heads: number of key/value heads, a divisor of num_heads; None for num_heads.
         ffn: activation of the feed-forward layer: ``"gelu"`` (the paper's) · ``"relu"`` · ``"silu"`` · ``"swiglu"``.
-        ffn_dim: width of the feed-forward layer; None for 4·E, or with ``"swiglu"`` 8/3·E rounded up to 32, as many parameters.
-        norm: of the residual stream: ``"layer_norm"`` · ``"rms_norm"``.
-        sub_norm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423), and its initial values.
-        qk_norm: RMSNorm of query and key heads, before they are rotated.
-        bias: of all linear layers.
+        ffn_dim: width of the feed-forward layer; None for 4·E, or with ``"swiglu"`` 8/3·E rounded up to a multiple of 32, which gives about
+            as many parameters.
+        norm: norm of the residual stream: ``"layer_norm"`` · ``"rms_norm"``.
+        sub_norm: use MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423), and its initialization.
+        qk_norm: apply RMSNorm to query and key heads before they are rotated.
+        bias: give all linear layers a bias.
         positions: ``"rotary"`` · ``"xpos"`` (the paper's; arXiv 2212.10554) · ``"none"``.
-        rotary_base: θ of the rotation, of ``"rotary"`` and ``"xpos"``.
-        xpos_scale_base: of ``"xpos"``: positions over which XPOS's scale decays by its factor ζ.
-        head_offsets, tail, mixture_grad: as of ``dilated_attention``.
-        dropout: of the embedding and of each residual branch, in training; [0, 1).
-        attention_dropout: of attention weights, in training; [0, 1). Flash kernels have none: it is slow.
-        drop_path: probability that a whole residual branch is dropped for a sample, or for a packed document, in training (stochastic depth,
-            arXiv 1603.09382): of the last block; it grows linearly from 0 at the first.
-        final_norm: a norm after the last block.
-        tie_embeddings: the output layer is the embedding.
-        scale_embedding: embeddings times sqrt(E).
-        layer_norm_eps: of every norm.
+        rotary_base: θ of the rotation, for ``"rotary"`` and ``"xpos"``.
+        xpos_scale_base: for ``"xpos"``, the number of positions over which XPOS's scale decays by its factor ζ.
+        head_offsets, tail, mixture_grad: see ``dilated_attention``.
+        dropout: dropout of the embedding and of each residual branch in training; [0, 1).
+        attention_dropout: dropout of attention weights in training; [0, 1). Flash kernels do not support it, so it is slow.
+        drop_path: probability in training that a whole residual branch is dropped for a sample or a packed document (stochastic depth,
+            arXiv 1603.09382). It is that of the last block; it grows linearly from 0 at the first.
+        final_norm: apply a norm after the last block.
+        tie_embeddings: use the embedding as the output layer.
+        scale_embedding: multiply embeddings by sqrt(E).
+        layer_norm_eps: ε of every norm.
 
     Raises:
-        ValueError, TypeError: a model that cannot be built; the text names the field, its value and what is allowed.
+        ValueError, TypeError: if the model cannot be built; the message names the field, its value and what is allowed.
     """
 
     vocab_size: int | None = None
@@ -118,7 +119,7 @@ class LongNetConfig(ModelConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number > {above:g}")
-            # an integer may be beyond all floats
+            # an integer may be larger than any float
             if not above < value <= sys.float_info.max:
                 raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
         self._check_positions()
@@ -162,7 +163,7 @@ class LongNetConfig(ModelConfig):
             pattern = self.pattern
             assert isinstance(pattern, DilatedPattern)
             pattern.offsets(self.num_heads)
-            # the pattern has turned lists into tuples of plain integers, so that equal configurations compare equal
+            # the pattern has converted lists to tuples of plain integers, so that equal configurations compare equal
             for name in ("segment_lengths", "dilation_rates", "head_offsets"):
                 self._set(name, getattr(pattern, name))
         else:
@@ -187,7 +188,7 @@ class LongNetConfig(ModelConfig):
 
     @property
     def kind(self) -> str:
-        """``"dilated"``, ``"dense"`` or ``"block_sparse"``: of a ring, that of the whole sequence."""
+        """``"dilated"``, ``"dense"`` or ``"block_sparse"``; for a ring, the kind of attention over the whole sequence."""
         return RING_KINDS.get(self.attention, self.attention)
 
     @property
@@ -196,7 +197,7 @@ class LongNetConfig(ModelConfig):
 
     @property
     def pattern(self) -> DilatedPattern | BlockPattern:
-        """What attends to what, in every block; ``is_causal`` comes on top."""
+        """The attention pattern of every block; ``is_causal`` applies in addition."""
         if self.kind == "dilated":
             return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, tail=self.tail)  # type: ignore[arg-type]
         if self.kind == "dense":
@@ -210,7 +211,7 @@ class LongNetConfig(ModelConfig):
 
     @property
     def inner_dim(self) -> int:
-        """Width of the feed-forward layer, with its default filled in."""
+        """Width of the feed-forward layer, with the default filled in."""
         if self.ffn_dim is not None:
             return self.ffn_dim
         return -(-8 * self.embed_dim // 3 // 32) * 32 if self.ffn == "swiglu" else 4 * self.embed_dim

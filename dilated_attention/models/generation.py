@@ -1,4 +1,4 @@
-"""Generation with a cache: prompts in chunks, then one token at a time, a step captured in a CUDA graph where there is a GPU."""
+"""Text generation with a cache: prompts are prefilled in chunks, then tokens follow one at a time, on a GPU with a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn from logits. Arguments as of ``LongNetLM.generate``."""
+    """How a token is drawn from logits. For the arguments see ``LongNetLM.generate``."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -42,10 +42,11 @@ class Sampling:
                 raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1]: the share of probability that is drawn from")
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """One token (B, 1) for each row of logits (B, V).
+        """Draws one token per row of logits (B, V). Returns (B, 1).
 
         Raises:
-            ValueError: a row with NaN or inf, or of −inf alone. On a GPU, where the host would have to wait, such a row gives any token.
+            ValueError: if a row has NaN or inf, or only −inf. On a GPU this is not checked, because the host would have to wait: such a row
+                gives an arbitrary token.
         """
         token, highest = self.pick(logits)
         if logits.device.type == "cpu" and not bool(highest.isfinite().all()):
@@ -54,8 +55,8 @@ class Sampling:
         return token
 
     def pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, highest logits), (B, 1) each: where the highest is not finite, the token is any."""
-        # below any difference that float32 tells from 0
+        """Returns (tokens, highest logits), (B, 1) each. If the highest logit is not finite, the token is arbitrary."""
+        # below any difference that float32 distinguishes from 0
         if self.temperature < 1e-30:
             highest, token = logits.max(-1, keepdim=True)
             return token, highest
@@ -63,30 +64,30 @@ class Sampling:
         highest = logits.amax(-1, keepdim=True)
         logits = logits - highest
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            # by place: of equally likely tokens at the edge only as many as there is room for
+            # by index, so that exactly top_k tokens remain even if several are equally likely at the edge
             likeliest = logits.topk(self.top_k, dim=-1)
             logits = torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p is not None:
             ordered, order = probabilities.sort(-1, descending=True)
-            # a token stays if those before it leave room: the likeliest always does
+            # a token stays if the probabilities before it sum to less than top_p; the likeliest always stays
             dropped = ordered.cumsum(-1) - ordered >= self.top_p
             probabilities = probabilities.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
-        # torch.multinomial's own race, to the bit, without its assertions on the device, by which a NaN ends the process's use of a GPU
+        # the same bits as torch.multinomial, but without its device-side assertion, after which a process cannot use its GPU any more
         rivals = torch.empty_like(probabilities).exponential_(1.0, generator=self.generator)
         return (probabilities / rivals).argmax(-1, keepdim=True), highest
 
 
 class Stepper:
-    """Logits of the next token of every request, from its last one: a step of the model over its cache.
+    """Computes the logits of the next token of every request from its last one: a step of the model over its cache.
 
-    On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither on lengths nor on tokens. It is
-    captured anew when tables of a block pattern have grown.
+    On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither lengths nor tokens. It is
+    captured again when tables of a block pattern have grown.
 
     Args:
-        model: in eval mode.
-        cache: with every request prefilled.
-        cuda_graph: capture; no effect off CUDA.
+        model: the model, in eval mode.
+        cache: a cache in which every request is prefilled.
+        cuda_graph: whether to capture a CUDA graph; no effect on other devices.
 
     >>> step = Stepper(model, cache)
     >>> logits = step(tokens)                  # (B, 1) → (B, V); overwritten by the next call
@@ -111,7 +112,7 @@ class Stepper:
         if not self.uses_graph:
             logits = self._forward()
         else:
-            # tables may have grown in another pass over this cache, too
+            # another pass over this cache may also have made tables grow
             if self._graph is None or self._generation != generation:
                 self._graph = self._logits = None
                 # a graph is captured on the current device, which need not be the cache's
@@ -129,7 +130,7 @@ class Stepper:
         return F.linear(hidden[:, -1], self.model.output_weight)
 
     def _capture(self) -> None:
-        # a step writes its own position only and lengths grow outside it, so that it may run any number of times
+        # a step only writes its own position, and lengths grow outside it, so it may run any number of times
         side = torch.cuda.Stream(self.cache.device)
         side.wait_stream(torch.cuda.current_stream(self.cache.device))
         with torch.cuda.stream(side):
@@ -139,18 +140,21 @@ class Stepper:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = self._forward()
-        # a capture that failed leaves none
+        # assigned only now, so that a failed capture leaves no graph
         self._graph, self._logits = graph, logits
 
 
 @torch.no_grad()
 def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
-    """Logits (B, V) of the token after ``tokens`` (B, N), which enter the cache ``chunk`` at a time, all of them or none.
+    """Returns logits (B, V) of the token after ``tokens`` (B, N).
+
+    The tokens enter the cache ``chunk`` at a time, and either all of them or none.
 
     Args:
-        model: in eval mode.
-        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, to try again
-            with a smaller ``chunk``; where it had positions before and chunks have taken their slots, the request is refused until it is freed.
+        model: the model, in eval mode.
+        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, so you can
+            try again with a smaller ``chunk``. If it had positions before and chunks have overwritten their slots, the request is refused
+            until it is freed.
     """
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
@@ -177,13 +181,13 @@ def generate(
     prefill_chunk: int = 8192,
     cuda_graph: bool = True,
 ) -> Any:
-    """Prompts continued: each token is drawn from the logits that the forward over the whole sequence before it would give.
+    """Continues prompts: each token is drawn from the logits that a forward over the whole sequence before it would give.
 
-    Keys and values are cached, so that a token reads only those that its row keeps: with LongNet's branches a number that does not grow
-    with the context. Prompts of equal length fill stretches of a ``KVCache``, those of unequal length a ``PagedKVCache``, one by one. The
-    choice between them is by shape alone and changes no result beyond rounding.
+    Keys and values are cached, so a token only reads those that its row keeps. With LongNet's branches their number does not grow with the
+    context. Prompts of equal length use a ``KVCache``; prompts of unequal length use a ``PagedKVCache`` and are prefilled one by one. The
+    choice depends on shapes alone and changes results by no more than rounding.
 
-    Arguments, results and errors are those of ``LongNetLM.generate``.
+    For arguments, results and errors see ``LongNetLM.generate``.
     """
     sampling = Sampling() if sampling is None else sampling
     rows = _checked(model, prompts)
@@ -218,17 +222,17 @@ def generate(
 
 
 def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: Sampling, stop_token: int | None) -> torch.Tensor:
-    """The tokens drawn, (B, at most max_new_tokens); ``stop_token`` behind the end of a request."""
+    """Returns the drawn tokens, (B, at most max_new_tokens), padded with ``stop_token`` after the end of a request."""
     token, highest = sampling.pick(logits)
     drawn, found = [token], [highest]
-    # weights with NaN show at once
+    # detect NaN weights at once
     _check_finite(step.model, found)
     ended = torch.zeros_like(token, dtype=torch.bool)
     while True:
         if stop_token is not None:
             drawn[-1] = drawn[-1].masked_fill(ended, stop_token)
             ended = drawn[-1] == stop_token
-            # whether to go on is known on the host only: without a stop token no step waits for the device
+            # the host has to know whether to continue; without a stop token no step waits for the device
             for request in ended[:, 0].nonzero()[:, 0].tolist():
                 if step.cache.active[request]:
                     step.cache.finish(request)
@@ -237,14 +241,18 @@ def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: 
             return torch.cat(drawn, 1)
         token, highest = sampling.pick(step(drawn[-1]))
         drawn.append(token)
-        # of requests that have ended nobody reads the token
+        # ignore requests that have ended: their tokens are not read
         found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
         if token.device.type == "cpu":
             _check_finite(step.model, found[-1:], len(drawn) - 1)
 
 
 def _check_finite(model: LongNetLM, highest: list[torch.Tensor], before: int = 0) -> None:
-    """Refuse steps, the first behind ``before`` new tokens, whose highest logits (B, 1) are not finite. Waits for the device."""
+    """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device.
+
+    Args:
+        before: how many new tokens came before the first of these steps.
+    """
     # (steps, requests)
     wrong = ~torch.stack(highest)[..., 0].isfinite()
     if not bool(wrong.any()):
@@ -260,7 +268,7 @@ def _check_finite(model: LongNetLM, highest: list[torch.Tensor], before: int = 0
 
 
 def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
-    """Tokens (n,) up to the first ``stop_token``, with it."""
+    """Returns tokens (n,) up to and including the first ``stop_token``."""
     if stop_token is None:
         return tokens
     found = (tokens == stop_token).nonzero()
@@ -268,7 +276,7 @@ def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
 
 
 def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
-    """Of what linear layers return here: autocast's, where it is on and leaves them to it."""
+    """Returns the dtype of keys, which linear layers compute: autocast's dtype if it is enabled and applies."""
     kind = weight.device.type
     if kind == "meta" or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
         return weight.dtype
@@ -276,7 +284,7 @@ def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
 
 
 def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
-    """The prompts as rows."""
+    """Checks the prompts and returns them as rows."""
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:

@@ -1,4 +1,4 @@
-"""LongNet as a language model: tied embedding, decoder, loss, sampling, and its checkpoint on disk."""
+"""LongNet as a language model: embedding, stack of blocks, output layer, loss, generation, and its checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from dilated_attention.pattern.checks import shown
 
 
 class LongNetLM(Pretrained):
-    """Language model: logits = stack(embedding[tokens]) · Wᵀ, with W the embedding or, not tied, a matrix of its own.
+    """Language model: logits = stack(embedding[tokens]) · Wᵀ. W is the embedding or, if they are not tied, a separate matrix.
 
-    Causal it predicts the next token; with ``config.is_causal=False`` it sees both sides, for masked tokens.
+    A causal model predicts the next token; with ``config.is_causal=False`` it sees both sides, for masked tokens.
 
     Args:
-        config: the shape.
+        config: the model configuration.
         backend: ``"auto"`` or a name of ``list_backends()``.
         group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. Tokens and
-            targets are then each process's shards; everything but attention is per token. None for whole sequences.
-        layout, exchange, ranks_per_node, timeout: as of ``ring_dilated_attention``.
-        checkpoint_activations: keep only each block's input for the backward and compute the block again.
-        device, dtype: of the parameters, which every process holds whole, under the same names: a checkpoint fits either kind.
+            targets are then each process's shards; everything but attention works per token. None for whole sequences.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
+            and the single-process model.
 
-    The loss of a spread model is that of the whole sequence, on every process, and its gradient on each is W times that
-    process's share: exact once gradients are averaged, which DDP or FSDP2 over the group (or over a mesh that has it as an axis)
-    do, and ``average_gradients`` does without them. See ``models.sharded``. Dropout draws from each process's own generator.
+        The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
+        share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
+        without these, call ``average_gradients``. See ``models.sharded``. Dropout uses each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
     ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
@@ -76,14 +77,14 @@ class LongNetLM(Pretrained):
         )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
-        # E^-1/2: as the output layer, it makes logits of a normalised hidden state start near variance 1
+        # std E^-1/2: as the output layer, it gives logits of a normalised hidden state an initial variance near 1
         for layer in (self.embedding, self.output):
             if layer is not None:
                 nn.init.normal_(layer.weight, std=config.embed_dim**-0.5)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """(vocab_size, E), of the logits."""
+        """The weight of the output layer, (vocab_size, E)."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     def forward(
@@ -95,24 +96,25 @@ class LongNetLM(Pretrained):
         seq_len: int | None = None,
         cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
-        """Logits, or the loss.
+        """Computes the logits, or the loss if ``targets`` are given.
 
         Args:
-            tokens: (B, N) integers below vocab_size; of a spread model this process's shard (B, n), as all tensors here.
-            targets: (B, N), of each position the token that follows it, or with ``is_causal=False`` the token itself; −100 where a
-                position does not count. Shift, then shard.
-            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
-            seq_len: N, of a spread model. None: the processes ask each other, once a call; inside torch.compile it is needed.
-            cache: tokens are new positions only, which attend to those in the cache and join them: one token for each request, or several
-                for requests of equal length. ``KVCache``, ``PagedKVCache``, or of one of its requests ``cache.of(i)``.
+            tokens: (B, N) integers below vocab_size; for a sharded model this process's shard (B, n), like all tensors here.
+            targets: (B, N), for each position the token that follows it, or with ``is_causal=False`` the token itself; −100 for positions
+                that do not count. Shift first, then shard.
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
+            seq_len: N, for a sharded model. None: the processes ask each other once per call; inside torch.compile it is required.
+            cache: a ``KVCache``, a ``PagedKVCache``, or one request of either, ``cache.of(i)``. Tokens are then new positions only, which
+                attend to those in the cache and are added to it: one token per request, or several for requests of equal length.
 
         Returns:
-            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32
-            scalar, for which logits are made a chunk of positions at a time; of a spread model the whole sequence's.
+            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32 scalar, for which
+            logits are computed for a chunk of positions at a time. For a sharded model it is the loss of the whole sequence.
 
         Raises:
-            ValueError, TypeError: tensors that do not fit; tokens or targets out of range, where they lie on the CPU. On a GPU nobody looks, for
-                the host would wait at every call: there they end in a device-side assertion, after which the process has to start anew.
+            ValueError, TypeError: if tensors do not fit, or tokens or targets on the CPU are out of range. On a GPU this is not checked,
+                because the host would have to wait at every call: there it ends in a device-side assertion, after which the process must be
+                restarted.
         """
         check_tokens("tokens", tokens)
         check_range("tokens", tokens, num_ids(self.embedding))
@@ -129,7 +131,7 @@ class LongNetLM(Pretrained):
         hidden = self.hidden(tokens, cu_seqlens, seq_len, use)
         if targets is None:
             logits = F.linear(hidden, self.output_weight)
-            # logits may be what memory is too small for: until they are there, the pass has not been
+            # memory may run out for the logits, so the pass only ends once they are computed
             if use is not None and use is not cache:
                 use.end()
             return logits
@@ -144,11 +146,11 @@ class LongNetLM(Pretrained):
         seq_len: int | None = None,
         cache: Cache | Requests | Use | None = None,
     ) -> torch.Tensor:
-        """Hidden states (B, N, E) behind the last norm: logits are their products with ``output_weight``. Arguments as of ``forward``."""
+        """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
         check_range("tokens", tokens, num_ids(self.embedding))
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
-            # undoes the output layer's small initial values, for the residual stream to start at variance 1
+            # undoes the small initial values of the output layer, so that the residual stream starts at variance 1
             embedded = embedded * self.config.embed_dim**0.5
         return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len, cache=cache)
 
@@ -166,25 +168,27 @@ class LongNetLM(Pretrained):
         prefill_chunk: int = 8192,
         cuda_graph: bool = True,
     ) -> Any:
-        """The prompt continued, each token as the forward over the whole sequence before it gives it; see ``models.generation.generate``.
+        """Continues the prompt: each token is drawn as a forward over the whole sequence before it would give it.
+
+        See ``models.generation.generate``.
 
         Args:
             prompt: (B, N) integers, N ≥ 1; or a list of B prompts (N_i,) of unequal length.
-            max_new_tokens: tokens to add, ≥ 0.
-            temperature: of the softmax that is drawn from; 0 takes the likeliest token.
-            top_k: draw from the k likeliest only.
-            top_p: draw from the fewest likeliest whose probabilities sum to this, (0, 1].
-            stop_token: a sequence ends with it.
-            generator: of the draws, on the model's device; None for torch's default.
-            prefill_chunk: positions of a prompt that are computed at a time.
+            max_new_tokens: number of tokens to add, ≥ 0.
+            temperature: temperature of the softmax that tokens are drawn from; 0 takes the likeliest token.
+            top_k: draw only from the k likeliest tokens.
+            top_p: draw only from the smallest set of likeliest tokens whose probabilities sum to this, (0, 1].
+            stop_token: the token that ends a sequence.
+            generator: the random generator of the draws, on the model's device; None for torch's default.
+            prefill_chunk: number of positions of a prompt that are computed at a time.
             cuda_graph: on a GPU, capture a step once and replay it.
 
         Returns:
-            (B, N + tokens added), with ``stop_token`` behind a sequence that ended; of a list, a list of (N_i + tokens added,).
+            (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; for a list, a list of (N_i + tokens added,).
 
         Raises:
-            ValueError, TypeError: arguments that do not fit, a prompt with tokens out of range (on a GPU, too), logits that are not finite, as of
-                weights with NaN, or a model that several processes share: generation is one process's work.
+            ValueError, TypeError: if arguments do not fit, a prompt has tokens out of range (checked on a GPU, too), logits are not finite,
+                e.g. because weights are NaN, or the model is shared between processes: generation runs on one process.
         """
         from dilated_attention.models.generation import Sampling, generate
 

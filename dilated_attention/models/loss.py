@@ -1,4 +1,4 @@
-"""Cross-entropy of a tied output layer, in chunks of positions: logits of 2^20 tokens × 100k words never exist at once."""
+"""Cross-entropy with the output layer in chunks of positions: the logits of 2^20 tokens × 100k words never exist all at once."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.models.tokens import check_range
 from dilated_attention.pattern.checks import as_int, shown
 
-# logits of one chunk, in float32; they exist up to three times at once (logits, their softmax, its gradient)
+# bytes of one chunk's logits in float32; up to three such tensors exist at once (logits, their softmax, its gradient)
 CHUNK_BYTES = 64 * 2**20
 
 
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Mean over the targets of −log softmax(hidden · weightᵀ)[target], in nats.
+    """Computes the mean over the targets of −log softmax(hidden · weightᵀ)[target], in nats.
 
-    More than one chunk is recomputed in the backward, one product more, so that memory holds one chunk of logits.
+    Several chunks are recomputed in the backward, which costs one more matrix product, so that memory only holds one chunk of logits.
 
     Args:
         hidden: (…, E).
         weight: (V, E).
-        targets: (…) integers in 0 … V − 1; ``ignore_index`` where a position does not count.
-        chunk: positions a chunk; None for as many as keep its logits below 64 MiB.
+        targets: (…) integers in 0 … V − 1; ``ignore_index`` for positions that do not count.
+        chunk: positions per chunk; None for as many as keep its logits below 64 MiB.
 
     Returns:
-        scalar float32; 0 with gradient 0 if no position counts.
+        float32 scalar; 0 with gradient 0 if no position counts.
 
     Raises:
-        TypeError: targets that are no integers.
-        ValueError: another number of targets than of positions; targets out of range, where they lie on the CPU.
+        TypeError: if targets are not integers.
+        ValueError: if the numbers of targets and positions differ, or targets on the CPU are out of range.
     """
     total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
     return total / (targets != ignore_index).sum().clamp(min=1)
@@ -40,7 +40,7 @@ def chunked_cross_entropy(
 def summed_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """The sum instead of the mean; see ``chunked_cross_entropy``."""
+    """Computes the sum instead of the mean; see ``chunked_cross_entropy``."""
     if not isinstance(targets, torch.Tensor):
         raise TypeError(f"targets is a {type(targets).__name__}; expected an integer tensor")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
@@ -65,7 +65,7 @@ def summed_cross_entropy(
         if single:
             total = total + _sum(rows, weight, wanted, ignore_index)
         else:
-            # nothing random inside, so the random state need not be saved and restored
+            # nothing inside is random, so the random state need not be saved and restored
             total = total + checkpoint(_sum, rows, weight, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False)
     return total
 

@@ -1,4 +1,4 @@
-"""A cache in pages of a common store: for requests of unequal length."""
+"""A KV cache in pages of a shared pool, for requests of unequal length."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from dilated_attention.pattern.checks import as_int
 
 
 class PagedKVCache(Cache):
-    """Pages of a common store, given to requests as they grow and taken back once no row can reach them: for requests of unequal length.
+    """KV cache in pages of a shared pool, for requests of unequal length.
+
+    Pages are assigned to requests as they grow and taken back once no future row can read them.
 
     Args:
-        config, max_length, device, dtype, backend: as of ``KVCache``.
-        num_requests: requests at a time; each has a row of the page table.
-        num_pages: of the store; None for as many as all requests can need at ``max_length``, prefilled one by one by ``chunk`` positions.
-        page_size: positions of a page.
-        chunk: positions that a prefill adds at a time, for ``num_pages=None``.
+        config, max_length, device, dtype, backend: see ``KVCache``.
+        num_requests: number of simultaneous requests; each has a row of the page table.
+        num_pages: number of pages in the pool; None for as many as all requests can need at ``max_length`` if they are prefilled one by
+            one, ``chunk`` positions at a time.
+        page_size: positions per page.
+        chunk: positions that a prefill adds at a time; only used if ``num_pages`` is None.
 
     Raises:
-        ValueError: as of ``KVCache``.
-        RuntimeError: when a request grows and no page is free.
+        ValueError: see ``KVCache``.
+        RuntimeError: if a request grows and no page is free.
 
     >>> cache = PagedKVCache(model.config, 8, 65536, num_pages=1024)
     >>> for i, prompt in enumerate(prompts):
@@ -46,11 +49,11 @@ class PagedKVCache(Cache):
         self.page_size = as_int("page_size", page_size, minimum=1)
         of_request = -(-self.max_length // self.page_size)
         if num_pages is None:
-            # stretches, of which there are two at most, begin and end within a page
+            # each of the at most two stretches begins and ends inside a page
             steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
             num_pages = self.num_requests * steady + min(of_request - steady, -(-as_int("chunk", chunk, minimum=1) // self.page_size) + 1)
         self.num_pages = as_int("num_pages", num_pages, minimum=1)
-        # page 0 is nobody's: what freed requests write in steps goes there
+        # page 0 belongs to no request: freed requests write there in steps
         self._allocate(self.num_pages + 1, self.page_size)
         self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
         self._free = list(range(self.num_pages, 0, -1))
@@ -72,7 +75,7 @@ class PagedKVCache(Cache):
         span = range(position // self.page_size, -(-length // self.page_size))
         if all(page in pages for page in span):
             return
-        # takes back what a pass that failed had reserved, too
+        # also takes back what a failed pass had reserved
         self.release(request)
         wanted = [page for page in span if page not in pages]
         if len(wanted) > len(self._free):
@@ -88,15 +91,15 @@ class PagedKVCache(Cache):
             pages.update(zip(wanted, given, strict=True))
 
     def release(self, request: int) -> None:
-        """Take back the pages that no row to come of this request can read: after each chunk, and whenever ``reserve`` gives some."""
+        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
         size, pages = self.page_size, self._pages[request]
         kept = self._needed_pages(self.lengths[request])
-        # that of the next position is in use, whatever lies in it
+        # the page of the next position stays in use, whatever it holds
         kept.add(self.lengths[request] // size)
         gone = [page for page in pages if page not in kept]
         if gone:
             with self.writing_down([request]):
-                # a request that grows no more still writes, and must not write into what is another's by then
+                # a finished request still writes, and must not write into a page that belongs to another request by then
                 self.table[request, gone] = 0
                 self._free += [pages.pop(page) for page in gone]
 
@@ -110,7 +113,7 @@ class PagedKVCache(Cache):
     def _forget(self, request: int) -> None:
         self.table[request] = 0
         self._pages[request] = {}
-        # anew from what is in use: an interrupt while pages were given may have lost some
+        # rebuilt from the pages in use, because an interrupt during an assignment may have lost some
         used = {page for pages in self._pages for page in pages.values()}
         self._free = [page for page in range(self.num_pages, 0, -1) if page not in used]
 

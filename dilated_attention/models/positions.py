@@ -1,4 +1,4 @@
-"""Fixed 2-D sine-cosine positions of tiles on a slide's grid: those of Prov-GigaPath, without its table of a million rows."""
+"""Fixed 2-D sine-cosine positions of tiles on a slide's grid, as in Prov-GigaPath but without its table of a million rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAVELENGTH_BASE = 10000.0
 
 
 def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """(num_positions, dim) in float64: row p is sin(p·ω_i) for all i, then cos(p·ω_i), ω_i = 10000^(−2i/dim), i = 0 … dim/2 − 1."""
+    """Returns (num_positions, dim) in float64: row p is sin(p·ω_i), then cos(p·ω_i), ω_i = 10000^(−2i/dim), i = 0 … dim/2 − 1."""
     if dim < 2 or dim % 2:
         raise ValueError(f"dim is {dim}; sines and cosines come in pairs: use an even number")
     # Apple's GPUs have no float64
@@ -23,12 +23,12 @@ def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | N
 
 
 def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.Tensor:
-    """(…, 2) int64 cells floor(coordinate / tile_size) of pixel coordinates (…, 2), each checked to lie in [0, grid_size).
+    """Returns the int64 cells floor(coordinate / tile_size), (…, 2), of pixel coordinates (…, 2); each must be in [0, grid_size).
 
     Raises:
-        ValueError, TypeError: coordinates of another shape or of a dtype that rounds them; a cell outside the grid. The last check
-            reads the values, so on a GPU it waits for them. In torch.compile and while a CUDA graph is captured nothing can be waited for:
-            there each call or replay asserts on the device.
+        ValueError, TypeError: if coordinates have another shape or a dtype that rounds them, or a cell is outside the grid. The last check
+            reads the values, so on a GPU the host waits for them. Inside torch.compile and while a CUDA graph is captured the host cannot
+            wait: there each call or replay asserts on the device.
     """
     if not isinstance(coords, torch.Tensor) or coords.ndim < 1 or coords.shape[-1] != 2:
         given = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
@@ -36,13 +36,13 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
     if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
         raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
     tile_size = as_int("tile_size", tile_size, minimum=1)
-    # in 64 bits, since a narrow integer may not hold the tile's size
+    # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor").long()
     if cells.device.type == "meta":
         return cells
     if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
-        # not so in an eager step: an assertion on the GPU ends the process's use of it, where ValueError names the tile
+        # not in eager mode: after a failed assertion a process cannot use its GPU any more, while a ValueError names the tile
         inside = ((cells >= 0) & (cells < grid_size)).all()
         torch._assert_async(inside, f"coords lie outside the grid of {grid_size} cells a side at tile_size {tile_size}")
     elif not cells.numel():
@@ -60,25 +60,25 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
 def grid_positions(
     coords: torch.Tensor, embed_dim: int, *, tile_size: int = 256, grid_size: int = 1000, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Positions (…, embed_dim) of tiles at pixel coordinates (…, 2), computed for these tiles alone.
+    """Computes the positions (…, embed_dim) of tiles at pixel coordinates (…, 2), for these tiles alone.
 
         position(x, y) = [table(y); table(x)],    table(p) = [sin(p·ω); cos(p·ω)],    ω_i = 10000^(−4i/E)
 
-    x and y are the first and second coordinate in tiles. The second comes first, as in Prov-GigaPath, whose table row
-    1 + x·grid_size + y this is; its row 0, of the class token, is zeros and needs no function.
+    x and y are the first and the second coordinate in tiles. The second comes first, as in Prov-GigaPath, where this is row
+    1 + x·grid_size + y of the table. Its row 0, for the class token, is zeros and needs no function.
 
     Args:
-        coords: pixels, float32, float64 or integers.
+        coords: pixel coordinates, float32, float64 or integers.
         embed_dim: E, a multiple of 4.
-        tile_size: pixels of a tile's side.
-        grid_size: cells of the grid's side. It bounds the coordinates and changes no position.
-        dtype: of the result; None for torch's default. Computed in float64 in any case.
+        tile_size: side of a tile in pixels.
+        grid_size: side of the grid in cells. It bounds the coordinates and changes no position.
+        dtype: dtype of the result; None for torch's default. Positions are computed in float64 in any case.
 
     Raises:
-        ValueError, TypeError: as of ``grid_indices``; an embed_dim that is no multiple of 4.
+        ValueError, TypeError: see ``grid_indices``; or if embed_dim is not a multiple of 4.
 
-    Differs from Prov-GigaPath: memory (grid_size, E/2) in place of (grid_size² + 1, E), which is 3 GB for E = 768; a coordinate
-    outside the grid is refused where theirs wraps into another row.
+    Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a
+    coordinate outside the grid is refused instead of wrapping into another row.
     """
     if as_int("embed_dim", embed_dim, minimum=1) % 4:
         raise ValueError(f"embed_dim is {embed_dim}; two coordinates, each with sines and cosines, need a multiple of 4")

@@ -1,4 +1,4 @@
-"""Configurations as JSON and models as a folder of ``config.json`` and ``model.safetensors``: no pickle anywhere."""
+"""Saves and loads configurations as JSON and models as a folder of ``config.json`` and ``model.safetensors``, without pickle."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ ModelT = TypeVar("ModelT", bound="Pretrained")
 
 
 class ModelConfig:
-    """What frozen dataclasses that shape a model share: plain values for JSON, and back."""
+    """Base class of the frozen dataclasses that configure a model: conversion to plain values for JSON, and back."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON knows: tuples as lists, a block pattern as its ``spec()``, a configuration within as a dict.
+        """Returns plain values for JSON: tuples as lists, a block pattern as its ``spec()``, a nested configuration as a dict.
 
         Raises:
-            ValueError: a pattern that holds a Python function or a tensor, which no file can hold.
+            ValueError: if a pattern holds a Python function or a tensor, which cannot be written to a file.
         """
         assert is_dataclass(self)
         return {field.name: _plain(field.name, getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
-        """The inverse of ``to_dict``. A key that this version does not know is refused: the model it shaped is another one."""
+        """The inverse of ``to_dict``. Unknown keys are refused, because they would describe a different model."""
         assert is_dataclass(cls)
         if not isinstance(values, dict):
             raise TypeError(f"configuration is {values!r} ({type(values).__name__}); expected a dict, as {cls.__name__}.to_dict() makes it")
@@ -52,22 +52,22 @@ class ModelConfig:
             raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
         pattern = values.get("block_pattern")
         if isinstance(pattern, str) and OBJECT in pattern:
-            # by that name another pattern may live in this process
+            # in this process another pattern may have that name
             raise ValueError(
                 f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
             )
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON; a reader sees the old file or the new one."""
+        """Writes the configuration as JSON, atomically: a reader sees either the old file or the new one."""
         write_text(path, _text(self))
 
     @classmethod
     def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        """The configuration in a file that ``save`` wrote.
+        """Loads the configuration from a file that ``save`` wrote.
 
         Raises:
-            ValueError: no JSON, or no configuration of this class; the text names the file.
+            ValueError: if the file is not JSON or not a configuration of this class; the message names the file.
         """
         return cls._read(Path(path).read_bytes(), str(path))
 
@@ -76,7 +76,7 @@ class ModelConfig:
         values = parse_json(text, name)
         try:
             return cls.from_dict(values)
-        # of a file no value is trusted: a string for a number is a bad file, not a wrong call
+        # values in a file are not trusted: a string in place of a number means a bad file, not a wrong call
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{name} is no {cls.__name__}: {error}") from error
 
@@ -102,8 +102,8 @@ def _plain(name: str, value: Any) -> Any:
 class Pretrained(nn.Module):
     """A model built as ``cls(config, **options)`` that saves itself as a folder and loads from one.
 
-    A subclass names its configuration's class in ``config_class``. What lies in buffers that are not persistent must be made anew in
-    ``__init__`` from the configuration alone, or at each call.
+    A subclass sets ``config_class`` to the class of its configuration. Non-persistent buffers must be made in ``__init__`` from the
+    configuration alone, or at each call.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -114,11 +114,11 @@ class Pretrained(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def summary(self, lengths: tuple[int, ...] | None = None, *, memory: int | None = None) -> Summary:
-        """Parameters, keys per query, memory of training and of the cache, and what fits. ``print`` it.
+        """Summarises parameters, keys per query, memory of training and of the cache, and what fits. ``print`` it.
 
         Args:
-            lengths: positions to tell of; None for a few orders of magnitude.
-            memory: bytes of the device; None for this machine's GPU, or its RAM.
+            lengths: numbers of positions to report on; None for a few orders of magnitude.
+            memory: bytes of memory of the device; None for this machine's GPU, or its RAM.
 
         >>> print(create_model("longnet-125m", device="meta").summary())
         """
@@ -128,15 +128,15 @@ class Pretrained(nn.Module):
         return summarise(type(self).__name__, getattr(self.config, "encoder", self.config), sizes, lengths, memory)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` into the folder ``path``, made if need be: all or nothing.
+        """Writes ``config.json`` and ``model.safetensors`` into the folder ``path``, all or nothing; the folder is created if necessary.
 
-        The files are written beside the old ones and flushed to the disk, which has to have room for both; then each takes its place, the weights
-        first. Whatever interrupts it, a kill included, ``from_pretrained`` loads the old model or the new one. Several processes that save into
-        one folder take turns, and the last one's model stays.
+        The new files are written next to the old ones and flushed to disk, so the disk must have room for both. Then each replaces the old
+        file, the weights first. Whatever interrupts this, even a kill, ``from_pretrained`` loads either the old model or the new one.
+        Several processes that save into one folder take turns, and the last one's model stays.
 
         Raises:
-            OSError: a file cannot be written; the folder still holds a whole model, the old one unless it was the last step that failed.
-            ValueError: weights that are on meta, or sharded over processes; a pattern that holds a Python function or a tensor.
+            OSError: if a file cannot be written; the folder still holds a whole model, the old one unless only the last step failed.
+            ValueError: if weights are on meta or sharded over processes, or a pattern holds a Python function or a tensor.
         """
         write_folder(Path(path), _text(self.config), self.state_dict())
 
@@ -144,20 +144,20 @@ class Pretrained(nn.Module):
     def from_pretrained(
         cls: type[ModelT], path: str | Path, *, device: Any = None, dtype: torch.dtype | None = None, **options: Any
     ) -> ModelT:
-        """The model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` says another.
+        """Loads a model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` is given.
 
-        Weights saved by ``save_pretrained`` hold their configuration, and ``config.json`` may be missing. Weights without one, made
-        by hand or saved before they held it, are loaded by ``config.json`` alone.
+        Weights saved by ``save_pretrained`` contain their configuration, so ``config.json`` may be missing. Weights without one, made by
+        hand or by an older version, are loaded with ``config.json`` alone.
 
         Args:
             path: the folder.
-            device, dtype: of the parameters.
-            options: of the constructor: ``backend``; ``group``, ``mesh``, ``layout`` …
+            device, dtype: those of the parameters.
+            options: arguments of the constructor: ``backend``; ``group``, ``mesh``, ``layout`` …
 
         Raises:
-            FileNotFoundError: not such a folder.
-            ValueError: a configuration of another model or of a later version; files that are damaged, or do not belong together.
-            RuntimeError: weights that do not fit the configuration.
+            FileNotFoundError: if the folder lacks a file that is needed.
+            ValueError: if the configuration belongs to another model or a later version, or files are damaged or do not belong together.
+            RuntimeError: if the weights do not fit the configuration.
         """
         folder = Path(path)
         stored = read_folder(folder, device)
@@ -167,12 +167,12 @@ class Pretrained(nn.Module):
             raise ValueError(f"{folder / WEIGHTS_FILE} has {odd[0]} in {weights[odd[0]].dtype}; expected weights of a floating dtype")
         config = _config_of(cls.config_class, folder, stored)
         stack: Any = getattr(config, "encoder", config)
-        # before so many layers are built
+        # check this before so many layers are built
         if stack.num_layers > len(weights):
             raise RuntimeError(
                 f"{folder / WEIGHTS_FILE} has {len(weights)} weights, too few for the {stack.num_layers} layers of its configuration"
             )
-        # on meta nothing is allocated or drawn for values that are replaced at once
+        # on meta, nothing is allocated or initialized for values that are replaced at once
         model = cls(config, device="meta", **options)
         try:
             model.load_state_dict(weights, assign=True)
@@ -183,7 +183,11 @@ class Pretrained(nn.Module):
 
 
 def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
-    """The configuration that the weights were saved with, if ``config.json`` is the same or older; without one in them, ``config.json``."""
+    """Returns the configuration that the weights were saved with or, if they contain none, that of ``config.json``.
+
+    Raises:
+        ValueError: if a configuration is invalid, or if ``config.json`` differs from the weights' configuration.
+    """
     path, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
     if stored.saved_with is None:
         assert stored.beside is not None

@@ -1,14 +1,14 @@
-"""Losses and gradients of a sequence that several processes hold in shards.
+"""Losses and gradients for a sequence that is sharded over several processes.
 
-Each process computes the loss of its own rows, and its backward gives the share of every parameter's gradient that comes from them.
-The gradient of the whole loss is the sum of the shares. DDP and FSDP2 make the *mean* over their processes, so here a process's
-loss has W times its share as gradient, and their mean is exact, however unequal the shards:
+Each process computes the loss of its own rows, and its backward gives their share of every parameter's gradient. The gradient of the
+whole loss is the sum of the shares. DDP and FSDP2 compute the *mean* over their processes. Therefore the loss of a process has W times
+its share as gradient here, and the mean is exact, however unequal the shards are:
 
     loss = Σ_r total_r / Σ_r count_r (its value, on every process),    ∂loss on process r = W · ∂total_r / Σ_r count_r
 
-The mean of the processes' own means, ``cross_entropy`` on each shard, is the same only where all count equally many targets.
-With data parallelism around it (a mesh of dp × cp, DDP or FSDP2 over all of it), give the axis that shares the sequence: the rows
-of the mesh are then averaged with equal weight, as data parallelism does; for the mean over all targets of all rows give
+The mean of the processes' own means, ``cross_entropy`` on each shard, is the same only if every process has equally many targets that
+count. With data parallelism around it (a mesh of dp × cp, DDP or FSDP2 over all of it), pass the axis that shares the sequence: the rows
+of the mesh are then averaged with equal weight, as data parallelism does. For the mean over all targets of all rows pass
 ``group=torch.distributed.group.WORLD``.
 """
 
@@ -36,27 +36,27 @@ def sharded_cross_entropy(
     chunk: int | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """``chunked_cross_entropy`` over the targets of all processes of a group, all of which call it.
+    """Computes ``chunked_cross_entropy`` over the targets of all processes of a group; all of them must call it.
 
     Args:
-        hidden, weight, chunk, ignore_index: as of ``chunked_cross_entropy``; hidden holds this process's rows.
-        targets: of the same rows: shift the whole sequence first, then shard it.
-        group, mesh: the processes, as of ``ring_attention``; None for all.
+        hidden, weight, chunk, ignore_index: see ``chunked_cross_entropy``; hidden holds this process's rows.
+        targets: the targets of the same rows: shift the whole sequence first, then shard it.
+        group, mesh: the processes, see ``ring_attention``; None for all.
 
-    Returns:
-        The mean over all processes' targets, float32, equal on all; its gradient is for DDP, FSDP2 or ``average_gradients``.
+        Returns:
+            The mean over all processes' targets, float32, equal on all; its gradient is meant for DDP, FSDP2 or ``average_gradients``.
     """
     total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
     return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)
 
 
 def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None, mesh: Any = None) -> torch.Tensor:
-    """Σ total / Σ count over the processes of a group, for any loss that is a sum over rows. All call it.
+    """Computes Σ total / Σ count over the processes of a group, for any loss that is a sum over rows; all of them must call it.
 
     Args:
-        total: scalar with a graph, the sum over this process's rows.
+        total: scalar with an autograd graph, the sum over this process's rows.
         count: scalar, how many of its rows count.
-        group, mesh: the processes, as of ``ring_attention``; None for all.
+        group, mesh: the processes, see ``ring_attention``; None for all.
 
     Returns:
         Scalar in total's dtype, equal on all processes; 0 with gradient 0 if no row counts. Its gradient on a process is W times that
@@ -68,17 +68,17 @@ def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None,
     group_name = group_name_of(group, mesh)
     if not group_name:
         return total / count.clamp(min=1)
-    # float64 holds any count
+    # float64 represents any count exactly
     sums = sum_over_group(torch.stack([total.detach().double(), count.double()]), group_name)
     whole = sums[1].clamp(min=1)
     share = total * (place_in(group_name)[1] / whole).to(total.dtype)
-    # the value of the whole to the bit, the gradient of the share
+    # exactly the value of the whole loss, but the gradient of the share
     return (sums[0] / whole).to(total.dtype) + (share - share.detach())
 
 
 @torch.library.custom_op("dilated_attention::sum_over_group", mutates_args=())
 def sum_over_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """x summed over the processes of a group. An op by the group's name, so that torch.compile need not look the group up."""
+    """Sums x over the processes of a group. It is an op that takes the group's name, so torch.compile need not look up the group."""
     total = x.clone()
     dist.all_reduce(total, group=members_named(group_name).group)
     return total
@@ -90,11 +90,11 @@ def _(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def average_gradients(module: nn.Module, *, group: Any = None, mesh: Any = None) -> None:
-    """Replace every parameter's gradient by its mean over the processes of a group: for a model in neither DDP nor FSDP2.
+    """Replaces every parameter's gradient with its mean over the processes of a group, for a model in neither DDP nor FSDP2.
 
     Args:
-        module: with equal parameters on all processes; those without a gradient must be the same ones on each.
-        group, mesh: the processes, as of ``ring_attention``; None for all.
+        module: a model with equal parameters on all processes; the same parameters must lack a gradient on each.
+        group, mesh: the processes, see ``ring_attention``; None for all.
     """
     members = members_named(group_name_of(group, mesh))
     if members.size == 1:

@@ -1,4 +1,4 @@
-"""Encoder of a whole slide from its tiles' embeddings and places: Prov-GigaPath's, on LongNet's encoder."""
+"""Encoder of a whole slide from the embeddings and positions of its tiles: Prov-GigaPath's slide encoder on LongNet's encoder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, check_positive
 
-# pixels of the largest slide's side that Prov-GigaPath sizes its segments for
+# side in pixels of the largest slide that Prov-GigaPath's segment lengths are made for
 GIGAPATH_MAX_WSI_SIZE = 262144
 
 
 def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
-    """Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels in tiles of ``tile_size``.
+    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels.
 
-    From 1024 to the greatest power of 2 that is at most the number of tiles, in equal ratios, rounded down:
-    1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
+    With tiles of ``tile_size`` pixels, they go from 1024 to the largest power of 2 that is at most the number of tiles, in equal ratios,
+    rounded down: 1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
     """
     side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
     if side < 4:
@@ -38,18 +38,18 @@ def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlideEncoderConfig(ModelConfig):
-    """The shape of a ``SlideEncoder``.
+    """Configuration of a ``SlideEncoder``.
 
     Args:
-        encoder: of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` is also that of the embedded tiles.
-        in_dim: width of the tiles' embeddings.
-        grid_size: cells of the grid's side; coordinates beyond it are refused. It shapes no weight and changes no position.
-        tile_size: pixels of a tile's side: coordinates are divided by it.
-        global_pool: the slide is the mean of its tiles. False: the class token.
-        norm_eps: of the last norm.
+        encoder: configuration of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` also applies to embedded tiles.
+        in_dim: width of the tile embeddings.
+        grid_size: side of the grid in cells; coordinates beyond it are refused. It affects no weight's shape and changes no position.
+        tile_size: side of a tile in pixels, by which coordinates are divided.
+        global_pool: represent the slide by the mean of its tiles. False: by the class token.
+        norm_eps: ε of the last norm.
 
     Raises:
-        ValueError, TypeError: a model that cannot be built.
+        ValueError, TypeError: if the model cannot be built.
     """
 
     encoder: LongNetConfig
@@ -60,7 +60,7 @@ class SlideEncoderConfig(ModelConfig):
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        # a configuration read from a file has a dict here
+        # in a configuration read from a file, this is a dict
         if isinstance(self.encoder, dict):
             object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
         check_encoder(self.encoder, "a slide encoder")
@@ -85,9 +85,10 @@ class SlideEncoderConfig(ModelConfig):
         drop_path: float = 0.1,
         **others: Any,
     ) -> SlideEncoderConfig:
-        """Prov-GigaPath's: 768 × 12 layers (the released weights), 1024 × 24 or 1536 × 12, with TorchScale's semantics of attention.
+        """Returns Prov-GigaPath's configuration, with TorchScale's semantics of attention.
 
-        ``mixture_grad="exact"`` trains with the true gradient, which the released weights were not. ``others``: the remaining fields.
+        It has 768 × 12 layers (the released weights), 1024 × 24 or 1536 × 12. ``mixture_grad="exact"`` trains with the true gradient, which
+        was not used for the released weights. ``others`` are the remaining fields.
         """
         encoder = LongNetConfig(
             embed_dim=embed_dim,
@@ -103,7 +104,7 @@ class SlideEncoderConfig(ModelConfig):
 
 
 def check_encoder(encoder: Any, what: str) -> None:
-    """Refuse a configuration that is no plain encoder's."""
+    """Raises an error if a configuration is not that of a plain encoder."""
     if not isinstance(encoder, LongNetConfig):
         raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
     for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
@@ -112,18 +113,18 @@ def check_encoder(encoder: Any, what: str) -> None:
 
 
 class SlideEncoder(Pretrained):
-    """One vector for each slide: tiles embedded, placed on the slide's grid, a class token before them, LongNet's encoder, a norm.
+    """Computes one vector per slide: embedded tiles with their grid positions, after a class token, through LongNet's encoder and a norm.
 
         x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
 
     Args:
-        config: the shape; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's. ``load_torchscale`` loads its weights.
+        config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        checkpoint_activations: keep only each block's input for the backward and compute the block again.
-        device, dtype: of the parameters.
+        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters.
 
-    Differs from Prov-GigaPath: positions are computed for the tiles at hand, without the table of grid_size² rows; slides of unequal
-    length run in one batch.
+        Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
+        length run in one batch.
 
     >>> model = SlideEncoder(SlideEncoderConfig.gigapath()).eval()
     >>> tiles, coords, cu_seqlens = collate_slides([(tiles_a, coords_a), (tiles_b, coords_b)])
@@ -158,20 +159,20 @@ class SlideEncoder(Pretrained):
     def forward(
         self, tiles: torch.Tensor, coords: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, all_layers: bool = False
     ) -> Any:
-        """Embed slides.
+        """Embeds slides.
 
         Args:
             tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim).
-            coords: (B, L, 2), each tile's place in pixels; float32, float64 or integers.
-            cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as ``collate_slides`` makes them. Slides do not see
+            coords: (B, L, 2), each tile's position in pixels; float32, float64 or integers.
+            cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as returned by ``collate_slides``. Slides do not attend to
                 each other.
-            all_layers: the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
+            all_layers: return the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
 
         Returns:
             (slides, E); with ``all_layers`` [M + 1 tensors (slides, E)].
 
         Raises:
-            ValueError, TypeError: tensors that do not fit; a tile outside the grid.
+            ValueError, TypeError: if tensors do not fit, or a tile is outside the grid.
         """
         x, bounds = self._embed(tiles, coords, cu_seqlens)
         if all_layers:
@@ -189,22 +190,22 @@ class SlideEncoder(Pretrained):
         average_heads: bool = False,
         chunk: int | None = None,
     ) -> Any:
-        """What the class token, or chosen tiles, attend to in one block: exact weights, without the N² of all. Set eval mode first.
+        """Returns what the class token, or chosen tiles, attend to in one block: exact weights, without computing all N².
 
-        A row sums to 1 less the weight of the zero keys of ``tail="zero_keys"``, which are at no place.
+        Set eval mode first. With ``tail="zero_keys"`` a row sums to 1 minus the weight of the zero keys, which have no position.
 
         Args:
-            tiles, coords, cu_seqlens: as of ``forward``.
-            layer: of the block, from 0; from the end if negative.
-            query_rows: ``"cls"``, or places in each slide, the class token at 0 and tiles from 1 on.
-            average_heads, chunk: as of ``dilated_attention.functional.attention_map``.
+            tiles, coords, cu_seqlens: see ``forward``.
+            layer: index of the block, from 0; negative values count from the end.
+            query_rows: ``"cls"``, or indices in each slide, where the class token is 0 and tiles start at 1.
+            average_heads, chunk: see ``dilated_attention.functional.attention_map``.
 
         Returns:
             (B, H, R, 1 + L): the first column is the class token; with ``average_heads`` (B, R, 1 + L). With ``cu_seqlens`` a list of
-            such tensors without the batch, one for each slide.
+            such tensors without the batch dimension, one for each slide.
 
         Raises:
-            ValueError, TypeError: tensors that do not fit, or no such layer or rows.
+            ValueError, TypeError: if tensors do not fit, or the layer or rows do not exist.
 
         >>> heat = model.attention_map(tiles, coords, average_heads=True)[:, 0, 1:]     # (B, L), one weight for each tile
         """
@@ -220,7 +221,7 @@ class SlideEncoder(Pretrained):
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
     def _embed(self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, list[int] | None]:
-        """What enters the blocks, class tokens included, and the bounds of packed slides in it."""
+        """Returns the input of the blocks, class tokens included, and the bounds of packed slides in it."""
         bounds = self._check(tiles, coords, cu_seqlens)
         places = grid_positions(
             coords,

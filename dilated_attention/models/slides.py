@@ -1,4 +1,4 @@
-"""Slides of unequal length, packed one behind the other: made, checked, and asked for rows."""
+"""Packed slides of unequal length: collation, checks of their bounds, and row indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
 
 
 def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
-    """Places in each slide as rows of the packed sequence."""
+    """Converts indices within each slide to rows of the packed sequence."""
     if isinstance(query_rows, str):
         one_of("query_rows", query_rows, ("cls",), also="or integers")
         return bounds[:-1]
@@ -49,10 +49,10 @@ def device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | N
 
 
 def collate_slides(slides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slides of unequal length as one packed batch, for a DataLoader's ``collate_fn`` or by hand.
+    """Packs slides of unequal length into one batch, for a DataLoader's ``collate_fn`` or by hand.
 
     Args:
-        slides: (tiles (L, in_dim), coords (L, 2)) of each slide, all of one dtype and device.
+        slides: (tiles (L, in_dim), coords (L, 2)) of each slide, all with the same dtype and device.
 
     Returns:
         tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``.

@@ -1,4 +1,4 @@
-"""LongNet's encoder and decoder: a stack of blocks, without and with causality."""
+"""LongNet's encoder and decoder: a stack of blocks, non-causal or causal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from dilated_attention.pattern.checks import as_int
 
 
 class LongNetStack(nn.Module):
-    """A stack of M ``Block`` and a last norm: embeddings (B, N, E) → hidden states (B, N, E). See ``LongNetEncoder``, ``LongNetDecoder``."""
+    """A stack of M ``Block`` modules and a last norm: embeddings (B, N, E) → hidden states (B, N, E).
+
+    See ``LongNetEncoder`` and ``LongNetDecoder``.
+    """
 
     is_causal: ClassVar[bool]
 
@@ -60,15 +63,15 @@ class LongNetStack(nn.Module):
         all_layers: bool = False,
         cache: Cache | Requests | Use | None = None,
     ) -> Any:
-        """Hidden states.
+        """Computes the hidden states.
 
         Args:
-            x: (B, N, E); of a spread stack this process's rows (B, n, E).
-            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not see each other.
-            seq_len: N where processes share the sequence; None: they ask each other, once for all blocks.
-            cache: x holds new positions only, of a causal stack, which attend to those in the cache and join them; or a pass begun already, which
-                is not ended here.
-            all_layers: also return what enters the first block and what leaves each, before the last norm.
+            x: (B, N, E); in a sharded stack this process's rows (B, n, E).
+            cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
+            seq_len: N if processes share the sequence; None: they ask each other, once for all blocks.
+            cache: a cache (causal stacks only): x then holds new positions only, which attend to those in the cache and are added to it. It
+                may also be a pass that has been begun; it is not ended here.
+            all_layers: also return the input of the first block and the output of each, before the last norm.
 
         Returns:
             (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
@@ -96,7 +99,7 @@ class LongNetStack(nn.Module):
         return (x, states) if all_layers else x
 
     def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None = None) -> Use:
-        """A pass of a cache over new positions, (batch, num_tokens); its ``end()`` is for the last that can fail, behind this stack."""
+        """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
@@ -126,15 +129,17 @@ class LongNetStack(nn.Module):
         average_heads: bool = False,
         chunk: int | None = None,
     ) -> torch.Tensor:
-        """The attention weights of chosen queries in one block, (B, H, R, N), exact and without the N² of all; eval mode is for you to set.
+        """Returns the attention weights of chosen queries in one block, (B, H, R, N), exact and without computing all N².
+
+        Set eval mode first.
 
         Args:
-            x, cu_seqlens: as of ``forward``.
-            query_rows, average_heads, chunk: as of ``dilated_attention.functional.attention_map``, which also says what a row sums to.
-            layer: of the block, from 0; from the end if negative. Those before it run, those behind it do not.
+            x, cu_seqlens: see ``forward``.
+            query_rows, average_heads, chunk: see ``dilated_attention.functional.attention_map``, which also says what a row sums to.
+            layer: index of the block, from 0; negative values count from the end. Only the blocks before it run.
 
         Raises:
-            ValueError, TypeError: no such layer or rows, or a stack whose sequence processes share.
+            ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
         if self.ring is not None:
             raise ValueError(
@@ -161,20 +166,20 @@ class LongNetDecoder(LongNetStack):
     """LongNet's decoder (arXiv 2307.02486): M blocks of causal attention and feed-forward layers, each x + f(norm(x)), and a last norm.
 
     Args:
-        config: the shape, with ``is_causal=True``.
+        config: the configuration, with ``is_causal=True``.
         backend: ``"auto"`` or a name of ``list_backends()``, for every layer.
-        ring: how processes share the sequence, of which this one then gets and returns its rows; None for one process, or with a ``ring``
-            attention for all processes and contiguous shards.
-        checkpoint_activations: keep only each block's input for the backward and compute the block again (activation checkpointing).
-        device, dtype: of the parameters.
+        ring: how processes share the sequence; this process then gets and returns its rows. None for one process or, if the config has a
+            ``ring`` attention, for all processes and contiguous shards.
+        checkpoint_activations: keep only each block's input for the backward and recompute the block (activation checkpointing).
+        device, dtype: those of the parameters.
 
-    Differs from the paper in its defaults: rotary positions where LongNet has XPOS, ``positions="xpos"``.
+    Differs from the paper in its defaults: rotary positions, where LongNet has XPOS (``positions="xpos"``).
     """
 
     is_causal = True
 
 
 class LongNetEncoder(LongNetStack):
-    """The same stack with attention both ways, of a configuration with ``is_causal=False``. Arguments as of ``LongNetDecoder``."""
+    """The same stack with bidirectional attention, for a configuration with ``is_causal=False``. For arguments see ``LongNetDecoder``."""
 
     is_causal = False

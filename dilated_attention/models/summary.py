@@ -1,4 +1,4 @@
-"""What a model is and what it needs, in figures that follow from its configuration: parameters, keys per query, memory, what fits."""
+"""Figures of a model that follow from its configuration: parameters, keys per query, memory, and what fits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dilated_attention.pattern.checks import as_int
 
 # float32 weights and gradients, and AdamW's two moments
 _TRAINING_BYTES_PER_PARAMETER = 16
-# of a device's memory, what the allocator's gaps, kernels and the framework leave
+# the fraction of a device's memory that remains after allocator gaps, kernels and the framework
 USABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of training in 16-bit activations, without dropout, as functions of the number of positions.
+    """Bytes of memory for training with 16-bit activations and no dropout, as functions of the number of positions.
 
     Args:
-        fixed: weights, gradients and AdamW's moments, in float32.
-        kept: saved for the backward, per position.
-        passing: alive at the worst moment besides, per position.
+        fixed: bytes of weights, gradients and AdamW's moments, in float32.
+        kept: bytes per position saved for the backward.
+        passing: additional bytes per position alive at the peak.
     """
 
     fixed: int
@@ -36,25 +36,26 @@ class Footprint:
         return self.fixed + positions * (self.kept + self.passing)
 
     def fits(self, memory: int) -> int:
-        """Positions, of one or several sequences, that a device of so many bytes can train on; 0 if not even the weights fit."""
+        """Returns how many positions, in one or several sequences, a device with this memory can train on; 0 if the weights do not fit."""
         return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
 def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, residual_bytes: int = 4) -> Footprint:
-    """Of a stack whose blocks keep for the backward what ``functional.lean`` keeps: x, q, k, v, out and its lse, x after attention, W_1 x.
+    """Estimates the footprint of a stack whose blocks save what ``functional.lean`` saves for the backward.
 
-    With ``checkpoint_activations`` a block keeps its input, of ``residual_bytes`` an element: the residual stream has the dtype of what enters
-    it, float32 under autocast unless that is cast. One block at a time has the rest. An estimate, made of the tensors that
-    must be alive at once; docs/models.md sets it beside measured peaks.
+    This is x, q, k, v, out and its lse, x after attention, W_1 x. With ``checkpoint_activations`` a block only keeps its input, with
+    ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast unless it is cast. The rest
+    exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured
+    peaks.
     """
     embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
     block = 2 * (4 * embed + keys + wide) + 4 * heads
     if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
-        # on a GPU the branches' own outputs, up to some 10^5 positions; beyond that they are made again
+        # on a GPU the branches' own outputs are kept, up to some 10^5 positions; beyond that they are recomputed
         block += int(2 * embed * sum(1 / rate for rate in config.dilation_rates))
-    # backward of the feed-forward layer: its activation, norm and their gradients beside the gradient of the residual stream
+    # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
     passing = 2 * (3 * inner + 2 * embed)
     if checkpoint_activations:
         kept, passing = config.num_layers * residual_bytes * embed, passing + block
@@ -64,7 +65,7 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
 
 
 def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
-    """Positions whose keys and values a ``KVCache`` of so many keeps for each request; None where decoding has no cache."""
+    """Returns for how many of ``num_positions`` a ``KVCache`` keeps keys and values per request; None if decoding has no cache."""
     pattern = config.pattern
     if not config.is_causal or (isinstance(pattern, BlockPattern) and not pattern.is_prefix_stable):
         return None
@@ -74,7 +75,7 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A model in figures; ``str`` prints them, ``as_dict`` gives them."""
+    """Figures of a model; ``str`` formats them, ``as_dict`` returns them."""
 
     name: str
     config: LongNetConfig
@@ -85,20 +86,20 @@ class Summary:
     device: str
 
     def keys_per_query(self, num_positions: int) -> float:
-        """Mean number of keys of a query and head, with multiplicity."""
+        """Returns the mean number of keys per query and head, with multiplicity."""
         pairs = self.config.pattern.pairs(num_positions, self.config.num_heads, is_causal=self.config.is_causal)
         return pairs / (num_positions * self.config.num_heads)
 
     def training_flops(self, num_positions: int) -> float:
-        """Of forward and backward per position: 6 for each parameter of a matrix product, and 12·E for each key of a query and layer."""
+        """Returns the FLOPs of forward and backward per position: 6 per matrix parameter, and 12·E per key of a query and layer."""
         config = self.config
         attended = 12 * config.embed_dim * self.keys_per_query(num_positions) * config.num_layers
-        # a tied embedding is looked up, which costs nothing, and is the output layer's matrix
+        # a lookup costs nothing, but a tied embedding is also the matrix of the output layer
         looked_up = 0 if config.tie_embeddings else self.embedding_parameters
         return 6 * (self.num_parameters - looked_up) + attended
 
     def cache_bytes(self, num_positions: int, itemsize: int = 2) -> int | None:
-        """Of keys and values of one sequence, in 16 bits unless ``itemsize`` says another; None where decoding has no cache."""
+        """Returns the bytes of one sequence's keys and values, with ``itemsize`` bytes per element; None if decoding has no cache."""
         config, kept = self.config, cache_rows(self.config, num_positions)
         if kept is None:
             return None
@@ -162,7 +163,7 @@ class Summary:
 def summarise(
     name: str, config: LongNetConfig, parameters: dict[str, int], lengths: tuple[int, ...] | None = None, memory: int | None = None
 ) -> Summary:
-    """The summary of a model whose parameters have these names and sizes."""
+    """Makes the summary of a model whose parameters have these names and sizes."""
     chosen = tuple(as_int("positions", n, minimum=1) for n in (lengths if lengths is not None else _usual_lengths(config)))
     here, device = _this_machine()
     embeddings = sum(size for key, size in parameters.items() if key.endswith("embedding.weight"))
@@ -178,7 +179,7 @@ def summarise(
 
 
 def _usual_lengths(config: LongNetConfig) -> tuple[int, ...]:
-    """A few orders of magnitude, around the segments that there are."""
+    """Returns a few orders of magnitude, around the model's segment lengths."""
     largest = max((w for w in config.segment_lengths if w <= 2**20), default=2**17)
     return tuple(sorted({1024, 8192, 65536, largest, 2**20}))
 
@@ -208,7 +209,7 @@ def _described(config: LongNetConfig) -> str:
 
 
 def readable(num_bytes: int) -> str:
-    """1.50 GiB and the like."""
+    """Formats a number of bytes, e.g. as 1.50 GiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""Checks of token ids and of targets: their type and shape everywhere, their values where looking at them makes nobody wait."""
+"""Checks of token ids and targets: always their type and shape, and their values if reading them does not make the host wait."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def check_tokens(name: str, tokens: Any) -> None:
 
 
 def num_ids(embedding: nn.Module) -> int | None:
-    """How many ids a model's embedding has; None of one that is not torch's, and may take others than the vocabulary's."""
+    """Returns how many ids a model's embedding has; None if it is not torch's, as it may then accept ids outside the vocabulary."""
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
 def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, ignore_index: int | None = None, waits: bool = False) -> None:
-    """Refuse ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; none where ``vocab_size`` is None.
+    """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; never if ``vocab_size`` is None.
 
-    Only on the CPU: elsewhere the host would have to wait for the device. ``waits``: it may. Compiled, mapped and fake tensors have no values
-    to look at.
+    Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it. Compiled, mapped and
+    fake tensors have no values to check.
     """
     if vocab_size is None or torch.compiler.is_compiling() or type(tokens) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return

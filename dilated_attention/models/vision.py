@@ -1,4 +1,4 @@
-"""Transformers of whole images cut into patches, on LongNet's encoder: LongViT (arXiv 2312.03558), up to a million patches."""
+"""Vision transformers over whole images cut into patches, on LongNet's encoder: LongViT (arXiv 2312.03558), up to a million patches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_positive
 
 POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
-# LongViT's segments by the side of the image, in pixels, with patches of 32; other sides take the first
+# LongViT's segment lengths by the side of the image in pixels, with patches of 32; other sides use the first
 _SEGMENTS = {
     1024: (64, 128, 256, 512, 1024),
     4096: (1024, 2048, 4096, 8192, 16384),
@@ -28,26 +28,27 @@ _SEGMENTS = {
 
 
 def longvit_segment_lengths(image_size: int) -> tuple[int, ...]:
-    """LongViT's five segment lengths for images of ``image_size`` × ``image_size`` pixels, in patches."""
+    """Returns LongViT's five segment lengths, in patches, for images of ``image_size`` × ``image_size`` pixels."""
     return _SEGMENTS.get(as_int("image_size", image_size, minimum=1), _SEGMENTS[1024])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig(ModelConfig):
-    """The shape of a ``LongViT``.
+    """Configuration of a ``LongViT``.
 
     Args:
-        encoder: of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` is also that of the embedded patches.
-        image_size: pixels of the image's side that the learned positions belong to; a multiple of patch_size.
-        patch_size: pixels of a patch's side.
-        in_channels: of the image.
-        pooling: ``"mean_norm"``: norm of the patches' mean (LongViT's classifier) · ``"norm_mean"``: mean of the normed patches (its
+        encoder: configuration of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` also applies to the embedded
+            patches.
+        image_size: side in pixels of the image that the learned positions belong to; a multiple of patch_size.
+        patch_size: side of a patch in pixels.
+        in_channels: number of channels of the image.
+        pooling: ``"mean_norm"``: norm of the mean of the patches (LongViT's classifier) · ``"norm_mean"``: mean of the normed patches (its
             pretraining) · ``"class_token"``: norm of a class token before the patches · ``"none"``: the patches themselves, no norm.
-        num_classes: outputs of a linear layer on the pooled vector; None for the vector itself.
-        norm_eps: of the norm at the pooling.
+        num_classes: number of outputs of a linear layer on the pooled vector; None for the vector itself.
+        norm_eps: ε of the norm at the pooling.
 
     Raises:
-        ValueError, TypeError: a model that cannot be built.
+        ValueError, TypeError: if the model cannot be built.
     """
 
     encoder: LongNetConfig
@@ -59,7 +60,7 @@ class VisionConfig(ModelConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        # a configuration read from a file has a dict here
+        # in a configuration read from a file, this is a dict
         if isinstance(self.encoder, dict):
             object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
         check_encoder(self.encoder, "LongViT")
@@ -77,7 +78,7 @@ class VisionConfig(ModelConfig):
 
     @property
     def grid(self) -> int:
-        """Patches of the side of an image of ``image_size``."""
+        """Number of patches along the side of an image of ``image_size``."""
         return self.image_size // self.patch_size
 
     @classmethod
@@ -92,7 +93,7 @@ class VisionConfig(ModelConfig):
         drop_path: float = 0.0,
         **others: Any,
     ) -> VisionConfig:
-        """LongViT-small's, with TorchScale's semantics of attention and the segments of this image size. ``others``: the remaining fields."""
+        """Returns LongViT-small's configuration for this image size, with TorchScale's semantics. ``others`` are the remaining fields."""
         encoder = LongNetConfig(
             embed_dim=embed_dim,
             num_layers=num_layers,
@@ -107,13 +108,13 @@ class VisionConfig(ModelConfig):
 
 
 class LongViT(Pretrained):
-    """Patches of an image embedded, learned positions added, LongNet's encoder, pooling, and for classes a linear layer.
+    """LongViT: embeds patches of an image, adds learned positions, applies LongNet's encoder, pools, and for classes adds a linear layer.
 
     Args:
-        config: the shape; ``VisionConfig.longvit(image_size)`` for LongViT's. ``load_torchscale`` loads its weights.
+        config: the configuration; ``VisionConfig.longvit(image_size)`` for LongViT's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        checkpoint_activations: keep only each block's input for the backward and compute the block again.
-        device, dtype: of the parameters.
+        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters.
 
     >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
     >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
@@ -150,10 +151,12 @@ class LongViT(Pretrained):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width); with ``pooling="none"`` as ``features``.
+        """Computes logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width).
+
+        With ``pooling="none"`` it returns ``features``.
 
         Raises:
-            ValueError, TypeError: no such images, or a side that is no multiple of patch_size.
+            ValueError, TypeError: if the images do not fit, or a side is not a multiple of patch_size.
         """
         x = self.features(images)
         if self.norm is None:
@@ -165,7 +168,7 @@ class LongViT(Pretrained):
         return x if self.head is None else self.head(x)
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
-        """What leaves the encoder, (B, patches, E), rows of patches one after the other; behind the class token if there is one."""
+        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one."""
         self._check(images)
         x = self.patch_embedding(images)
         x = x.flatten(2).transpose(1, 2) + self.positions_of(*x.shape[2:])
@@ -174,9 +177,9 @@ class LongViT(Pretrained):
         return self.encoder(self.dropout(x))
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
-        """Positions (1, rows·columns, E) of a grid of patches: the learned ones, or between them by bicubic interpolation.
+        """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.
 
-        The scale is that of LongViT, (rows + 0.1) / grid, which samples slightly off what the sizes alone would.
+        The scale is LongViT's, (rows + 0.1) / grid, so the sampling points differ slightly from those that follow from the sizes alone.
         """
         grid = self.config.grid
         if (rows, columns) == (grid, grid):
@@ -202,7 +205,7 @@ class LongViT(Pretrained):
 
 
 def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
-    """Learned positions (1, n², E) for grid² patches instead, by bicubic interpolation to that size, as LongViT's fine-tuning starts."""
+    """Resizes learned positions (1, n², E) to grid² patches by bicubic interpolation, as at the start of LongViT's fine-tuning."""
     side = int(positions.shape[1] ** 0.5 + 0.5)
     if side * side != positions.shape[1]:
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")

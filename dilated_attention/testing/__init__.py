@@ -1,11 +1,11 @@
-"""How this library judges a backend, for whoever writes one: random cases, a float64 oracle, bounds that come from the data.
+"""Tools to test a backend as this library tests its own: random cases, a float64 oracle, bounds derived from the data.
 
     from dilated_attention.testing import check_backend
     print(check_backend("my_backend", device="cuda", cases=200))
 
 E(x) is the largest absolute error of x against float64. In half precision a result passes if E ≤ 2·E(plain) + band, where *plain*
 is softmax attention written in plain PyTorch in the same dtype over the same multiset of keys, and *band* is one rounding of
-the result: no tolerance is chosen by hand. lse is float32 whatever the inputs, so it is judged as float32.
+the result: no tolerance is chosen by hand. lse is float32 whatever the dtype of the inputs, so it is judged as float32.
 """
 
 from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, largest, low_precision_bound, max_error, relative_bound

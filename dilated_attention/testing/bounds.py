@@ -1,4 +1,4 @@
-"""Errors, and the bounds that the data give them: those of float64 and float32 are fixed, those of half precision are of plain softmax."""
+"""Errors and their bounds: fixed for float64 and float32, derived from plain softmax attention for half precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FLOAT32_TOLERANCE = 1e-5
 
 
 def max_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest absolute difference, in float64. Equal infinities count as equal; a NaN, or an infinity of one only, is infinite."""
+    """Returns the largest absolute difference, in float64. Equal infinities are equal; a NaN, or an infinity on one side, gives inf."""
     if x.shape != truth.shape:
         raise AssertionError(f"shapes differ: {tuple(x.shape)} and {tuple(truth.shape)}")
     x, truth = x.detach().double(), truth.detach().double().to(x.device)
@@ -18,20 +18,23 @@ def max_error(x: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def largest(x: torch.Tensor) -> float:
-    """Largest absolute finite value."""
+    """Returns the largest absolute finite value."""
     finite = x.detach().double()
     finite = finite[finite.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def low_precision_bound(plain: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> float:
-    """2·E(plain) + band; the band is one rounding to ``dtype`` of the largest value, and never less than float32 is allowed.
+    """Returns 2·E(plain) + band; the band is one rounding to ``dtype`` of the largest value, plus what float32 is allowed.
 
-    The latter matters where everything cancels: with a single key, dq is 0 and plain softmax happens to give exactly that.
+    The latter matters if everything cancels: with a single key, dq is 0 and plain softmax happens to give exactly that.
     """
     return 2 * max_error(plain, truth) + torch.finfo(dtype).eps * largest(truth) + relative_bound(truth, FLOAT32_TOLERANCE)
 
 
 def relative_bound(truth: torch.Tensor, tolerance: float, dropout_p: float = 0.0) -> float:
-    """Of results whose inputs are of order 1: relative above 1, absolute below, where sums cancel; dropout scales what it keeps."""
+    """Returns the bound for results of inputs of order 1: relative above 1, absolute below, where sums cancel.
+
+    Dropout scales what it keeps by 1 / (1 − dropout_p).
+    """
     return tolerance * max(1 / (1 - dropout_p), largest(truth))

@@ -1,4 +1,4 @@
-"""A case: one call with all its options, drawn at random, and the tensors that its seed makes.
+"""Random test cases: a case is one call with all its options, drawn at random; its tensors are made from its seed.
 
 Shape letters: B batch, N positions, H query heads, D head dim.
 """
@@ -32,7 +32,7 @@ LAYOUTS = (
 
 
 class Chooser(Protocol):
-    """Where a case's choices come from: ``random.Random``, or a hypothesis strategy that shrinks towards the first choice."""
+    """The source of a case's choices: ``random.Random``, or a hypothesis strategy that shrinks towards the first choice."""
 
     def randint(self, a: int, b: int, /) -> int: ...
 
@@ -55,7 +55,7 @@ class Space:
 
     @classmethod
     def of_backend(cls, name: str, **changes: Any) -> Space:
-        """What the backend's declared facts allow."""
+        """Returns what the backend's declared facts allow."""
         facts = registry.get(name).facts
         dims = tuple(sorted(facts.head_dims or HEAD_DIMS))
         dims = tuple(d for d in dims if d <= facts.max_head_dim and d % facts.head_dim_multiple == 0) or (facts.head_dim_multiple,)
@@ -68,11 +68,11 @@ class Case:
     """One call with all its options. Its repr rebuilds it; ``inputs`` makes its tensors from ``seed``.
 
     Args:
-        window: for ``attention`` instead of ``dilated_attention``; the pattern is then one whole segment of rate 1.
-        padding: ``"none"`` · ``"some"`` keys · ``"row"``: also every key of the first sequence · ``"all"`` keys.
-        bounds: of packed documents, as ``cu_seqlens``.
-        lse_grad: the loss reads lse, too.
-        layouts: memory layout of q, k, v and dout, of ``LAYOUTS``.
+        window: a window for ``attention``, which is called instead of ``dilated_attention``; the pattern is then one segment of rate 1.
+        padding: ``"none"`` · ``"some"`` keys · ``"row"``: some, and every key of the first sequence · ``"all"`` keys.
+        bounds: bounds of packed documents, as in ``cu_seqlens``.
+        lse_grad: whether the loss depends on lse, too.
+        layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
     pattern: DilatedPattern
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case. ``dlse`` is the factor of lse in the loss, zero where the case has no gradient of lse."""
+    """Tensors of a case. ``dlse`` is the factor of lse in the loss; it is zero if the case has no gradient of lse."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -109,7 +109,7 @@ class Inputs:
 
 
 def random_case(source: Chooser | int, space: Space | None = None) -> Case:
-    """Draw a case; ``source`` is a seed, a ``random.Random``, or anything with its ``randint`` and ``choice``."""
+    """Draws a case; ``source`` is a seed, a ``random.Random``, or anything with its ``randint`` and ``choice``."""
     draw: Chooser = random.Random(source) if isinstance(source, int) else source
     space = space or Space()
 
@@ -149,7 +149,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         dropout_p=draw.choice([0.1, 0.5, 0.9]) if space.dropout and chance(20) else 0.0,
         padding=draw.choice(["some", "some", "row", "all"]) if space.padding and chance(30) else "none",
         bounds=bounds,
-        # the lse of detached mixing has no gradient
+        # with detached mixing, lse has no gradient
         lse_grad=space.lse_grad and mixture_grad == "exact" and chance(30),
         layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
         seed=draw.randint(0, 2**16),
@@ -173,7 +173,7 @@ def _random_pattern(draw: Chooser, heads: int, num_keys: int, max_segment: int |
 def make_tensor(
     shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator
 ) -> torch.Tensor:
-    """Normal numbers of shape (B, N, H, D), the same on every device, lying in memory as ``layout`` says."""
+    """Returns normally distributed numbers of shape (B, N, H, D), the same on every device, stored in memory as ``layout`` says."""
     B, N, H, D = shape
 
     def normal(*size: int) -> torch.Tensor:
@@ -201,7 +201,7 @@ def make_tensor(
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
-    """The case's tensors; equal for equal ``case.seed``, up to the rounding to ``dtype``."""
+    """Returns the case's tensors; equal for equal ``case.seed``, up to the rounding to ``dtype``."""
     generator = torch.Generator().manual_seed(case.seed)
     queries = (case.batch, case.num_queries, case.heads, case.head_dim)
     keys = (case.batch, case.num_keys, case.kv_heads, case.head_dim)

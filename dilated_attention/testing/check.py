@@ -1,4 +1,4 @@
-"""The library's own function on cases, and every result of it, gradients too, held to its bound."""
+"""Runs the library's public functions on cases and compares every result, including gradients, with its bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Measured:
-    """One result of one case: its error and the bound that it must keep."""
+    """One result of one case: its error and the bound that it must not exceed."""
 
     name: str
     error: float
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass
 class Report:
-    """What ``check_backend`` found. ``worst`` is the largest error / bound of each result, 1 being the limit."""
+    """The findings of ``check_backend``. ``worst`` is the largest error / bound of each result; the limit is 1."""
 
     backend: str
     device: str
@@ -47,7 +47,7 @@ class Report:
 
 
 def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The library's own function on the case; ``overrides`` are further arguments, such as ``backend``."""
+    """Calls the library's public function on the case; ``overrides`` are further arguments, such as ``backend``."""
     options: dict[str, Any] = {
         "is_causal": case.is_causal,
         "scale": case.scale,
@@ -70,7 +70,7 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def results(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
 ) -> Result:
-    """out, lse and the three gradients of ``function(case, inputs, q, k, v)``, with q, k, v in ``dtype`` (None: as they are)."""
+    """Returns out, lse and the three gradients of ``function(case, inputs, q, k, v)``, with q, k, v in ``dtype`` (None: as they are)."""
     leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in (x.q, x.k, x.v)]
     out, lse = function(case, x, *leaves, **options)
     outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
@@ -83,9 +83,9 @@ def results(
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
-    """Errors and bounds of all results of a case.
+    """Returns the errors and bounds of all results of a case.
 
-    float64 is held to 1e-10 and, on a CPU, float32 to 1e-5; everything else to ``low_precision_bound``.
+    The bound is 1e-10 for float64 and, on a CPU, 1e-5 for float32; for everything else see ``low_precision_bound``.
     """
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
@@ -94,7 +94,7 @@ def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device |
 
 
 def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
-    """All results of a case in float64, and what each is held to in the dtype and on the device of the inputs: see ``measure``."""
+    """Returns all results of a case in float64, and their bounds for the dtype and device of the inputs; see ``measure``."""
     dtype = x.q.dtype
     truth = results(plain_attention, case, x, torch.float64)
     if dtype is torch.float64 or (dtype is torch.float32 and x.q.device.type == "cpu"):
@@ -106,7 +106,7 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
         for name, error in zip(("dq", "dk"), rounded_out_error(case, x), strict=True):
             bounds[name] += 2 * error
         float32 = results(plain_attention, case, x, torch.float32)
-        # an error of lse is a relative error of every weight: kernels for half precision may use a faster exp, well below their rounding
+        # an error of lse is a relative error of every weight; kernels for half precision may use a faster exp, well below their rounding
         bounds["lse"] = low_precision_bound(float32["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
     return truth, bounds
 
@@ -120,18 +120,18 @@ def check_backend(
     seed: int = 0,
     space: Space | None = None,
 ) -> Report:
-    """Judge a registered backend on random cases, forward and backward, through the public functions.
+    """Tests a registered backend on random cases, forward and backward, through the public functions.
 
     Args:
-        name: as registered.
-        device: where to run; None for CUDA if there is one and the backend runs there, else the CPU.
-        dtypes: to draw from; None for all that its facts declare.
-        cases: how many to run.
-        seed: of the first case; case i of seed s is case i + 1 of seed s − 1.
-        space: what to draw; None for what its facts allow.
+        name: the registered name.
+        device: where to run; None for CUDA if it is available and the backend supports it, else the CPU.
+        dtypes: the dtypes to draw from; None for all that its facts declare.
+        cases: the number of cases to run.
+        seed: the seed of the first case; case i of seed s is case i + 1 of seed s − 1.
+        space: what to draw; None for what the backend's facts allow.
 
     Raises:
-        AssertionError: a result off its bound, with the case to repeat it; or half of the cases refused.
+        AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.
     """
     facts = registry.get(name).facts
     if device is None:

@@ -1,4 +1,4 @@
-"""What a case's results are held to: the definition row by row, and softmax attention in plain PyTorch in any dtype.
+"""Oracles for the results of a case: the definition row by row, and softmax attention in plain PyTorch in any dtype.
 
 Shape letters: B batch, N query positions, M key positions, H query heads, G branches.
 """
@@ -17,7 +17,7 @@ from dilated_attention.testing.cases import Case, Inputs
 def multiplicities(
     case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) in float32, vectorised: what ``engine.reference`` says row by row."""
+    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) in float32: a vectorised form of what ``engine.reference`` does row by row."""
     keys = torch.arange(case.num_keys, device=device)
     rows = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
     starts = torch.zeros_like(keys)
@@ -56,7 +56,7 @@ def multiplicities(
 
 
 def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool (B, H, Nq, Nk): the weights that dropout of this seed keeps."""
+    """Returns bool (B, H, Nq, Nk): the weights that dropout with this seed keeps."""
     queries = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
     keys = torch.arange(case.num_keys, device=device)
     batch = torch.arange(case.batch, device=device)
@@ -65,14 +65,14 @@ def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> t
 
 
 def op_seed(case: Case) -> int:
-    """The dropout seed that the next call draws after ``torch.manual_seed(case.seed)``."""
+    """Returns the dropout seed that the next call draws after ``torch.manual_seed(case.seed)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): softmax attention in plain PyTorch over the case's multiset, every operation in q's dtype; differentiable."""
+    """Returns (out, lse) of softmax attention in plain PyTorch over the case's multiset of keys, all in q's dtype; differentiable."""
     parts = [part[1:] for part in _softmax_parts(case, x, q, k, v)]
     if len(parts) == 1:
         return parts[0]
@@ -85,7 +85,7 @@ def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: 
 def _softmax_parts(
     case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(p, out, lse) of each softmax that has a gradient of its own: one, or with detached mixing one a branch. p is before dropout."""
+    """Returns (p, out, lse) of each softmax that has its own gradient: one, or one per branch with detached mixing. p is before dropout."""
     m, z = multiplicities(case, x.key_padding_mask, q.device)
     if case.mixture_grad == "exact":
         m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
@@ -106,10 +106,10 @@ def _softmax_parts(
 
 
 def rounded_out_error(case: Case, x: Inputs) -> tuple[float, float]:
-    """Error of (dq, dk) if nothing but the saved out is rounded to the inputs' dtype.
+    """Returns the error of (dq, dk) if only the saved out is rounded to the inputs' dtype.
 
-    Every flash backward reads δ = rowsum(dout ∘ out) from it; plain softmax keeps p instead, and where all cancels (a single key)
-    is exact by luck.
+    Every flash backward computes δ = rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything
+    cancels (a single key).
     """
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
@@ -135,7 +135,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
+    """Calls ``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
     return reference_attention(
         q,
         k,
