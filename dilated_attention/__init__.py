@@ -80,7 +80,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# what is asked before a run and not in it is imported when it is first used
+# modules that are used before a run rather than in it are imported on first use
 _LATER = {
     "plan_attention": "dilated_attention.planning",
     "plan_model": "dilated_attention.planning",

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, locks that end with their process, and JSON that is not trusted."""
+"""File helpers: files that are replaced completely or not at all, locks that end with their process, and JSON from untrusted sources."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# what a file system says that has no locks, and one that cannot flush a folder
+# errors of a file system without locks, and of one that cannot flush a folder
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A new file to write, of ``path``'s name and suffix in a folder beside it, which takes the place of ``path`` at the end of the block.
+    """Yields a new file to write, which replaces ``path`` at the end of the block.
 
-    A reader sees the old file or the new one, never half of one, and so it stays after an exception, a kill or a crash of the machine. The
-    new file has the mode of the old one. What is no regular file (a pipe, ``/dev/stdout``) is written directly.
+    The new file has the name and suffix of ``path`` and is in a folder next to it. A reader sees the old file or the new one, never a part
+    of one, even after an exception, a kill or a crash of the machine. The new file has the mode of the old one. Anything that is not a
+    regular file (a pipe, ``/dev/stdout``) is written directly.
 
     Raises:
         OSError: as ``open`` does; the old file is untouched.
     """
-    # a link stays one, as it does where a file is opened and overwritten
+    # a link remains a link, as when a file is opened and overwritten
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         if path.is_dir():
@@ -46,7 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         new = folder / path.name
-        # for its mode, which depends on the umask
+        # created for its mode, which depends on the umask
         os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         mode = stat.S_IMODE((path if path.exists() else new).stat().st_mode)
         yield new
@@ -64,13 +65,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """``path.write_text`` in UTF-8, whole or not at all."""
+    """Does ``path.write_text`` in UTF-8, completely or not at all."""
     with replacing(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def remove_leftovers(path: Path) -> None:
-    """What killed processes left of ``path`` when they wrote it. For the holder of a lock without which nobody writes ``path``."""
+    """Removes what killed processes left while writing ``path``. The caller must hold the lock that every writer of ``path`` takes."""
     path = Path(os.path.realpath(path))
     for folder in path.parent.iterdir():
         if folder.name.startswith(_prefix(path)):
@@ -78,12 +79,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _prefix(path: Path) -> str:
-    # a name may have 255 bytes
+    # a file name can have at most 255 bytes
     return f".{path.name[:40]}.part-"
 
 
 def flush(path: Path, flags: int = os.O_RDWR) -> None:
-    """Return when the disk has what was written to ``path``."""
+    """Returns once everything written to ``path`` is on disk."""
     file = os.open(path, flags)
     try:
         os.fsync(file)
@@ -93,16 +94,16 @@ def flush(path: Path, flags: int = os.O_RDWR) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that is the file ``path``: one process, or thread, at a time. The system ends it with the process, however that ends.
+    """Holds a lock on the file ``path``, for one process or thread at a time. The system releases it when the process ends for any reason.
 
-    Where the file system has no locks, a warning says so, and the block runs without one.
+    Where the file system does not support locks, this warns and runs the block without one.
     """
     file = _locked_file(path)
     try:
         yield
     finally:
         try:
-            # while it is still locked: who waits for it sees that it has gone, and makes a new one. Windows removes no open file
+            # removed while still locked: a waiter sees that the file is gone and makes a new one. Windows does not remove open files
             with contextlib.suppress(OSError):
                 path.unlink()
         finally:
@@ -148,19 +149,19 @@ else:
 
 
 def read_json(path: Path) -> Any:
-    """The value in the file ``path``, as ``parse_json`` reads it."""
+    """Returns the value in the file ``path``, read by ``parse_json``."""
     return parse_json(path.read_bytes(), str(path))
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """The value that ``text`` writes in JSON.
+    """Parses ``text`` as JSON.
 
     Args:
-        text: bytes are UTF-8.
-        name: of what is read, with which an error begins.
+        text: str or UTF-8 bytes.
+        name: what is being read; error messages begin with it.
 
     Raises:
-        ValueError: not UTF-8, not JSON, nested too deep, or a key that is there twice.
+        ValueError: not UTF-8, not JSON, nested too deeply, or a duplicate key.
     """
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=_without_doubles)

@@ -1,7 +1,7 @@
-"""What other threads leave half done when a process forks, made whole in the child; workers of a DataLoader are forked.
+"""Repairs, in a forked child process, state that other threads left half-changed; a DataLoader forks its workers.
 
-Of all threads the child has only the one that forked. A lock that another one held would stay held for ever, and what it guards may be
-half changed. Everything of this package that a fork could break is made by a class of this file, or registers itself with ``in_child``.
+Only the thread that forked continues in the child. A lock held by another thread would stay held forever, and what it guards may be
+half-changed. Everything in this package that a fork could break uses a class of this file or registers itself with ``in_child``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def in_child(run: Callable[[], object]) -> None:
-    """Has ``run`` called in every forked child, before anything else runs there."""
-    # not on Windows, where nothing forks
+    """Registers ``run`` to be called in every forked child before anything else runs there."""
+    # Windows has no fork
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=run)
 
@@ -26,10 +26,10 @@ _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 
 
 class ForkSafeLock:
-    """A reentrant lock, ``with lock:``, that is free in a forked child unless the forking thread itself holds it.
+    """A reentrant lock, used as ``with lock:``, that is free in a forked child unless the forking thread itself holds it.
 
     Args:
-        forget: called in a child in which another thread's hold was ended: makes anew what the lock guards.
+        forget: called in a child where a lock held by another thread was released; resets what the lock guards.
     """
 
     def __init__(self, forget: Callable[[], object] | None = None) -> None:
@@ -44,7 +44,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def renew(self) -> None:
-        # free, or held by this very thread, which goes on in the child
+        # free, or held by this thread, which continues in the child
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return
@@ -62,9 +62,9 @@ in_child(_renew)
 
 
 class cached_property(Generic[T]):
-    """``functools.cached_property`` as it is since Python 3.12, without the lock that all instances shared before.
+    """``functools.cached_property`` as it behaves since Python 3.12: without the lock that all instances shared before.
 
-    Two threads at once may both make the value, which is the same.
+    Two threads may compute the value at the same time; both results are equal.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -83,6 +83,6 @@ class cached_property(Generic[T]):
     def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
         if instance is None:
             return self
-        # found there from then on; a frozen dataclass refuses setattr
+        # the attribute is found in __dict__ from now on; written there directly because a frozen dataclass refuses setattr
         value = instance.__dict__[self._name] = self._make(instance)
         return value

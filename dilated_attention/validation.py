@@ -1,4 +1,4 @@
-"""Checks at the door of the functional surface. Each error says what was given, what is allowed, and one way out."""
+"""Argument checks of the functional API. Each error says what was given, what is allowed, and one way to fix it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def check_plain(name: str, x: torch.Tensor) -> None:
-    """x is a tensor of elements in rows of its own, on this process; whatever else torch calls a tensor is refused with its way out."""
+    """Checks that x is a plain strided tensor on this process; every other kind of tensor is refused with a way to fix it."""
     if x.layout is _STRIDED and not x.is_nested and not x.is_quantized and (type(x) is torch.Tensor or not _is_spread(x)):
         return
     if x.is_nested:
@@ -67,7 +67,7 @@ def check_plain(name: str, x: torch.Tensor) -> None:
 
 
 def _is_spread(x: torch.Tensor) -> bool:
-    # where torch.distributed.tensor was never imported there is none
+    # if torch.distributed.tensor was never imported, x cannot be a DTensor
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -77,7 +77,7 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale is {shown(scale)} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
-    # below the smallest normal number some kernels take it for 0, and 0 times the −inf of a masked pair is NaN
+    # some kernels treat values below the smallest normal number as 0, and 0 times the −inf of a masked pair is NaN
     held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     lowest, highest = held.tiny, held.max * math.log(2)
     if not lowest <= scale <= highest:
@@ -135,7 +135,7 @@ def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Shape and type only; values are read where the work is planned, so that a traced graph does not depend on them."""
+    """Checks shape and type only; the values are read during planning, so that a traced graph does not depend on them."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -152,11 +152,11 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def check_window(window: Any) -> list[int]:
-    """[] for none, else [left, right] with −1 for unbounded."""
+    """Returns [] for no window, else [left, right] with −1 for unbounded."""
     if window is None:
         return []
     if not isinstance(window, (tuple, list)):
-        # nothing lies beyond any sequence
+        # a window beyond the longest sequence excludes nothing
         size = min(as_int("window", window, minimum=0, maximum=None), MAX_LENGTH)
         return [] if size == MAX_LENGTH else [size, size]
     if len(window) != 2:

@@ -1,4 +1,7 @@
-"""How right and how repeatable results are: errors against float64 within data-derived bounds, repeated runs, changes that change nothing."""
+"""Accuracy and repeatability of results.
+
+Errors against float64 within data-derived bounds, repeated runs, and changes to the inputs that must not change the results.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from dilated_attention.testing import FLOAT64_TOLERANCE, largest, low_precision_
 
 KINDS = {"dense": dense_pattern, "dilated": dilated_pattern}
 PLAIN = "plain softmax"
-# the backend that writes scores out
+# limit for the backend that materializes the scores
 _MOST_PLAIN_POSITIONS = 16384
 
 
 @dataclass(frozen=True)
 class Call:
-    """A backend's attention of one kind: q, k, v → (out, lse)."""
+    """One backend's attention of one kind: q, k, v → (out, lse)."""
 
     kind: str
     backend: str
@@ -48,7 +51,7 @@ class Call:
         return found
 
     def results(self, seed: int = 0) -> Result:
-        """All results on the problem's random inputs."""
+        """Returns all results on the problem's random inputs."""
         leaves, dout = self.problem.qkv(seed), self.problem.draw(self.problem.num_heads, seed + 500)
         out, lse = self(*leaves)
         grads = torch.autograd.grad(out, leaves, dout)
@@ -61,14 +64,17 @@ class Call:
 
 
 def backends(chosen: Sequence[str] | None = None) -> list[str]:
-    """Every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured apart."""
+    """Returns every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured separately."""
     if chosen is not None:
         return list(chosen)
     return ["auto", *(name for name in registry.names() if "fp8" not in registry.get(name).facts.precisions)]
 
 
 def errors(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
-    """A row for plain softmax attention in the same dtype, and for every backend: ``<result>_max`` = E, the largest absolute error, and
+    """Returns a row for plain softmax attention in the same dtype, and one for every backend.
+
+    ``<result>_max`` = E, the largest absolute error; ``<result>_share`` is E as a share of the bound 2·E(plain) + one rounding. The
+    relative errors ‖found − true‖ / ‖true‖ are in ``errors``.
     ``<result>_share`` of the bound 2·E(plain) + one rounding; relative errors ‖found − true‖ / ‖true‖ in ``errors``.
     """
     pattern = KINDS[kind](problem)
@@ -95,7 +101,7 @@ def errors(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequen
 
 
 def errors_in_8_bits(kind: str, problem: Problem, extra: dict[str, Any]) -> list[Row]:
-    """Of the forward: plain softmax attention on inputs rounded to e4m3, and the backends whose products are of that kind."""
+    """Returns forward errors of plain softmax attention on inputs rounded to e4m3, and of the backends that compute such products."""
     pattern = KINDS[kind](problem)
     with torch.no_grad():
         q, k, v = (x.detach() for x in problem.qkv())
@@ -119,7 +125,7 @@ def _in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(dtype: torch.dtype, plain: Result, truth: Result, float32_lse: torch.Tensor) -> dict[str, float]:
-    """What RELIABILITY's rule allows, as ``dilated_attention.testing.measure`` has it."""
+    """Returns the bounds of RELIABILITY's rule, as ``dilated_attention.testing.measure`` defines them."""
     if dtype is torch.float64:
         return {name: relative_bound(truth[name], FLOAT64_TOLERANCE) for name in RESULTS}
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
@@ -138,7 +144,7 @@ def _compared(name: str, case: dict[str, Any], found: Result, truth: Result, bou
 
 
 def relative(found: torch.Tensor, true: torch.Tensor) -> float:
-    """‖found − true‖ / ‖true‖ over finite elements; infinite where only one is finite."""
+    """Returns ‖found − true‖ / ‖true‖ over finite elements; infinite where only one of the two is finite."""
     found, true = found.double(), true.double()
     if not torch.equal(found.isfinite(), true.isfinite()):
         return torch.inf
@@ -147,8 +153,12 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def repeats(kind: str, problem: Problem, runs: int, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
-    """The same inputs ``runs`` times, with and without ``deterministic``: ``<result>_equal_runs``, bit for bit, and ``<result>_spread``, the
-    largest relative difference of a run from the first."""
+    """Runs the same inputs ``runs`` times, with and without ``deterministic``.
+
+    Values: ``<result>_equal_runs``, the number of runs that are equal bit for bit, and ``<result>_spread``, the largest relative difference
+        of
+    a run from the first.
+    """
     rows = []
     for name in backends(chosen):
         for deterministic in (False, True):
@@ -173,7 +183,10 @@ def _repeated(call: Call, runs: int) -> dict[str, float]:
 
 
 def invariances(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
-    """Changes that must change nothing but the order: the largest absolute ``difference`` of out, and whether it is ``equal`` bit for bit."""
+    """Applies changes that must change nothing but the order of operations.
+
+    Values: the largest absolute ``difference`` of out, and whether it is ``equal`` bit for bit.
+    """
     rows = []
     for name in backends(chosen):
         for what, compare in INVARIANCES.items():
@@ -192,7 +205,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _alone(kind: str, backend: str, problem: Problem) -> Pair:
-    """A sequence in a batch, and alone."""
+    """Compares a sequence in a batch with the same sequence alone."""
     call, leaves = _of(kind, backend, problem)
     return call(*leaves)[0][:1], call(*(x[:1] for x in leaves))[0]
 
@@ -204,13 +217,13 @@ def _shuffled(kind: str, backend: str, problem: Problem) -> Pair:
 
 
 def _heads(kind: str, backend: str, problem: Problem) -> Pair:
-    """The heads in another order, all with the same offsets."""
+    """Compares the heads with the same heads in another order, all with the same offsets."""
     call, leaves = _of(kind, backend, problem, head_offsets="zero")
     return call(*leaves)[0].roll(1, 2), call(*(x.roll(1, 2) for x in leaves))[0]
 
 
 def _later(kind: str, backend: str, problem: Problem) -> Pair:
-    """Causal: tokens of the second half are others."""
+    """Causal attention: replaces the tokens of the second half."""
     call, leaves = _of(kind, backend, replace(problem, is_causal=True))
     middle = problem.num_positions // 2
     others = [torch.cat((x[:, :middle], x[:, middle:].flip(1)), 1) for x in leaves]

@@ -1,4 +1,4 @@
-"""How sizes and other numbers are written on a command line."""
+"""Parses sizes and other numbers on a command line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dilated_attention.pattern.checks import shown
 
 
 class UsageError(ValueError):
-    """Arguments that cannot be, or do not go together, which argparse cannot tell: exit code 2, as of its own errors."""
+    """Invalid or contradictory arguments that argparse cannot detect; exit code 2, like argparse's own errors."""
 
 
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def size(text: str) -> int:
-    """A whole number from 1, or one in powers of two: ``65536``, ``64k``, ``1M``, ``1G`` are 65536, 65536, 1048576, 1073741824."""
+    """Parses a whole number from 1, or one in powers of two: ``65536``, ``64k``, ``1M``, ``1G`` are 65536, 65536, 1048576, 1073741824."""
     unit = _UNITS.get(text[-1:].lower())
     digits = text[:-1] if unit else text
     number = int(digits) * (unit or 1) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else 0
@@ -27,12 +27,12 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parses a number above 0."""
     return below(text, 1e30, "no number above 0; expected e.g. 2 or 0.5")
 
 
 def below(text: str, most: float, otherwise: str) -> float:
-    """A number above 0 and below ``most``; ``otherwise``: what the text is then."""
+    """Parses a number above 0 and below ``most``; ``otherwise`` describes what the text is if it is not one."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What cannot be measured is said and passed by: out of memory, refused by a backend, wrong."""
+"""Runs functions that may fail and turns failures into notes, so that a suite continues: out of memory, refused by a backend, wrong."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from dilated_attention.backends import BackendUnavailable
 
 T = TypeVar("T")
-# what torch's CPU allocator, C++ and the system say
+# messages of PyTorch's CPU allocator, C++ and the system
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
 
 
 class Refused(Exception):
-    """Raised by a contender that cannot do a case; its text becomes the row's note."""
+    """Raised by a contender that cannot run a case; its text becomes the row's note."""
 
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """``value`` where it went well, else None and a ``note``."""
+    """``value`` if the call succeeded, else None and a ``note``."""
 
     value: T | None
     note: str = ""
 
 
 def attempt(function: Callable[[], T], *, foreign: bool = False) -> Attempt[T]:
-    """Call; out of memory and refusals become a note, with the memory given back. Other errors are bugs and pass through.
+    """Calls a function; out of memory and refusals become a note, and the memory is released. Other errors are bugs and propagate.
 
     Args:
-        foreign: other people's code runs in there, kernels that fail at shapes they do not take: all its errors become notes, too, but for
-            those after which a GPU computes nothing any more.
+        foreign: whether third-party code runs inside, whose kernels may fail at unsupported shapes: then all its errors become notes, too,
+            except those after which a GPU can no longer compute.
     """
     try:
         return Attempt(function())
@@ -60,11 +60,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release(*, workspaces: bool = False) -> None:
-    """Give what nobody holds back to the device. A CPU has it back at once, but for what holds itself.
+    """Returns unused memory to the device. On a CPU only reference cycles have to be collected.
 
     Args:
-        workspaces: also cuBLAS's, which the next product makes anew: 32 MiB for each thread on Hopper. They may have been cut from a large block,
-            which as a whole cannot be given back then. Not while a CUDA graph lives, whose products write there.
+        workspaces: also frees cuBLAS's workspaces, which the next product allocates again: 32 MiB for each thread on Hopper. They may be
+            part of a large block, which cannot be returned as a whole while they exist. Must not be used while a CUDA graph lives, whose
+            products write there.
     """
     if torch.cuda.is_available():
         settle(torch.device("cuda"))
@@ -75,10 +76,11 @@ def release(*, workspaces: bool = False) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Return when a GPU's autograd thread has freed what the last backward held.
+    """Returns once a GPU's autograd thread has freed what the last backward held.
 
-    A backward returns to its caller before that thread has dropped the tensors of its last step, so bytes counted right after it can go
-    during the next call, and a peak beyond them comes out too small. The thread takes up this little backward only when it has dropped them.
+    A backward returns to its caller before that thread has dropped the tensors of its last step. Bytes counted right after it may therefore
+    be freed during the next call, and a peak relative to them would be too small. The thread starts this small backward only after dropping
+    them.
     """
     if device.type == "cuda":
         x = torch.zeros((), device=device, requires_grad=True)
@@ -86,7 +88,7 @@ def settle(device: torch.device) -> None:
 
 
 def _reason(error: BackendUnavailable) -> str:
-    """Why the backend that was asked for cannot: the second line of the error, without the backend's name."""
+    """Returns why the requested backend cannot run: the second line of the error, without the backend's name."""
     lines = str(error).splitlines()
     return lines[1].strip().split(": ", 1)[-1][:200] if len(lines) > 1 else _first_line(error)
 

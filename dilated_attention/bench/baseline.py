@@ -1,4 +1,7 @@
-"""A stored baseline of one hardware: what must be the same for rows to be compared, and which are slower, faster, new or missing."""
+"""A stored baseline for one kind of hardware.
+
+Defines what must be the same for rows to be compared, and which rows are slower, faster, new or missing.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from typing import Any
 from dilated_attention.bench.rows import Results, Row
 from dilated_attention.bench.yardstick import Figures, change, verdict
 
-# a row that looks slower is measured so many times more, and believed only if it does each time
+# a row that looks slower is measured this many more times, and reported only if it is slower each time
 REPEATS = 3
 SLOWER, FASTER, SAME = "slower", "faster", "same"
-# as a row's values have it
+# codes of the states in a row's values
 _STATES = {SAME: 0, SLOWER: 1, FASTER: -1, "new": 2}
 _NEW = _STATES["new"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """How rows are compared. ``baseline`` is None where one is being made."""
+    """How rows are compared. ``baseline`` is None while one is being created."""
 
     baseline: Results | None
     threshold: float
@@ -32,18 +35,18 @@ class Check:
         return self.only is None or self.only.search(key) is not None
 
     def rows(self, label: str) -> dict[str, Row]:
-        """Of the baseline, those with figures and asked for, by their keys."""
+        """Returns the baseline's rows that have figures and were requested, by their keys."""
         rows = [] if self.baseline is None else self.baseline.groups.get(label, [])
         return {row.key: row for row in rows if row.values and self.wants(row.key)}
 
 
 def hardware_of(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What two results must have in common. A CPU's threads are not among it: ``regression`` takes one."""
+    """Returns what two results must have in common. A CPU's thread count is not included: ``regression`` uses one thread."""
     return {key: value for key, value in whole["hardware"].items() if key != "threads"}
 
 
 def slug(hardware: Mapping[str, Any]) -> str:
-    """A file's name: ``nvidia-h200``, ``amd-epyc-2-cores``."""
+    """Returns a file name: ``nvidia-h200``, ``amd-epyc-2-cores``."""
     words = str(hardware["device"]) + (f" {hardware['cores']} cores" if "cores" in hardware else "")
     words += f" x{hardware['devices']}" if hardware["devices"] > 1 else ""
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
@@ -56,14 +59,14 @@ def measured(
     label: str,
     case: Mapping[str, Any],
 ) -> dict[str, Figures]:
-    """Figures of each name; what looks slower than the baseline several times, of which the best counts."""
+    """Returns the figures of each name; what looks slower than the baseline is measured several times, and the best counts."""
     found = merged([again(calls) for _ in range(how.rounds)])
     then = {row.name: Figures.of_values(row.values) for row in how.rows(label).values() if row.case == dict(case)}
     for _ in range(REPEATS):
         suspects = [name for name in found if name in then and verdict(then[name], found[name], how.threshold) == SLOWER]
         if not suspects:
             break
-        # beside the others again: whether they are there may matter, to caches and to clocks
+        # measured together with the others again: their presence may affect caches and clocks
         for name, figures in again(calls).items():
             if name in suspects and change(then[name], figures) < change(then[name], found[name]):
                 found[name] = figures
@@ -71,7 +74,7 @@ def measured(
 
 
 def merged(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """The middle of several rounds, with what they differ by as noise where that is more."""
+    """Returns the median of several rounds, with the differences between rounds as the noise where that is larger."""
     if len(rounds) == 1:
         return rounds[0]
     found = {}
@@ -86,7 +89,7 @@ def merged(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
 
 
 def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
-    """Rows with ``change``, ``state`` and the baseline's ``then_ms``, and one for each that the baseline has alone."""
+    """Returns the rows with ``change``, ``state`` and the baseline's ``then_ms``, and a row for each that only the baseline has."""
     if how.baseline is None:
         return list(rows)
     then = how.rows(label)
@@ -107,7 +110,7 @@ def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
 
 
 def state_of(row: Row) -> str:
-    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``, or ``""`` of a row without figures here and there, or of a baseline."""
+    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``; ``""`` for a row without figures in both, or of a baseline."""
     if row.note.startswith("missing"):
         return "missing"
     names = {number: name for name, number in _STATES.items()}

@@ -1,4 +1,4 @@
-"""A contender held to float64: whole on a short sequence, in sampled rows on the problem itself."""
+"""Checks a contender against float64: completely on a short sequence, and in sampled rows on the problem itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dilated_attention.bench.problem import Problem
 
 
 def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Relative errors against float64: whole at ``correct.WHOLE`` positions, and of sampled rows of ``problem`` itself.
+    """Returns relative errors against float64: of everything at ``correct.WHOLE`` positions, and of sampled rows of ``problem`` itself.
 
-    Blocks chosen by content are those that the pattern chooses for the same q and k. A function of x, and one whose pairs are no one
-    pattern's, is compared with itself on plain torch in float64 instead.
+    Blocks chosen by content are those that the pattern chooses for the same q and k. A function of x, or one whose pairs no single pattern
+    describes, is compared with itself on plain PyTorch in float64 instead.
     """
     small = problem.reduced(correct.WHOLE)
     errors = dict(_small_errors(contender, small))
@@ -33,7 +33,7 @@ def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, f
 
 @functools.lru_cache(maxsize=1024)
 def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, float], ...]:
-    """Errors where all is compared; once a process, as all longer sequences of a suite have the same one."""
+    """Returns the errors of a full comparison; computed once per process, as it is the same for all longer sequences of a suite."""
     attend = whole(contender.make(small))
     if contender.chooses is not None:
         single = replace(small, batch_size=1)
@@ -50,7 +50,7 @@ def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, floa
 
 
 def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Errors of out and input gradients against the same module in float64, which runs on plain torch."""
+    """Returns the errors of out and of the input gradients against the same module in float64, which runs on plain PyTorch."""
     exact = replace(problem, dtype=torch.float64, device=torch.device("cpu"))
     leaves = inputs_of(contender, problem, 7)
     dout = torch.randn_like(leaves[0]).detach()
@@ -71,13 +71,13 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
 
 
 def whole(attend: Attend) -> Attend:
-    """``attend`` as a function of whole sequences, where it is one of this process's part."""
+    """Returns ``attend`` as a function of whole sequences, where it is one of this process's part."""
     found: Attend = getattr(attend, "whole", attend)
     return found
 
 
 def module_of(attend: Attend) -> torch.nn.Module | None:
-    """The module with projections behind ``attend``, if there is one."""
+    """Returns the module with projections behind ``attend``, if there is one."""
     inner = getattr(attend, "__self__", attend)
     inner = getattr(inner, "part", inner)
     return inner.module if isinstance(inner, OfEmbedded) else None

@@ -1,7 +1,7 @@
-"""Functions in processes of their own, for figures that another measurement before would spoil: a peak of memory, a limit of memory.
+"""Runs functions in separate processes, for figures that an earlier measurement would distort: a peak of memory, a limit of memory.
 
-One helper process imports torch and then forks a child for each call, so that a call costs milliseconds, not an import, and every child
-begins alike. The helper itself never computes: threads of a parent that has would be missing in its children.
+A helper process imports torch once and then forks a child for each call, so that a call takes milliseconds instead of an import, and every
+child starts in the same state. The helper itself never computes: threads that it had started would be missing in its children.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _helper: _Helper | None = None
 
 
 def why_no_children() -> str:
-    """Why calls in processes of their own are not possible here; empty if they are."""
+    """Returns why calls in separate processes are not possible here; empty if they are."""
     if not (hasattr(os, "fork") and os.path.exists("/proc/self/status")):
         return "measured in processes of their own, which need Linux's fork and /proc"
     return ""
 
 
 def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None, seconds: float | None = None) -> Attempt[Any]:
-    """``attempt(function(*args))`` in a new process on the CPU.
+    """Runs ``attempt(function(*args))`` in a new process on the CPU.
 
     Args:
-        function: of a module; it, ``args`` and the result can be sent to another process, as ``multiprocessing`` does.
-        memory: bytes that it may allocate; beyond them an allocation fails, as ``out of memory``.
-        seconds: after which it is ended, as ``time, not memory``.
+        function: a module-level function; it, ``args`` and the result must be picklable, as for ``multiprocessing``.
+        memory: bytes that it may allocate; beyond this an allocation fails, as ``out of memory``.
+        seconds: time limit after which it is ended, as ``time, not memory``.
 
     Raises:
         RuntimeError: an error that is neither out of memory nor a refusal, with its traceback.
@@ -69,7 +69,7 @@ def _start() -> _Helper:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
-            # large blocks go back to the system when they are freed, whatever was freed before, so that a peak is that of live tensors
+            # large blocks return to the system as soon as they are freed, so that a peak is that of live tensors
             "MALLOC_MMAP_THRESHOLD_": str(2**16),
             "CUDA_VISIBLE_DEVICES": "",
         }
@@ -86,20 +86,20 @@ def _start() -> _Helper:
 
 
 def _stop(helper: _Helper) -> None:
-    """The end of its calls ends it."""
+    """Ends the helper by closing its calls."""
     helper.calls.close()
     helper.process.wait()
 
 
 def serve() -> None:
-    """The helper: calls on stdin, answers on what was stdout."""
-    # Ctrl-C is for the process that asks; the end of its pipe ends this one
+    """Runs the helper: receives calls on stdin, sends answers on the original stdout."""
+    # Ctrl-C is handled by the calling process; this one ends when its pipe closes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # torch loads its compiler with the first custom op: in every child anew, and within the memory that it is given
+    # PyTorch loads its compiler with the first custom op; without this every child would load it again, within its memory limit
     import torch._dynamo  # noqa: F401
 
     calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    # what a function prints must not get between answers
+    # what a function prints must not be mixed with the answers
     os.dup2(2, 1)
     while True:
         try:
@@ -107,7 +107,7 @@ def serve() -> None:
         except EOFError:
             return
         answer = _forked(*call)
-        # a child's answer is handed on as it came
+        # a child's answer is passed on unchanged
         answers.send_bytes(answer) if isinstance(answer, bytes) else answers.send(answer)
 
 
@@ -117,7 +117,7 @@ def _forked(function: Callable[..., Any], args: tuple[Any, ...], memory: int | N
     if child == 0:
         reading.close()
         writing.send(_run(function, args, memory))
-        # no exit handlers of the helper
+        # skips the helper's exit handlers
         os._exit(0)
     writing.close()
     answer: bytes | None = None
@@ -131,14 +131,14 @@ def _forked(function: Callable[..., Any], args: tuple[Any, ...], memory: int | N
     _, status = os.waitpid(child, 0)
     if not in_time:
         return Attempt(None, "time, not memory")
-    # the system's own remedy against too little memory is SIGKILL, a library's is abort()
+    # the system handles a lack of memory by SIGKILL, some libraries by abort()
     return answer or Attempt(None, f"the process ended by signal {os.waitstatus_to_exitcode(status) * -1}")
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> Attempt[Any] | str:
     try:
         if memory is not None:
-            # of a child's own from here on; what it shares with the helper it has already
+            # the limit counts from here on; the memory shared with the helper is already in use
             import resource
 
             limit = status_bytes("VmData") + memory
@@ -151,7 +151,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None
 
 
 def status_bytes(field: str) -> int:
-    """A field of /proc/self/status: ``VmRSS``, ``VmHWM``, ``VmData``."""
+    """Returns a field of /proc/self/status in bytes: ``VmRSS``, ``VmHWM``, ``VmData``."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith(field + ":"):
@@ -160,9 +160,10 @@ def status_bytes(field: str) -> int:
 
 
 class Peak:
-    """The most memory that was in use since this object was made, beyond what was in use then.
+    """The highest memory use since this object was created, beyond the use at that time.
 
-    On a GPU torch's count of bytes allocated; on a CPU the resident pages of this process (VmHWM), so in a process of its own only.
+    On a GPU this is PyTorch's count of allocated bytes; on a CPU the resident pages of this process (VmHWM), so it is valid only in a
+    separate process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,7 +174,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
             return
-        # begins the count anew where the kernel lets us
+        # resets the peak where the kernel allows it
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as clear:
             clear.write("5")
         self._before = status_bytes("VmRSS")

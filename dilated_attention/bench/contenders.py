@@ -1,7 +1,7 @@
 """What benchmarks compare: dense attention kernel by kernel, and every attention module of this library.
 
-A contender makes a function of q, k, v (B, N, H, D), or of x (B, N, E) where projections belong to it, for a problem; or it refuses with
-the reason.
+For a problem, a contender creates a function of q, k, v (B, N, H, D), or of x (B, N, E) where it includes projections; or it refuses and
+gives the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, Loc
 from dilated_attention.pattern.block_kept import count_pairs
 from dilated_attention.planning.attention import standard_attention
 
-# a materialised score matrix beyond this is no contender but a trap
+# a materialised score matrix larger than this is not a meaningful contender
 _MOST_SCORE_BYTES = 64 * 2**30
 
 
@@ -34,13 +34,13 @@ class Contender:
         name: short, as in tables.
         what: a line for the legend.
         make: problem → function; raises ``Refused`` or ``BackendUnavailable``.
-        pattern: problem → what it computes, for its pairs and its check; None where that depends on the data.
+        pattern: problem → the pattern that it computes, for its pairs and its check; None where that depends on the data.
         inputs: ``"qkv"``, or ``"x"`` for modules with projections.
-        trains: has gradients.
-        bound: relative error allowed; None for the dtype's.
+        trains: whether it has gradients.
+        bound: relative error allowed; None for the dtype's bound.
         chooses: problem → the pattern that chooses blocks by q and k, where there is one.
         reference: problem → the same on one process, to compare a function of x with; None for ``make``.
-        local: problem → what this process holds of it, where processes share the sequence.
+        local: problem → the part that this process holds, where processes share the sequence.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Contender:
         return BOUNDS[problem.dtype] if self.bound is None else self.bound
 
     def pairs(self, problem: Problem) -> int | None:
-        """(query, key) pairs with multiplicity, over heads and batch; None where the data decides."""
+        """Returns the (query, key) pairs with multiplicity, over heads and batch; None where the data decides."""
         pattern = self.pattern(problem)
         if pattern is None:
             return None
@@ -67,7 +67,7 @@ class Contender:
 
 @functools.lru_cache(maxsize=512)
 def _counted(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool, device: torch.device) -> int:
-    """Pairs of one sequence. Lists of blocks are counted where they are used: a million positions take a CPU minutes."""
+    """Counts the pairs of one sequence on the benchmark's device: block lists of a million positions take minutes on a CPU."""
     if isinstance(pattern, BlockPattern) and device.type == "cuda" and not isinstance(pattern, TopBlocks) and not pattern.lives_here:
         return count_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     return pattern.pairs(num_positions, num_heads, is_causal=is_causal)
@@ -78,7 +78,7 @@ def dense_pattern(problem: Problem) -> DilatedPattern:
 
 
 def _standard(problem: Problem) -> Attend:
-    """Softmax attention as it is taught: the whole score matrix in memory, in the inputs' dtype."""
+    """Textbook softmax attention: the whole score matrix in memory, in the inputs' dtype."""
     scores = problem.batch_size * problem.num_heads * problem.num_positions**2 * problem.dtype.itemsize
     if scores > _MOST_SCORE_BYTES:
         raise Refused(f"the score matrix alone would take {scores / 2**30:.0f} GiB")
@@ -90,7 +90,7 @@ def _standard(problem: Problem) -> Attend:
 
 def _backend(name: str, problem: Problem, **options: Any) -> Attend:
     attend = functools.partial(attention, is_causal=problem.is_causal, backend=name, **options)
-    # refused for all inputs of this kind or for none, and FlashAttention-3's and -4's first call compiles or loads
+    # a backend refuses all inputs of this kind or none, and the first call of FlashAttention-3 and -4 compiles or loads code
     with torch.no_grad():
         attend(*(x.detach() for x in problem.reduced(256).qkv()))
     return attend
@@ -102,7 +102,7 @@ def dense(name: str, what: str) -> Contender:
 
 
 def _torch_sdpa(problem: Problem) -> Attend:
-    """``torch.nn.functional.scaled_dot_product_attention`` as a user calls it."""
+    """``torch.nn.functional.scaled_dot_product_attention`` as a user would call it."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -152,27 +152,27 @@ def _dilated(problem: Problem, **config: Any) -> Attend:
 
 
 def block_sparse(name: str, what: str, pattern: Callable[[Problem], BlockPattern]) -> Contender:
-    """``BlockSparseAttention`` over a pattern made for the problem."""
+    """``BlockSparseAttention`` with a pattern made for the problem."""
     return Contender(name=name, what=what, make=lambda problem: _module("block_sparse", problem, pattern=pattern(problem)), pattern=pattern)
 
 
 def chosen(problem: Problem) -> TopBlocks:
-    """The tenth of the blocks that scores highest."""
+    """Returns the pattern of the highest-scoring tenth of the blocks."""
     return TopBlocks(density=0.1, block_size=block_size(problem))
 
 
 def block_size(problem: Problem) -> int:
-    """128, or less where a short sequence would have few blocks."""
+    """Returns 128, or less where a short sequence would have few blocks."""
     return 128 if problem.num_positions >= 2048 else 64
 
 
 def tenth(problem: Problem) -> RandomBlocks:
-    """A tenth of all blocks, at random; their own among them, so that no causal row is empty."""
+    """Returns a random tenth of all blocks, including each row's own block, so that no causal row is empty."""
     return RandomBlocks(0.1, own_block=True, block_size=block_size(problem))
 
 
 def window(problem: Problem) -> LocalWindow:
-    """Keys within a sixteenth of the sequence on either side, at least 128."""
+    """Returns a window of a sixteenth of the sequence on either side, at least 128 keys."""
     return LocalWindow(max(128, problem.num_positions // 16), block_size=block_size(problem))
 
 
@@ -187,7 +187,7 @@ class OfEmbedded:
 
     module: torch.nn.Module
     options: dict[str, Any]
-    # torch's own takes query, key and value
+    # torch's own module takes query, key and value
     times: int = 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

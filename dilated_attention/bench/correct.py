@@ -1,6 +1,6 @@
-"""Right first: results against softmax attention in float64, of all rows where they are few, of sampled ones where they are many.
+"""Correctness checks: results against softmax attention in float64, for all rows where they are few, else for sampled ones.
 
-A relative error is ‖found − true‖ / ‖true‖ over the rows looked at. Nothing that misses its bound gets a figure of speed.
+A relative error is ‖found − true‖ / ‖true‖ over the rows examined. Anything that exceeds its bound gets no speed figure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 Pattern = DilatedPattern | BlockPattern
 Attend = Callable[..., torch.Tensor]
 
-# ‖found − true‖ / ‖true‖ that rounding explains, several times over; float32 products may be TF32 on a GPU
+# several times the ‖found − true‖ / ‖true‖ that rounding explains; float32 products may be TF32 on a GPU
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 6e-3, torch.bfloat16: 2e-2}
 FP8_BOUND = 0.15
 # positions up to which every row and every gradient is compared
@@ -26,13 +26,13 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def wrong(errors: dict[str, float], bound: float) -> str:
-    """A note that names what is beyond ``bound``, NaN included; empty if nothing is."""
+    """Returns a note that names what exceeds ``bound``, NaN included; empty if nothing does."""
     beyond = {name: error for name, error in errors.items() if not error <= bound}
     return f"wrong: {', '.join(f'{name} off by {error:.1e}' for name, error in beyond.items())}, allowed {bound:.0e}" if beyond else ""
 
 
 def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradients: bool = True) -> dict[str, float]:
-    """Errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``, which must be short: N² of memory."""
+    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``, which must be short: N² of memory."""
     leaves = problem.qkv(7)
     dout = problem.draw(problem.num_heads, 101)
     with torch.set_grad_enabled(gradients):
@@ -45,18 +45,18 @@ def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradient
 def true_results(
     pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], dout: torch.Tensor, *, gradients: bool = True
 ) -> list[torch.Tensor]:
-    """[out] or, with ``gradients``, [out, dq, dk, dv] of ``leaves`` q, k, v in float64."""
+    """Returns [out] or, with ``gradients``, [out, dq, dk, dv] of ``leaves`` q, k, v in float64."""
     exact = [x.detach().double().requires_grad_() for x in leaves]
     out = _exact(exact[0], exact[1], exact[2], _log_multiplicity(pattern, problem))
     return [out.detach(), *(torch.autograd.grad(out, exact, dout.double()) if gradients else ())]
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_m: torch.Tensor) -> torch.Tensor:
-    """softmax(q kᵀ / √D + log m) v in the inputs' dtype; rows without keys are 0."""
+    """Returns softmax(q kᵀ / √D + log m) v in the inputs' dtype; rows without keys are 0."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     empty = torch.isneginf(log_m).all(-1, keepdim=True)
-    # a softmax over nothing has NaN for a gradient, which no later zero takes away
+    # the gradient of a softmax over no keys is NaN, which a later multiplication by zero does not remove
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5 + log_m.masked_fill(empty, 0.0)
     weights = scores.softmax(-1).masked_fill(empty, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
@@ -79,7 +79,7 @@ def sampled_error(
     count: int = 24,
     held: torch.Tensor | None = None,
 ) -> float:
-    """Error of ``out`` in ``count`` rows drawn over batch, positions and heads, the first and the last position among them.
+    """Returns the error of ``out`` in ``count`` rows sampled over batch, positions and heads, including the first and the last position.
 
     Args:
         leaves: q, k and v of the whole sequence.
@@ -106,7 +106,7 @@ def sampled_error(
 
 
 def keys_of(pattern: Pattern, problem: Problem, position: int, head: int) -> torch.Tensor:
-    """Positions that (position, head) attends to, as often as it does, on the problem's device."""
+    """Returns the positions that (position, head) attends to, with multiplicity, on the problem's device."""
     if isinstance(pattern, DilatedPattern):
         keys = partners(pattern, position, head, problem.num_heads, problem.num_positions)
         return (keys[keys <= position] if problem.is_causal else keys).to(problem.device)

@@ -1,7 +1,7 @@
-"""Softmax attention over a multiset of keys, written out with its gradients, some rows at a time: N² of work, N of memory.
+"""Explicit softmax attention over a multiset of keys, with its gradients, some rows at a time: N² of work, N of memory.
 
-In float64 it is the truth that results are compared with; in the inputs' own dtype, every operation rounded as plain PyTorch rounds it,
-it is the yardstick of what that dtype can do.
+In float64 it is the reference for results. In the inputs' own dtype, with every operation rounded as plain PyTorch rounds it, it shows what
+accuracy that dtype allows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
-# (rows, keys) numbers at a time: 256 MiB in float64
+# elements of (rows, keys) at a time: 256 MiB in float64
 _PLACES = 2**25
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 Result = dict[str, torch.Tensor]
@@ -27,12 +27,12 @@ def softmax_attention(
     dtype: torch.dtype,
     rounds_out: torch.dtype | None = None,
 ) -> Result:
-    """out, lse, dq, dk, dv in ``dtype`` (lse of half precision in float32) of q, k, v, dout (B, N, H, D), by the definition.
+    """Returns out, lse, dq, dk, dv in ``dtype`` (lse of half precision in float32) of q, k, v, dout (B, N, H, D), by the definition.
 
     Args:
-        dtype: of all operations. Products of half-precision numbers are summed in float32 and rounded once, as matrix units do.
-        rounds_out: also give ``"dq of rounding"`` and ``"dk of rounding"``: what the gradients are off by if nothing but out, from which
-            flash kernels compute the softmax's gradient, is rounded to this dtype.
+        dtype: of all operations. Products of half-precision numbers are accumulated in float32 and rounded once, as matrix units do.
+        rounds_out: also returns ``"dq of rounding"`` and ``"dk of rounding"``: the errors of the gradients if only out, from which flash
+            kernels compute the softmax's gradient, is rounded to this dtype.
     """
     B, N, H, D = q.shape
     half = dtype in (torch.float16, torch.bfloat16)
@@ -79,7 +79,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def multiplicities(
     pattern: DilatedPattern, head: int, num_heads: int, num_positions: int, rows: slice, *, is_causal: bool, device: torch.device
 ) -> torch.Tensor:
-    """m (rows, N) float32 of one head: how many branches join row and key."""
+    """Returns m (rows, N) float32 of one head: the number of branches that join row and key."""
     keys = torch.arange(num_positions, device=device)
     queries = keys[rows]
     m = torch.zeros(len(queries), num_positions, device=device)

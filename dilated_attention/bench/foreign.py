@@ -1,4 +1,4 @@
-"""Other people's attention as a contender: ``name=module.path:function``, checked like our own before it is timed."""
+"""Third-party attention as a contender: ``name=module.path:function``, checked like this library's own before it is timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dilated_attention.bench.problem import Problem
 
 @dataclass(frozen=True)
 class Foreign:
-    """``function``: problem → callable of q, k, v (B, N, H, D) that returns out (B, N, H, D). It raises what it likes where it cannot."""
+    """``function``: problem → callable of q, k, v (B, N, H, D) that returns out (B, N, H, D). It may raise anything where it cannot run."""
 
     name: str
     target: str
@@ -40,15 +40,15 @@ class Foreign:
         return checked
 
     def contender(self, problem: Problem) -> Contender:
-        """Held to dense attention or to ``problem``'s dilated branches, whichever its results are nearer to at a short length.
+        """Creates a contender, checked against dense attention or ``problem``'s dilated branches, whichever is closer at a short length.
 
-        One whose results have no gradient competes in the forward only.
+        A contender whose results have no gradient competes in the forward only.
         """
         small = problem.reduced(correct.WHOLE)
         attend = self.make(small)
         patterns = (dense_pattern, dilated_pattern)
         errors = [correct.whole_errors(attend, pattern(small), small, gradients=False)["out"] for pattern in patterns]
-        # NaN is nearer to nothing
+        # NaN is closer to neither
         nearer = dilated_pattern if errors[1] < errors[0] else dense_pattern
         return Contender(
             name=self.name,
@@ -60,10 +60,10 @@ class Foreign:
 
 
 def foreign(text: str) -> Foreign:
-    """Of ``name=module.path:function``.
+    """Parses ``name=module.path:function``.
 
     Raises:
-        argparse.ArgumentTypeError: another form, a module that cannot be imported, no such function in it.
+        argparse.ArgumentTypeError: another format, a module that cannot be imported, or no such function in it.
     """
     name, _, target = text.partition("=")
     module, _, function = target.partition(":")

@@ -1,4 +1,4 @@
-"""Generating with a language model by kind of attention: the prompt into a cache, then token after token, in turns."""
+"""Generation with a language model, by kind of attention: the prompt into a cache, then token by token, in turns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dilated_attention.bench.timing import Timing, in_turns, one_call, synchroni
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
 
-# turns of decoding
+# number of decoding turns
 _TURNS = 5
 
 
 @dataclass
 class Writer:
-    """One kind's model with its cache. A prompt can be read again and again; what is written comes behind it."""
+    """One kind's model with its cache. A prompt can be read repeatedly; generated tokens follow it."""
 
     model: LongNetLM
     cache: KVCache
@@ -30,14 +30,14 @@ class Writer:
 
     @torch.no_grad()
     def read(self) -> None:
-        """The prompt into the cache."""
+        """Reads the prompt into the cache."""
         for request in range(self.cache.num_requests):
             self.cache.free(request)
         self.last = prefill(self.model, self.prompt, self.cache).argmax(-1, keepdim=True)
 
     @torch.no_grad()
     def write(self, count: int) -> None:
-        """``count`` tokens, each the likeliest."""
+        """Generates ``count`` tokens greedily."""
         assert self.last is not None
         self.step = self.step or Stepper(self.model, self.cache)
         for _ in range(count):
@@ -55,13 +55,13 @@ def measure(
     seconds: float,
     new_tokens: int = 32,
 ) -> list[Row]:
-    """Two rows for each kind: task ``"prefill"`` of a prompt of ``context`` tokens, and ``"decode"`` behind it.
+    """Returns two rows for each kind: task ``"prefill"`` of a prompt of ``context`` tokens, and ``"decode"`` after it.
 
     Values: ``ms`` of a whole prompt and of one step of all requests, with percentiles; ``tokens_per_s`` over all requests;
-    ``cache_bytes``; on a GPU ``peak_bytes`` of everything, the other kinds' caches left out.
+    ``cache_bytes``; on a GPU ``peak_bytes`` of everything, excluding the other kinds' caches.
 
     Args:
-        new_tokens: written in one turn.
+        new_tokens: tokens generated in one turn.
     """
     case = {"model": shape.name, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
     prefilled, decoded = case | {"task": "prefill"}, case | {"task": "decode"}
@@ -99,7 +99,7 @@ def measure(
 
 
 def _first(model: LongNetLM, prompt: torch.Tensor, new_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Writer, int | None]:
-    """A prompt read and some tokens written, so that kernels are compiled and the step is captured; and the peak of it, None off CUDA."""
+    """Reads a prompt and generates some tokens, which compiles kernels and captures the step. Also returns the peak, None off CUDA."""
     batch, context = prompt.shape
     longest = context + 4 + _TURNS * new_tokens
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def _first(model: LongNetLM, prompt: torch.Tensor, new_tokens: int, device: torc
 
 
 def _written(writers: dict[str, Writer], new_tokens: int, device: torch.device) -> dict[str, Timing]:
-    """Milliseconds of a step: each turn writes a few tokens behind the last."""
+    """Returns the milliseconds of a step: each turn generates a few tokens after the previous ones."""
     samples: dict[str, list[float]] = {kind: [] for kind in writers}
     for writer in writers.values():
         writer.write(2)

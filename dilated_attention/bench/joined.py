@@ -1,4 +1,4 @@
-"""Results of one, two and more processes: a file each, told together."""
+"""Combines results of runs with one, two and more processes, stored in one file each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dilated_attention.bench.rows import Results
 
 
 def stem(results: Results) -> str:
-    """Of the file's name: ``scaling`` of one process, ``scaling-4`` of four."""
+    """Returns the stem of the file name: ``scaling`` for one process, ``scaling-4`` for four."""
     processes = results.machine["hardware"]["devices"]
     return results.suite if processes == 1 else f"{results.suite}-{processes}"
 
 
 def joined(results: Results, folder: Path | None) -> tuple[Results, list[str]]:
-    """``results`` with the groups that other numbers of processes have measured beside them in ``folder``, and what is left out, as sentences.
+    """Returns ``results`` with the groups that runs with other numbers of processes stored in ``folder``, and what is left out, as
+    sentences.
 
-    Only what the same hardware, versions and settings measured comes together. Labels get the number of processes where there are several files.
+    Only results with the same hardware, versions and settings are combined. Labels include the number of processes if there are several
+    files.
     """
     found = {results.machine["hardware"]["devices"]: results}
     left_out = []

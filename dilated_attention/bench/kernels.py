@@ -1,4 +1,7 @@
-"""Kernels of this library that only move memory: merges of partial results, norms and activations. What each must move, and whether it is right."""
+"""Kernels of this library that only move memory: merges of partial results, norms and activations.
+
+Measures what each must move, and checks whether its result is correct.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.functional.lean_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
 
-# of the norms' input: beyond any cache where it is full
+# elements of the norms' input: larger than any cache with ``full``
 _NORM_ELEMENTS = {False: 2**22, True: 2**28}
 # (call, bytes that it must read and write once, relative errors)
 Prepared = tuple[Callable[[], object], int, dict[str, float]]
@@ -26,7 +29,7 @@ Prepared = tuple[Callable[[], object], int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """``prepare(device, dtype, full)`` raises ``Refused`` where it does not run."""
+    """``prepare(device, dtype, full)`` raises ``Refused`` where the kernel does not run."""
 
     name: str
     what: str
@@ -43,9 +46,9 @@ def _need_triton(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _merge_two(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """What a ring does on each step: a part merged into (out, lse), in place."""
+    """The work of a ring in each step: merges a part into (out, lse), in place."""
     N, H, D = (2**17, 16, 128) if full else (2**15, 4, 64)
-    # on a CPU sums are kept in float32, on a GPU each is rounded
+    # sums are kept in float32 on a CPU; on a GPU each is rounded
     kind = dtype if device.type == "cuda" or dtype is torch.float64 else torch.float32
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     out, part = (torch.randn(1, N, H, D, device=device).to(kind) for _ in range(2))
@@ -64,7 +67,7 @@ def _layers(num_positions: int, heads: int) -> Layers:
 
 
 def _buffers(layers: Layers, D: int, device: torch.device, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """out, lse, the flat buffers of parts and of their lses, B = 1."""
+    """Returns out, lse, and the flat buffers of parts and of their lses, B = 1."""
     generator = torch.Generator(device).manual_seed(seed)
     N, H = layers.positions, layers.heads
     part_rows, lse_rows = H * layers.rows(with_direct=False), H * layers.rows(with_direct=True)
@@ -77,7 +80,7 @@ def _buffers(layers: Layers, D: int, device: torch.device, dtype: torch.dtype, s
 
 
 def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """Of all branches of a dilated attention in one kernel."""
+    """Merges all branches of a dilated attention in one kernel."""
     _need_triton(device, dtype)
     from dilated_attention.engine import merge_triton
 
@@ -91,14 +94,14 @@ def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepa
     errors = {"out": _relative(out, true_out), "lse": _relative(lse, true_lse)}
     layers, D = _layers(2**18 if full else 2**14, 16), 128
     out, lse, parts, part_lses = _buffers(layers, D, device, dtype, 2)
-    # rows that no branch but the direct one takes stand already
+    # rows that only the direct branch takes are already in place
     rows = layers.positions // layers.step * layers.heads
     moved = parts.nbytes + part_lses.nbytes + lse.nbytes + 2 * rows * D * dtype.itemsize
     return lambda: merge_triton.merge_layers(layers, out, lse, parts, part_lses), moved, errors
 
 
 def _sum_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """dq, dk and dv of all branches in one kernel."""
+    """Sums dq, dk and dv of all branches in one kernel."""
     _need_triton(device, dtype)
     from dilated_attention.engine import merge_triton
 
@@ -120,7 +123,7 @@ def _sum_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepare
 
 
 def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """What stands in front of a linear layer, of rows of 2048; with an activation of 8192."""
+    """The norm before a linear layer, on rows of 2048; with an activation, on rows of 8192."""
     _need_triton(device, dtype)
     from dilated_attention.functional import lean_triton
 
@@ -140,7 +143,7 @@ def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dt
     if not backward:
         return lambda: lean_triton.prepare(x, None, weight, bias, recipe, stats, None), 2 * x.nbytes, errors
     (true_dx,) = torch.autograd.grad(true, leaf, dz[rows].double())
-    # it writes dx over dz, so that each call has the last one's for its input: as many bytes, other numbers
+    # it writes dx over dz, so the previous result is the next call's input: the same number of bytes, different values
     dx = lean_triton.prepare_backward(x, None, weight, bias, recipe, stats, dz.clone(), True, None)[1]
     assert dx is not None
     errors["dx"] = _relative(dx[rows], true_dx)

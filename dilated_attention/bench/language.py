@@ -1,6 +1,6 @@
-"""Language models of known shapes with random weights, trained and continued: by dense, dilated and block-sparse attention.
+"""Language models of known shapes with random weights, trained and decoded with dense, dilated and block-sparse attention.
 
-The kinds of attention have no parameters of their own, so their models share every parameter; they get the same tokens, in turns.
+The kinds of attention have no parameters of their own, so their models share every parameter. They process the same tokens, in turns.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dilated_attention.models.generation import Stepper, prefill
 from dilated_attention.pattern import LocalWindow
 
 KINDS = ("dense", "dilated", "block_sparse")
-# of the models that are compared with float64; each adds its own rounding
+# layers of the models compared with float64; each adds its own rounding
 _LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: a preset, with fields changed where a run is cut short.
+    """A model: a preset, with fields changed where a run uses a reduced model.
 
     Args:
         preset: of ``factory.presets``.
         changes: fields that differ.
-        small: windows and segments are short, too.
+        small: whether windows and segments are short, too.
     """
 
     preset: str
@@ -41,22 +41,22 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Of the model that is measured, which a cut one tells: ``"gpt2-124m cut to 2 × 128"``."""
+        """Returns the name of the measured model, which shows a reduction: ``"gpt2-124m cut to 2 × 128"``."""
         config = self.config
         return self.preset if not self.changes else f"{self.preset} cut to {config.num_layers} × {config.embed_dim}"
 
     @cached_property
     def config(self) -> LongNetConfig:
-        """With dense attention."""
+        """Returns the configuration with dense attention."""
         return self.model("dense", device="meta").config
 
     @cached_property
     def parameters(self) -> int:
-        """Their number."""
+        """Returns the number of parameters."""
         return self.model("dense", device="meta").num_parameters
 
     def kind(self, name: str) -> dict[str, Any]:
-        """Fields of a kind of attention."""
+        """Returns the configuration fields of a kind of attention."""
         if name == "dense":
             return {"attention": "dense"}
         if name == "block_sparse":
@@ -69,11 +69,11 @@ class Shape:
 
     @property
     def window(self) -> int:
-        """Keys of a query in block-sparse attention, itself among them."""
+        """Returns the number of keys of a query in block-sparse attention, including itself."""
         return 256 if self.small else 1024
 
     def legend(self, kind: str) -> str:
-        """What a query attends to."""
+        """Describes what a query attends to."""
         if kind == "dense":
             return "all keys before it"
         if kind == "block_sparse":
@@ -86,7 +86,7 @@ class Shape:
 
 
 def family(shape: Shape, kinds: tuple[str, ...], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:
-    """A model for each kind, all of the same parameters."""
+    """Returns a model for each kind, all sharing the same parameters."""
     torch.manual_seed(0)
     first = shape.model(kinds[0], device=device, dtype=dtype, **options)
     found = {kinds[0]: first}
@@ -98,10 +98,11 @@ def family(shape: Shape, kinds: tuple[str, ...], device: torch.device, dtype: to
 
 
 def check(shape: Shape, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors against float64 on plain torch, of two narrow layers with the model's head dim.
+    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the model's head dim.
 
-    ``"logits"``; ``"gradient"`` of the first layer's query weight, behind which everything lies; ``"decoded"``: logits of tokens with a
-    cache, against those of the whole sequence. The context is longer than the window and the first segment. Worked out once a process.
+    ``"logits"``; ``"gradient"`` of the first layer's query weight, whose backward passes through everything; ``"decoded"``: logits of
+    tokens decoded with a cache, against those of the whole sequence. The context is longer than the window and the first segment. Computed
+    once per process.
     """
     return dict(_checked(shape.preset, shape.head_dim, shape.small, kind, device, dtype))
 
@@ -134,7 +135,7 @@ def _checked(preset: str, head_dim: int, small: bool, kind: str, device: torch.d
 
 
 def _results(model: LongNetLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and the gradient of a weight, on the CPU."""
+    """Returns the logits, and the gradient of a weight, on the CPU."""
     logits = model(tokens)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
     attention: Any = model.decoder.blocks[0].attention
@@ -145,7 +146,7 @@ def _results(model: LongNetLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torc
 def right(
     shape: Shape, kinds: tuple[str, ...], names: tuple[str, ...], case: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Row], dict[str, dict[str, float]]]:
-    """Rows with a note for kinds that are wrong or refused, and the errors of the others by ``names``."""
+    """Returns rows with a note for kinds that are wrong or refused, and the errors of the others by ``names``."""
     rows, errors = [], {}
     for kind in kinds:
         checked = attempt(functools.partial(check, shape, kind, device, dtype))

@@ -1,4 +1,7 @@
-"""The search for the longest sequence that fits: doubled until memory or time is out, then bisected, every length checked on sampled rows."""
+"""Searches for the longest sequence that fits.
+
+The length is doubled until memory or time runs out, then bisected; every length is checked on sampled rows.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from dilated_attention.functional import attention, block_sparse_attention, dila
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 
 TIME, MEMORY = "time, not memory", "out of memory"
-# lengths between the last that fits and the first that does not are multiples of this
+# the bisected lengths are multiples of this
 _STEP = 1024
-# an lse is a sum of exponents: its error is absolute, and that of sums in float32
+# an lse is a logarithm of a sum of exponentials: its error is absolute, that of sums in float32
 _LSE_BOUND = 0.02
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is searched for its longest sequence. ``growth``: of its time, the power of the length."""
+    """What the search runs. ``growth`` is the power of the length by which its time grows."""
 
     name: str
     what: str
@@ -40,7 +43,7 @@ class Kind:
     growth: int
 
     def attend(self, problem: Problem, first: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """q, k, v → (out, lse)."""
+        """Returns the function q, k, v → (out, lse)."""
         causal: dict[str, Any] = {"is_causal": problem.is_causal, "return_lse": True}
         if self.growth == 2:
             return functools.partial(attention, **causal)
@@ -73,7 +76,7 @@ def _window(first: int) -> LocalWindow:
 
 @dataclass(frozen=True)
 class Limits:
-    """``memory`` in bytes, None for the device's; ``seconds`` of one call; ``most`` positions; ``steps`` of bisection."""
+    """``memory`` in bytes, None for the device's; ``seconds`` per call; the ``most`` positions; ``steps`` of bisection."""
 
     memory: int | None
     seconds: float
@@ -82,7 +85,7 @@ class Limits:
 
 
 def search(kind: Kind, which: str, problem: Problem, segment: int, limits: Limits) -> list[Row]:
-    """A row for every length tried, in that order."""
+    """Returns a row for every length tried, in that order."""
     on_gpu = problem.device.type == "cuda"
     if not on_gpu and why_no_children():
         return [Row(name=kind.name, case={"pass": which, **problem.case}, note=why_no_children())]
@@ -124,12 +127,12 @@ def search(kind: Kind, which: str, problem: Problem, segment: int, limits: Limit
 
 
 def _expected(kind: Kind, row: Row, length: int) -> float:
-    """Seconds of a call, from those of a shorter one."""
+    """Estimates the seconds of a call from those of a shorter one."""
     return float(row.values["ms"] / 1000 * (length / row.case["N"]) ** kind.growth)
 
 
 def _checked(kind: Kind, which: str, problem: Problem, segment: int) -> str:
-    """A note where the kind is wrong on a short sequence, every row and gradient of it looked at."""
+    """Returns a note if the kind is wrong on a short sequence; every row and gradient is checked."""
     small = problem.reduced(WHOLE)
     attend = kind.attend(small, segment)
     errors = whole_errors(lambda *leaves: attend(*leaves)[0], kind.pattern(small, segment), small, gradients=which == "both")
@@ -138,7 +141,7 @@ def _checked(kind: Kind, which: str, problem: Problem, segment: int) -> str:
 
 def _limited(limits: Limits, problem: Problem, function: Callable[[], dict[str, Any]]) -> Attempt[dict[str, Any]]:
     if problem.device.type != "cuda":
-        # beside the call itself: its inputs are drawn, its rows are checked
+        # time for drawing inputs and checking rows in addition to the call itself
         return in_child(function, memory=limits.memory, seconds=10 * limits.seconds + 20)
     clear_block_lists()
     release(workspaces=True)
@@ -175,12 +178,12 @@ def _row(kind: Kind, which: str, problem: Problem, found: Attempt[dict[str, Any]
 
 
 def _one(name: str, which: str, problem: Problem, segment: int) -> dict[str, Any]:
-    """{"seconds", "peak", "errors"} of one call, in the process at hand."""
+    """Returns {"seconds", "peak", "errors"} of one call in the current process."""
     kind = KINDS[name]
     attend = kind.attend(problem, segment)
     on_gpu = problem.device.type == "cuda"
     if not on_gpu:
-        # code is loaded where it is first needed: not within the peak
+        # code is loaded on first use, which must not count towards the peak
         small = problem.reduced(1024)
         _call(kind.attend(small, segment), small.qkv(), small.draw(small.num_heads, 9) if which == "both" else None)
     gc.collect()
@@ -189,7 +192,7 @@ def _one(name: str, which: str, problem: Problem, segment: int) -> dict[str, Any
     dout = problem.draw(problem.num_heads, 9) if which == "both" else None
     results: list[torch.Tensor] = []
     seconds = 0.0
-    # a GPU's first call of a length makes plans and compiles
+    # on a GPU, the first call of a length builds plans and compiles
     for _ in range(2 if on_gpu else 1):
         results = []
         synchronise(problem.device)
@@ -207,7 +210,7 @@ def _one(name: str, which: str, problem: Problem, segment: int) -> dict[str, Any
 def _call(
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], leaves: Sequence[torch.Tensor], dout: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """[out, lse] or, with ``dout``, [out, lse, dq, dk, dv]."""
+    """Returns [out, lse] or, with ``dout``, [out, lse, dq, dk, dv]."""
     if dout is None:
         with torch.no_grad():
             return list(attend(*leaves))

@@ -1,4 +1,4 @@
-"""Attention contenders on one problem: right first, then time of each pass in turns, memory, and rates."""
+"""Measures attention contenders on one problem: correctness first, then the time of each pass in turns, memory, and rates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dilated_attention.bench.rows import Row
 from dilated_attention.bench.tables import ESTIMATED
 from dilated_attention.bench.timing import Timing, interleaved, one_call, peak_extra
 
-# FLOPs of a dense forward from which a shorter sequence is asked how long it takes: 0.1 s or so
+# FLOPs of a dense forward (about 0.1 s) from which a shorter sequence is timed first
 _WORTH_A_PROBE = {"cuda": 3e13, "cpu": 1e10}
-# and its length at most: kernels have reached their rate there
+# maximum length of that sequence: kernels have reached their full rate there
 _LONGEST_PROBE = 2**15
 
 
@@ -37,14 +37,15 @@ def measure(
     agree: Callable[[float], float] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """A row for each contender and pass: ``ms``, its percentiles, ``tflops``, with ``memory`` also ``peak_bytes`` beyond the inputs.
+    """Returns a row for each contender and pass: ``ms``, its percentiles, ``tflops``, with ``memory`` also ``peak_bytes`` beyond the
+    inputs.
 
-    What refuses, raises, runs out of memory or is wrong has one row without figures, and a note.
+    A contender that refuses, raises, runs out of memory or is wrong gets one row without figures, and a note.
 
     Args:
-        longest: seconds that a call may take; what a shorter sequence tells to take longer is not run, and its note says how long it
-            would take. None for no limit.
-        agree: as of ``interleaved``: where several processes measure together, all of them call this.
+        longest: seconds that a call may take; a call that is expected to take longer, judging by a shorter sequence, is not run, and its
+            note gives the expected time. None for no limit.
+        agree: see ``interleaved``: where several processes measure together, all of them call this.
     """
     rows: list[Row] = []
     able: dict[str, _Able] = {}
@@ -70,7 +71,7 @@ def measure(
 
 @dataclass
 class _Able:
-    """A contender that can do a problem, or a ``note`` on why not. ``expected``: seconds of a forward; None where it is short."""
+    """A contender that can run a problem, or a ``note`` on why not. ``expected``: seconds of a forward; None where it is short."""
 
     contender: Contender
     attend: Attend
@@ -94,7 +95,10 @@ def _checked(contender: Contender, problem: Problem, longest: float | None, agre
 
 
 def expected_seconds(contender: Contender, problem: Problem) -> float | None:
-    """Of a forward, by one of an eighth of the positions or less, and the pairs of both; None where both are short and that tells nothing."""
+    """Estimates the seconds of a forward, from one at an eighth of the positions or less, and the pairs of both.
+
+    Returns None where both are short, as that says nothing.
+    """
     short = replace(problem, num_positions=min(problem.num_positions // 8, _LONGEST_PROBE))
     if 4 * problem.dense_pairs * problem.head_dim < _WORTH_A_PROBE.get(problem.device.type, 0.0) or short.num_positions < correct.WHOLE:
         return None
@@ -108,7 +112,7 @@ def expected_seconds(contender: Contender, problem: Problem) -> float | None:
 
 
 def _too_long(able: _Able, which: str, longest: float | None) -> str:
-    """The note of a pass that would take longer than ``longest`` seconds a call; "" where it would not."""
+    """Returns the note of a pass that would take longer than ``longest`` seconds per call; "" where it would not."""
     if longest is None or able.expected is None:
         return ""
     seconds = able.expected * FLOPS[which] / FLOPS["forward"]
@@ -116,7 +120,7 @@ def _too_long(able: _Able, which: str, longest: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two digits and a unit."""
+    """Formats two digits and a unit."""
     for most, unit, length in ((1.0, "ms", 1e-3), (100.0, "s", 1.0), (6000.0, "min", 60.0)):
         if seconds < most:
             return f"{float(f'{seconds / length:.2g}'):g} {unit}"
@@ -134,22 +138,22 @@ def _timed(
     agree: Callable[[float], float] | None,
 ) -> list[Row]:
     rows: list[Row] = []
-    # contenders share the sets of inputs, and each goes through them in its own turns
+    # contenders share the sets of inputs, and each cycles through them independently
     shared: dict[str, list[Any]] = {}
-    # one round for all, and one for each whose graph would leave the others no room
+    # one round for all, and one for each whose graph would leave no memory for the others
     rounds = [[one for one in able.values() if which == "forward" or one.contender.trains]]
     for together in rounds:
         calls: dict[str, Callable[[], Any]] = {}
         peaks: dict[str, int] = {}
         notes = [_too_long(one, which, longest) for one in together]
-        # before any call: made later, they would lie in the middle of memory that a larger call needs whole
+        # before any call: allocated later, they would fragment memory that a larger call needs in one piece
         for one, note in zip(together, notes, strict=True):
             if not note:
                 attempt(functools.partial(share, one.contender, problem, shared))
         for one, note in zip(together, notes, strict=True):
             if not note:
                 before = allocated(problem.device)
-                # what does not fit is left out before the turns begin
+                # what does not fit is excluded before the turns begin
                 first = attempt(functools.partial(_first, one, problem, which, shared, memory), foreign=True)
                 is_heavy = first.note == "out of memory" or allocated(problem.device) - before > HEAVY
                 if which == "backward" and is_heavy and len(together) > 1:
@@ -179,9 +183,9 @@ def _timed(
 def _in_turns(
     calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float, agree: Callable[[float], float] | None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(timings, notes of what failed). Calls that fit alone may not fit beside what others keep: they are timed one by one then."""
+    """Returns (timings, notes of failures). Calls that fit alone may not fit together; they are then timed one by one."""
     if agree is not None:
-        # processes call in step: none can go back to a call that others are past
+        # processes call in lockstep: none can repeat a call that others have passed
         return interleaved(calls, device, seconds=seconds, warm=True, agree=agree), {}
     together = attempt(functools.partial(interleaved, calls, device, seconds=seconds, warm=True))
     if together.value is not None:
@@ -199,13 +203,13 @@ def _in_turns(
 
 
 def _first(one: _Able, problem: Problem, which: str, shared: dict[str, list[Any]], memory: bool) -> tuple[Callable[[], Any], int]:
-    """(call, the peak beyond what was allocated where ``memory`` is asked for and counted, else 0), called once."""
+    """Runs a call once and returns (call, its peak beyond what was allocated before; 0 unless ``memory`` is requested and counted)."""
     call = call_of(one.contender, one.attend, problem, which, shared)
     call()
-    # of a second call: what the first one compiles or tunes with is not its own
+    # measured on a second call: memory for compiling or tuning in the first one does not count
     return call, (peak_extra(call, problem.device) or 0) if memory and problem.device.type == "cuda" else 0
 
 
 def rate(pairs: int | None, head_dim: int, which: str, timing: Timing) -> dict[str, float]:
-    """{"tflops": …} by the pairs that a contender computes; empty where the data decides them."""
+    """Returns {"tflops": …} from the pairs that a contender computes; empty where the data decides them."""
     return {} if pairs is None else {"tflops": FLOPS[which] * pairs * head_dim / timing.ms / 1e9}

@@ -1,4 +1,4 @@
-"""Memory of a model of Llama-7B's shape: measured of a few of its layers, told of all from what each one more takes."""
+"""Memory of a model of Llama-7B's shape, extrapolated from measurements of a few layers to all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetLM
 from dilated_attention.pattern import LocalWindow
 
-# of its published configuration: width, layers, heads, feed-forward layer, tokens
+# its published configuration: width, layers, heads, feed-forward width, vocabulary
 FULL: dict[str, Any] = {"embed_dim": 4096, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
 LAYERS = 32
 # the same proportions at a sixteenth of the width, for a CPU
@@ -26,17 +26,17 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 # (what, training, checkpoint_activations)
 WORK = {"training": (True, False), "training, checkpointed": (True, True), "generating": (False, False)}
-# layers that are measured; the step from the first to the second number is what each further layer takes
+# numbers of layers that are measured; the difference between both gives the memory of each further layer
 DEPTHS = (2, 4)
 
 
 def overrides_of(kind: str, full: bool, layers: int) -> dict[str, Any]:
-    """Of ``create_model(PRESET, …)`` and ``plan_model``."""
+    """Returns the overrides for ``create_model(PRESET, …)`` and ``plan_model``."""
     return (FULL if full else SMALL) | _SHAPE | ATTENTION[kind] | {"num_layers": layers}
 
 
 def planned(kind: str, work: str, num_positions: int, *, full: bool, layers: int, gpu: Any, memory: int | None = None) -> Any:
-    """``plan_model`` of the model; with ``memory`` also the longest sequence that fits into so much."""
+    """Returns ``plan_model`` of the model; with ``memory`` also the longest sequence that fits into it."""
     from dilated_attention.planning import plan_model
 
     training, checkpoints = WORK[work]
@@ -53,12 +53,12 @@ def planned(kind: str, work: str, num_positions: int, *, full: bool, layers: int
 
 
 def measured(kind: str, work: str, num_positions: int, layers: int, full: bool, device: torch.device) -> int:
-    """Bytes at the highest point of two training steps of AdamW, or of a prompt and two tokens behind it, in the process at hand.
+    """Returns the peak bytes of two training steps of AdamW, or of a prompt and two generated tokens, in the current process.
 
-    On a GPU training keeps float32 weights under bfloat16 autocast and generation has bfloat16 weights, on a CPU all is float32.
+    On a GPU, training keeps float32 weights under bfloat16 autocast and generation uses bfloat16 weights; on a CPU everything is float32.
     """
     if device.type != "cuda":
-        # code that is loaded where it is first needed is not the model's
+        # code that is loaded on first use does not count towards the model
         _run(kind, work, 64, 2, False, device)
     gc.collect()
     peak = Peak(device)
@@ -78,7 +78,7 @@ def _run(kind: str, work: str, num_positions: int, layers: int, full: bool, devi
         model.eval().generate(tokens[:, : num_positions - 2], 2, cuda_graph=False)
         return
     optimizer = torch.optim.AdamW(model.parameters())
-    # the second has the moments that the first made
+    # the second step includes the moments that the first one created
     for _ in range(2):
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss = model(tokens[:, :-1], targets=tokens[:, 1:])

@@ -1,4 +1,4 @@
-"""Forward, backward or both of a contender as a call on the next of several sets of inputs, so that caches do not lie."""
+"""Forward, backward or both of a contender, called on several sets of inputs in turn, so that caches do not distort the times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dilated_attention.bench.correct import Attend
 from dilated_attention.bench.problem import Problem
 
 PASSES = ("forward", "backward", "both")
-# FLOPs of a pair and head dimension: two matrix products forward, five backward
+# FLOPs per pair and head dimension: two matrix products forward, five backward
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
-# bytes that a graph may hold while others take their turns
+# bytes that a graph may hold while the others take their turns
 HEAVY = 2**30
 
 
 def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
-    """x, or q, k and v."""
+    """Returns x, or q, k and v."""
     return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
 
 
@@ -29,9 +29,9 @@ def allocated(device: torch.device) -> int:
 
 
 def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
-    """One pass on the next set of inputs; results are given up at once. The backward runs on graphs made beforehand.
+    """Returns a call of one pass on the next set of inputs; results are dropped at once. The backward runs on graphs made beforehand.
 
-    ``shared``: sets of inputs, which calls of one problem have in common; {} at first.
+    ``shared``: the sets of inputs that the calls of one problem share; {} at first.
     """
     share(contender, problem, shared)
     kind = _kind(contender)
@@ -72,7 +72,7 @@ def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, 
 
 
 def share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
-    """Make the inputs that contenders of this kind go through, once."""
+    """Creates the inputs that contenders of this kind cycle through, once."""
     kind = _kind(contender)
     if kind not in shared:
         shared[kind] = [inputs_of(contender, part_of(contender, problem), i) for i in range(sets_of(problem))]
@@ -82,7 +82,7 @@ def share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) 
 
 
 def part_of(contender: Contender, problem: Problem) -> Problem:
-    """What this process holds of the problem."""
+    """Returns the part of the problem that this process holds."""
     return problem if contender.local is None else contender.local(problem)
 
 
@@ -91,7 +91,7 @@ def _kind(contender: Contender) -> str:
 
 
 def sets_of(problem: Problem) -> int:
-    """Sets of inputs in turns: eight of small ones, two where one exceeds any cache, one where memory is the question (from 4 GiB on)."""
+    """Returns the number of input sets: eight small ones, two where one exceeds any cache, one where memory is scarce (from 4 GiB on)."""
     if problem.bytes >= 4 * 2**30:
         return 1
     return max(2, min(8, 2**28 // max(problem.bytes, 1)))

@@ -1,4 +1,4 @@
-"""Shares of what a device could do at most, by the name that a file of results gives it."""
+"""Shares of a device's peak rate, looked up by the device name in a file of results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dilated_attention.planning import Gpu, find_gpu
 
 
 def gpu_of(results: Results) -> Gpu | None:
-    """The GPU that the results are of; None for a CPU, and for one whose rates are not known."""
+    """Returns the GPU on which the results were measured; None for a CPU, and for a GPU whose rates are not known."""
     hardware = results.machine["hardware"]
     if "capability" not in hardware:
         return None
@@ -18,22 +18,22 @@ def gpu_of(results: Results) -> Gpu | None:
 
 
 def peak_flops(gpu: Gpu | None, row: Row) -> float | None:
-    """FLOP/s that the row's products could reach: by the case's dtype, in 8 bits where the contender's name says fp8.
+    """Returns the peak FLOP/s of the row's products, by the case's dtype, or for 8 bits where the contender's name contains fp8.
 
-    None for float32, whose products may be TF32 ones or not, kernel by kernel, and where the rate is not known.
+    None for float32, whose products may or may not use TF32 depending on the kernel, and where the rate is not known.
     """
     dtype = "fp8" if "fp8" in row.name else row.case["dtype"]
     return None if gpu is None or dtype not in ("fp8", "float16", "bfloat16") else gpu.peak(dtype)
 
 
 def utilisation(gpu: Gpu | None, row: Row) -> float | None:
-    """Share of the peak, from 0 to 1."""
+    """Returns the share of the peak, from 0 to 1."""
     peak = peak_flops(gpu, row)
     return None if peak is None or "tflops" not in row.values else 1e12 * row.values["tflops"] / peak
 
 
 def explained(results: Results, dtype: str) -> str:
-    """A sentence for a caption: what 100 % is, or why there are no shares."""
+    """Returns a sentence for a caption: what 100 % means, or why there are no shares."""
     gpu = gpu_of(results)
     device = results.machine["hardware"]["device"]
     if gpu is None:

@@ -1,4 +1,4 @@
-"""Plots of results: what is drawn is data, how it is drawn is the same everywhere."""
+"""Plots of results: the content is data, the style is the same everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dilated_attention.files import replacing
 
-# one colour and one mark a contender, in the order of lines; told apart without colour too
+# one colour and one marker per contender, in the order of lines; distinguishable without colour, too
 _COLOURS = (
     "#1b6ca8",
     "#d1495b",
@@ -35,7 +35,7 @@ _MARKS = "osD^vP*X<>hd"
 
 @dataclass(frozen=True)
 class Line:
-    """y over x; ``low`` and ``high`` shade the spread where they are given. ``dashed`` is for bounds and estimates."""
+    """y over x; ``low`` and ``high`` shade the spread where given. ``dashed`` is for bounds and estimates."""
 
     label: str
     x: Sequence[float]
@@ -44,27 +44,27 @@ class Line:
     high: Sequence[float] | None = None
     dashed: bool = False
     marked: bool = True
-    # False: points that no line joins
+    # False: points without a connecting line
     joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A picture named ``<suite>-<name>.png``. Axis labels carry the unit."""
+    """A picture named ``<suite>-<name>.png``. Axis labels include the unit."""
 
     name: str
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line] = field(default_factory=tuple)
-    # with bars, x is their labels, and each line one colour of them
+    # for a bar plot: labels that x refers to; each line is one colour of bars
     bars: Sequence[str] | None = None
     log_x: bool = False
     log_y: bool = False
     note: str = ""
 
     def draw(self, path: Path) -> None:
-        """Raises ModuleNotFoundError, with the extra to install, where matplotlib is missing."""
+        """Draws the plot to a file. Raises ModuleNotFoundError, with the extra to install, where matplotlib is missing."""
         try:
             import matplotlib
         except ModuleNotFoundError as missing:
@@ -74,7 +74,7 @@ class Plot:
         from PIL import Image
 
         with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
-            # no pyplot: it would open a window's backend, and keep every figure
+            # pyplot would open a window's backend and keep every figure
             figure = Figure(figsize=(9, 5), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
@@ -85,21 +85,21 @@ class Plot:
             self._bars(axes) if self.bars is not None else self._lines(axes)
             axes.set_axisbelow(True)
             if len(self.lines) > 1:
-                # beside the axes: contenders are many, and no corner is free in all plots
+                # outside the axes: there are many contenders, and no corner is free in all plots
                 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
             if self.note:
                 figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
             with io.BytesIO() as drawn:
                 figure.savefig(drawn, dpi=_DPI, metadata={"Software": None})
-                # results are kept in repositories: a plot has few colours, and takes a third of the bytes so
+                # results are stored in repositories: with few colours a plot takes a third of the bytes
                 picture = Image.open(drawn).convert("RGB").quantize(_SHADES)
                 with replacing(path) as new:
                     picture.save(new, "PNG", optimize=True, dpi=(_DPI, _DPI))
 
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
-            # a colour that comes again has another mark
+            # a colour that is used again gets a different marker
             mark = _MARKS[(i + i // len(_COLOURS)) % len(_MARKS)] if line.marked else None
             colour = _COLOURS[i % len(_COLOURS)]
             style = "--" if line.dashed else "-" if line.joined else "none"
@@ -114,7 +114,7 @@ class Plot:
             axes.set_ylim(bottom=0)
 
     def _log_y(self, axes: Any) -> None:
-        """Plain numbers, 0.5 and 20, where they are short; marks between powers of ten are written where there are few powers."""
+        """Writes plain numbers, such as 0.5 and 20, where they are short; labels minor ticks where there are few powers of ten."""
         from matplotlib.ticker import LogLocator, NullFormatter
 
         axes.set_yscale("log")
@@ -129,7 +129,7 @@ class Plot:
             axes.yaxis.set_minor_formatter(NullFormatter())
 
     def _log_ticks(self, axes: Any) -> None:
-        """Every measured x is a tick where they are few, written as 4k or 1M; where their names would touch, powers of two go first."""
+        """Makes every measured x a tick where there are few, written as 4k or 1M; where labels would overlap, powers of two come first."""
         axes.set_xscale("log", base=2)
         ticks = {x for line in self.lines if line.marked for x in line.x}
         if not 0 < len(ticks) <= 32 or any(x != int(x) or x <= 0 for x in ticks):
@@ -144,7 +144,7 @@ class Plot:
         axes.minorticks_off()
 
     def _bars(self, axes: Any) -> None:
-        """Upright, or lying where their names would run into one another."""
+        """Draws vertical bars, or horizontal ones where their labels would overlap."""
         assert self.bars is not None
         names = [name.replace("\n", " ") for name in self.bars]
         lying = len(names) * max(map(len, names), default=0) > 90
@@ -178,7 +178,7 @@ class Plot:
 
 
 def short(size: int) -> str:
-    """65536 → 64k, 1048576 → 1M, 1000 → 1,000."""
+    """Formats a size: 65536 → 64k, 1048576 → 1M, 1000 → 1,000."""
     for unit, power in (("G", 30), ("M", 20), ("k", 10)):
         if size >= 2**power and size % 2 ** (power - 2) == 0:
             return f"{size / 2**power:g}{unit}"

@@ -1,4 +1,4 @@
-"""A problem to attend over, and its random tensors."""
+"""An attention problem and its random tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from dilated_attention.fork import cached_property
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-# rows drawn at a time: a large tensor's float32 noise would need twice its memory
+# rows drawn at a time: float32 noise for a whole large tensor would need twice its memory
 _STRETCH = 2**22
 
 
 def geometric(num_positions: int, *, first: int = 2048, factor: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """LongNet's branches up to the whole sequence: w = first · factor^i, r = factor^i, the last w at least N (arXiv 2307.02486, section 2.2).
+    """Returns LongNet's branches up to the whole sequence: w = first · factor^i, r = factor^i, the last w ≥ N (arXiv 2307.02486, section
+    2.2).
 
-    Short sequences begin at an eighth of their length, so that there are branches to speak of.
+    Short sequences start at an eighth of their length, so that there are several branches.
     """
     length = min(first, max(16, num_positions // 8))
     lengths, rates = [length], [1]
@@ -29,7 +30,7 @@ def geometric(num_positions: int, *, first: int = 2048, factor: int = 4) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Self-attention of B sequences of N positions with H heads of D, ``num_kv_heads`` of keys."""
+    """Self-attention of B sequences of N positions with H heads of dimension D, and ``num_kv_heads`` key/value heads."""
 
     num_positions: int
     num_heads: int
@@ -50,35 +51,35 @@ class Problem:
 
     @property
     def case(self) -> dict[str, Any]:
-        """What identifies the problem in a row."""
+        """Returns what identifies the problem in a row."""
         case: dict[str, Any] = {"N": self.num_positions, "B": self.batch_size, "H": self.num_heads, "D": self.head_dim}
         case |= {"Hk": self.kv_heads} if self.kv_heads != self.num_heads else {}
         return case | {"dtype": str(self.dtype).removeprefix("torch."), "causal": self.is_causal}
 
     @property
     def label(self) -> str:
-        """One line, unique among problems on one device."""
+        """Returns one line, unique among problems on one device."""
         heads = f"{self.num_heads}" if self.kv_heads == self.num_heads else f"{self.num_heads}/{self.kv_heads}"
         mask = "causal" if self.is_causal else "full"
         return f"B={self.batch_size} N={self.num_positions} {heads}x{self.head_dim} {self.case['dtype']} {mask}"
 
     @property
     def bytes(self) -> int:
-        """Of q, k and v."""
+        """Returns the bytes of q, k and v."""
         return self.batch_size * self.num_positions * self.head_dim * (self.num_heads + 2 * self.kv_heads) * self.dtype.itemsize
 
     @property
     def dense_pairs(self) -> int:
-        """(query, key) pairs of dense attention, over heads and batch."""
+        """Returns the (query, key) pairs of dense attention, over heads and batch."""
         n = self.num_positions
         return self.batch_size * self.num_heads * (n * (n + 1) // 2 if self.is_causal else n * n)
 
     def reduced(self, num_positions: int) -> Problem:
-        """The same with at most so many positions and two sequences: small enough to be checked whole against float64."""
+        """Returns the same with at most this many positions and two sequences: small enough for a complete check against float64."""
         return replace(self, num_positions=min(self.num_positions, num_positions), batch_size=min(self.batch_size, 2))
 
     def draw(self, heads: int, seed: int = 0) -> torch.Tensor:
-        """Random normal (B, N, heads, D)."""
+        """Draws a random normal tensor (B, N, heads, D)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         x = torch.empty(self.batch_size * self.num_positions, heads, self.head_dim, dtype=self.dtype, device=self.device)
         for part in x.split(max(1, _STRETCH // max(heads * self.head_dim, 1)), 0):
@@ -86,15 +87,15 @@ class Problem:
         return x.view(self.batch_size, self.num_positions, heads, self.head_dim)
 
     def qkv(self, seed: int = 0) -> list[torch.Tensor]:
-        """q (B, N, H, D), k and v (B, N, Hk, D), leaves that require a gradient."""
+        """Returns q (B, N, H, D), k and v (B, N, Hk, D), leaf tensors that require a gradient."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         return [self.draw(h, 3 * seed + i).requires_grad_() for i, h in enumerate(heads)]
 
     def embedded(self, seed: int = 0) -> torch.Tensor:
-        """x (B, N, E), a leaf that requires a gradient."""
+        """Returns x (B, N, E), a leaf tensor that requires a gradient."""
         return self.draw(self.num_heads, seed).flatten(2).detach().requires_grad_()
 
     @cached_property
     def branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(segment lengths, dilation rates) that suites take for this length."""
+        """Returns the (segment lengths, dilation rates) that suites use for this length."""
         return geometric(self.num_positions)

@@ -1,6 +1,6 @@
-"""Modules whose sequence several processes share, as contenders: timed on each process's part, checked as functions of the whole.
+"""Modules for sequences shared by several processes, as contenders: timed on each process's part, checked as functions of the whole.
 
-On one process they hold the whole sequence, and exchange nothing.
+On one process they hold the whole sequence and exchange nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dilated_attention.factory import create_attention
 
 
 class _Shard(torch.autograd.Function):
-    """What every process has whole → this one's part; the gradient is whole on all of them again."""
+    """Takes a tensor that every process has whole to this process's part; the gradient is again whole on all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -43,7 +43,7 @@ class _Shard(torch.autograd.Function):
 
 
 class _Unshard(torch.autograd.Function):
-    """The inverse, with the inverse for a gradient: all processes give the same one."""
+    """The inverse, whose gradient is the inverse, too: all processes pass in the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _Unshard(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OnShards:
-    """``part`` attends on this process's part of a sequence; ``whole`` is that as a function of whole tensors, the same on all."""
+    """``part`` attends on this process's part of a sequence; ``whole`` does so as a function of whole tensors, the same on all."""
 
     part: Attend
     layout: str

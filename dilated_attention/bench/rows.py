@@ -1,4 +1,4 @@
-"""What a benchmark leaves: rows of figures, the machine they are of, and the file that holds them, written after every group."""
+"""Results of a benchmark: rows of figures, the machine they were measured on, and the file that holds them, written after every group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
 
     Args:
         name: of the contender: ``"flash4"``, ``"DilatedAttention"``.
-        case: what identifies the case beside the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
+        case: what identifies the case in addition to the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
         values: figures; each key ends in its unit: ``ms``, ``spread`` (share of the median), ``tflops``, ``peak_bytes``.
         errors: relative errors against float64.
         note: why figures are missing: ``"out of memory"``, ``"wrong: …"``, the reason of a refusal.
@@ -52,7 +52,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Row:
-        """Raises TypeError where ``stored`` is no row."""
+        """Creates a row from ``stored``. Raises TypeError where it is not a row."""
         row = cls(**stored)
         if not (
             isinstance(row.name, str) and isinstance(row.note, str) and all(isinstance(x, dict) for x in (row.case, row.values, row.errors))
@@ -62,12 +62,12 @@ class Row:
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:
-    """Five digits: more than any measurement has. Whole numbers stay whole."""
+    """Rounds to five digits, more than any measurement has. Whole numbers stay whole."""
     return {key: value if isinstance(value, int) else float(f"{value:.5g}") for key, value in figures.items()}
 
 
 def machine(device: torch.device, world_size: int = 1) -> dict[str, Any]:
-    """Hardware, versions and date. ``hardware`` alone decides whether two results may be compared."""
+    """Returns hardware, versions and date. Only ``hardware`` decides whether two results may be compared."""
     hardware: dict[str, Any] = {"device": detect(device).name or device.type, "devices": world_size}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -77,7 +77,7 @@ def machine(device: torch.device, world_size: int = 1) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
         }
     else:
-        # threads change a CPU's figures as another CPU would
+        # the number of threads affects a CPU's figures like a different CPU would
         hardware |= {"device": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
@@ -101,13 +101,13 @@ def _processor() -> str:
 
 @dataclass
 class Results:
-    """Groups of rows of one suite, and the file they are in. A group that is in the file is not measured again.
+    """Groups of rows of one suite, and the file they are stored in. A group that is already in the file is not measured again.
 
-    Several runs may add to one file at the same time: each writes what the others have written since it began, too.
+    Several runs may add to one file at the same time: each also writes what the others have written since it began.
 
     Args:
-        groups: found in the file when this run began, and measured by it.
-        replaced: what the file held when a run began that replaces it.
+        groups: those found in the file when this run began, and those measured by it.
+        replaced: the former content of a file that this run replaces.
     """
 
     suite: str
@@ -120,10 +120,10 @@ class Results:
 
     @classmethod
     def open(cls, path: Path | None, suite: str, here: dict[str, Any], settings: dict[str, Any], *, fresh: bool = False) -> Results:
-        """Continue the file at ``path`` if there is one of this hardware, these versions and these settings.
+        """Continues the file at ``path`` if there is one of this hardware, these versions and these settings.
 
         Raises:
-            ValueError: the file is another suite's, of another machine or version, or made with other settings.
+            ValueError: the file belongs to another suite, machine or version, or was made with other settings.
         """
         new = cls(suite, here, settings, path=path)
         if path is None or not path.exists():
@@ -136,7 +136,7 @@ class Results:
         return new
 
     def check_same(self, found: Results) -> None:
-        """Raises ValueError where ``found`` is another suite's, of another machine or version, or made with other settings."""
+        """Raises ValueError where ``found`` belongs to another suite, machine or version, or was made with other settings."""
         for what, theirs, ours in (
             ("suite", found.suite, self.suite),
             ("hardware", found.machine["hardware"], self.machine["hardware"]),
@@ -150,7 +150,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Raises ValueError where the file is no result of this schema."""
+        """Reads a file. Raises ValueError where it is not a result of this schema."""
         return cls._read(path.read_bytes(), path)
 
     @classmethod
@@ -179,7 +179,7 @@ class Results:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Held from ``merged`` to ``save``, so that no other run writes in between."""
+        """Must be held from ``merged`` to ``save``, so that no other run writes in between."""
         if self.path is None:
             yield
             return
@@ -189,10 +189,10 @@ class Results:
             yield
 
     def merged(self) -> Results:
-        """These groups and those that other runs have written into the file since this one began.
+        """Returns these groups and those that other runs have written to the file since this one began.
 
         Raises:
-            ValueError: the file has become another suite's, of another machine or version, or made with other settings.
+            ValueError: the file now belongs to another suite, machine or version, or was made with other settings.
         """
         text = self.path.read_bytes() if self.path is not None and self.path.exists() else b""
         if self.path is None or text in (b"", self.replaced):
@@ -213,17 +213,17 @@ class Results:
         try:
             return self._read(self.replaced, Path()).groups if self.replaced else {}
         except ValueError:
-            # whatever it was, nothing of it comes back
+            # whatever the file was, none of its content is kept
             return {}
 
     def save(self) -> None:
-        """Write the file; a reader sees the old one or the new one."""
+        """Writes the file; a reader sees the old one or the new one."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, self.text())
 
     def text(self) -> str:
-        """JSON with one row a line: readable, and a change of one row is one line of a diff."""
+        """Returns JSON with one row per line: readable, and a change of one row is one line of a diff."""
         head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine, "settings": self.settings}
         lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}," for key, value in head.items()]
         groups = []

@@ -1,4 +1,4 @@
-"""Run a suite: group by group, resuming, within a time limit; then write JSON, Markdown and plots."""
+"""Runs a suite group by group, resuming, within a time limit; then writes JSON, Markdown and plots."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dilated_attention.files import write_text
 
 @dataclass
 class Outcome:
-    """What a run left: results, files written, groups that the time limit cut off.
+    """The outcome of a run: results, files written, and groups that the time limit cut off.
 
     Args:
-        together: the results with those of other numbers of processes, of which tables and plots are made.
-        broken: why processes could not go on together; "" if they could.
+        together: the results combined with those of other numbers of processes, from which tables and plots are made.
+        broken: why the processes could not continue together; "" if they could.
     """
 
     results: Results
@@ -44,17 +44,17 @@ def run(
     plots: bool = True,
     started: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> Outcome:
-    """Measure what ``output`` does not hold yet.
+    """Measures what ``output`` does not contain yet.
 
     Args:
-        output: folder of ``<suite>.json``, of W processes ``<suite>-W.json``, ``<suite>.md`` and plots; None writes nothing.
-        minutes: no group is begun after so long; what is left is named, and measured by the next run.
-        fresh: begin anew, whatever ``output`` holds.
-        started: called with (groups done, groups in all, label) before each group and after the last, then with label "".
+        output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md`` and plots; None writes nothing.
+        minutes: no group is started after this time; the remaining ones are named, and measured by the next run.
+        fresh: start over, whatever ``output`` contains.
+        started: called with (groups done, total groups, label) before each group, and after the last with label "".
 
     Raises:
-        ValueError: ``output`` holds results of other hardware, versions or settings; several processes and a suite of one.
-        ModuleNotFoundError: plots are asked for and matplotlib is missing; nothing is measured then.
+        ValueError: ``output`` holds results of other hardware, versions or settings; or several processes run a suite for one.
+        ModuleNotFoundError: plots are requested and matplotlib is missing; nothing is measured then.
     """
     if session.world_size > 1 and not suite.over_processes:
         raise ValueError(f"{session.world_size} processes were started and suite {suite.name} measures one; start it without torchrun")
@@ -73,7 +73,7 @@ def run(
     begun = time.monotonic()
     for i, group in enumerate(groups):
         if outcome.broken:
-            # no process can ask the others any more
+            # processes can no longer communicate
             outcome.left_out += [group.label] if group.label not in results.groups else []
             continue
         if _agreed(group.label in results.groups, session):
@@ -85,7 +85,7 @@ def run(
         try:
             rows = _rows(group)
         except Broken as broken:
-            # told in the file, so that the next run goes on behind it
+            # recorded in the file, so that the next run continues after it
             outcome.broken = str(broken)
             rows = [Row(name="all", case={"group": group.label}, note=outcome.broken)]
         results.add(group.label, rows)
@@ -106,13 +106,13 @@ def _rows(group: Group) -> list[Row]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # where not even the inputs fit
+    # even the inputs did not fit
     release()
     return [Row(name="all", case={"group": group.label}, note="out of memory")]
 
 
 def _agreed(mine: bool, session: Session) -> bool:
-    """The first process's answer, which all follow: a group's exchanges need every process."""
+    """Returns the first process's answer, which all processes follow: a group's exchanges need every process."""
     if session.world_size == 1:
         return mine
     answer = torch.tensor([int(mine)], device=session.device)
@@ -121,7 +121,10 @@ def _agreed(mine: bool, session: Session) -> bool:
 
 
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
-    """``<suite>.json``, ``<suite>.md`` and, if asked for, ``<suite>-<name>.png``; the paths. Other numbers of processes are told together."""
+    """Writes ``<suite>.json``, ``<suite>.md`` and, if requested, ``<suite>-<name>.png``; returns their paths.
+
+    Results of other numbers of processes are included.
+    """
     results.path = output / f"{stem(results)}.json"
     with results.lock():
         return _write(suite, results.merged(), output, plots=plots)
@@ -148,7 +151,7 @@ def _write(suite: Suite, results: Results, output: Path, *, plots: bool) -> list
 
 
 def headline(results: Results) -> str:
-    """Hardware, versions, date, in a line."""
+    """Returns hardware, versions and date in one line."""
     hardware, versions = results.machine["hardware"], results.machine["versions"]
     device, count = hardware["device"], hardware["devices"]
     if count != 1:

@@ -1,4 +1,4 @@
-"""Sampled rows of a long result against float64: out, lse, and gradients, with memory for a few thousand keys at a time."""
+"""Checks sampled rows of a long result against float64: out, lse, and gradients, with memory for a few thousand keys at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dilated_attention.bench.correct import Pattern, keys_of
 from dilated_attention.bench.problem import Problem
 
-# keys at a time: 2^16 rows of 128 in float64 are 64 MiB
+# keys at a time: 2^16 rows of 128 in float64 take 64 MiB
 _PIECE = 2**16
 
 
@@ -22,13 +22,13 @@ def sampled_errors(
     *,
     count: int = 12,
 ) -> dict[str, float]:
-    """Relative errors of out, dq, dk and dv over ``count`` rows of the first sequence, and the largest absolute one of lse.
+    """Returns the relative errors of out, dq, dk and dv over ``count`` rows of the first sequence, and the largest absolute error of lse.
 
     Args:
-        pattern: one that lets j see i where i sees j, but for causality.
-        inputs: q, k, v and, with gradients, dout (B, N, H, D); as many key/value heads as heads.
-        results: out, lse (B, H, N) and, with gradients, dq, dk, dv. dk and dv of a key rest on out and lse of all rows that see it, as
-            given; those are checked in the sampled ones.
+        pattern: must let j see i where i sees j, except for causality.
+        inputs: q, k, v and, with gradients, dout (B, N, H, D); with equal numbers of key/value and query heads.
+        results: out, lse (B, H, N) and, with gradients, dq, dk, dv. dk and dv of a key are computed from the given out and lse of all rows
+            that see it; those are checked in the sampled rows.
     """
     assert problem.kv_heads == problem.num_heads
     q, k, v, *douts = (x.detach()[0] for x in inputs)
@@ -67,7 +67,7 @@ def sampled_errors(
 
 
 def _places(pattern: Pattern, problem: Problem, count: int) -> list[tuple[int, int]]:
-    """(position, head) of rows: the ends, rows that the widest dilation takes, and others."""
+    """Returns (position, head) of rows: the ends, rows that the largest dilation rate takes, and others."""
     generator = torch.Generator().manual_seed(problem.num_positions)
     places = torch.randint(problem.num_positions, (count - 2,), generator=generator).tolist()
     rate = max(getattr(pattern, "dilation_rates", (1,)))
@@ -76,16 +76,16 @@ def _places(pattern: Pattern, problem: Problem, count: int) -> list[tuple[int, i
 
 
 def _queries_of(pattern: Pattern, problem: Problem, position: int, head: int) -> torch.Tensor:
-    """Rows that see this key."""
+    """Returns the rows that see this key."""
     if not problem.is_causal:
         return keys_of(pattern, problem, position, head)
-    # lists of a pattern without causality are others: made on the CPU, where there is memory
+    # without causality the lists of a pattern differ: they are built on the CPU, which has enough memory
     others = keys_of(pattern, replace(problem, is_causal=False, device=torch.device("cpu")), position, head)
     return others[others >= position].to(problem.device)
 
 
 def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Iterator[torch.Tensor], head: int) -> tuple[torch.Tensor, float]:
-    """(out, lse) of one row, summed over pieces of its keys; 0 and −inf without keys."""
+    """Returns (out, lse) of one row, summed over pieces of its keys; 0 and −inf without keys."""
     high, total, out = -torch.inf, 0.0, torch.zeros_like(q)
     for keys in pieces:
         scores = k[keys, head].double() @ q

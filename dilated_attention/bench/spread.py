@@ -1,9 +1,10 @@
-"""Attention of a sequence that processes share, beside the same kernel on one process: each checks its own rows, and all are timed together.
+"""Attention on a sequence shared by several processes, compared with the same kernel on one process.
 
-    strong   N positions, whatever the number W of processes; beside one process on all N
-    weak     n positions for each process, N = W · n; beside one process on its n
+    strong   N positions, whatever the number W of processes; compared with one process on all N
+    weak     n positions per process, N = W · n; compared with one process on its n
 
-In both, all processes compute the single one's work at the same time and in turns with the shared one, so under the same clocks.
+Each process checks its own rows, and all are timed together. In both modes, all processes run the single-process work at the same time, in
+turns with the shared work, so at the same clock rates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dilated_attention.functional import (
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 
 PASSES = ("forward", "both")
-# positions for each process in the check of all rows and gradients
+# positions per process in the check of all rows and gradients
 _CHECKED = 128
 
 
@@ -46,10 +47,10 @@ class Kind:
 
     Args:
         name: of the function.
-        pattern: problem → what it computes.
+        pattern: problem → the pattern that it computes.
         shared: (problem, layout, timeout) → function of this process's q, k, v.
         alone: problem → function of the whole q, k, v on one process.
-        zigzag: whether causal sequences lie zigzag, which balances them.
+        zigzag: whether causal sequences use the zigzag layout, which balances them.
     """
 
     name: str
@@ -67,17 +68,17 @@ class Kind:
 
 
 def branches(problem: Problem, unit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and rates w = unit · 4^i, r = 4^i, as ``geometric``."""
+    """Returns segment lengths and rates w = unit · 4^i, r = 4^i, like ``geometric``."""
     return geometric(problem.num_positions, first=unit)
 
 
 def window(problem: Problem, unit: int) -> LocalWindow:
-    """Keys within half a unit on either side, or a quarter of a shorter sequence: work that grows with N, not with N²."""
+    """Returns a window of half a unit on either side, or a quarter of a shorter sequence: work that grows with N, not with N²."""
     return LocalWindow(min(unit // 2, max(16, problem.num_positions // 4)), block_size=min(128, unit // 2))
 
 
 def kinds(unit: int) -> tuple[Kind, ...]:
-    """Dense, dilated and block-sparse attention, the last two with the branches and the window of ``unit``."""
+    """Returns dense, dilated and block-sparse attention, the last two with the branches and the window of ``unit``."""
 
     def options(problem: Problem, layout: str, timeout: float) -> dict[str, Any]:
         return {"layout": layout, "seq_len": problem.num_positions, "is_causal": problem.is_causal, "timeout": timeout}
@@ -112,7 +113,7 @@ def kinds(unit: int) -> tuple[Kind, ...]:
 
 
 def check(kind: Kind, problem: Problem, size: int, timeout: float) -> dict[str, float]:
-    """Errors of this process's rows against float64: out and gradients of a short sequence, and out of sampled rows of ``problem``."""
+    """Returns this process's errors against float64: out and gradients of a short sequence, and out of sampled rows of ``problem``."""
     small = problem.reduced(max(correct.WHOLE, size * _CHECKED))
     layout = kind.layout(small)
     whole = [*small.qkv(7), small.draw(small.num_heads, 101)]
@@ -137,22 +138,23 @@ def check(kind: Kind, problem: Problem, size: int, timeout: float) -> dict[str, 
 
 @dataclass
 class _Prepared:
-    """Calls of one pass on this process, and what one of them exchanged."""
+    """Calls of one pass on this process, and the bytes exchanged by one of them."""
 
     calls: dict[str, Callable[[], Any]]
     figures: dict[str, int]
 
 
 def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: Together, *, seconds: float, timeout: float) -> list[Row]:
-    """A row for each pass.
+    """Returns a row for each pass.
 
     Values: ``ms`` of the slowest process, with percentiles; ``tflops`` of one process; ``alone_ms`` and ``alone_tflops`` of the kernel on
-    one process; ``efficiency``, the share of the latter; ``sent_bytes`` and ``received_bytes`` of the process with most, and on a GPU
-    ``peak_bytes`` beyond the inputs.
+        one
+    process; ``efficiency``, the ratio of ``tflops`` to the latter; ``sent_bytes`` and ``received_bytes`` of the process with the most, and
+    on a GPU ``peak_bytes`` beyond the inputs.
 
     Args:
         problem: of the whole sequence.
-        own: what one process computes beside it.
+        own: the problem that one process computes for comparison.
     """
     case = problem.case | {"part": "processes", "mode": mode, "W": together.size}
     checked = together.everywhere(lambda: check(kind, problem, together.size, timeout))
@@ -185,7 +187,7 @@ def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: Tog
 def _timed(
     kind: Kind, problem: Problem, own: Problem, which: str, together: Together, seconds: float, timeout: float
 ) -> tuple[Attempt[dict[str, Timing]], dict[str, int]]:
-    """Times of both, and the largest figures of any process. Tensors are given up with the frame."""
+    """Returns the times of both, and the largest figures of any process. Tensors are released on return."""
     made: list[_Prepared] = []
 
     def prepare() -> dict[str, int]:
@@ -202,10 +204,10 @@ def _timed(
 def _prepare(kind: Kind, problem: Problem, own: Problem, which: str, timeout: float) -> _Prepared:
     layout = kind.layout(problem)
     held = len(local_positions(None, problem.num_positions, layout=layout))
-    # two sets in turns, of rows that only this process has
+    # two sets of inputs in turns, with only this process's rows
     shared = _calls(kind.shared(problem, layout, timeout), replace(problem, num_positions=held), which)
     alone = _calls(kind.alone(own), own, which)
-    # communicators are opened, kernels compiled
+    # opens communicators and compiles kernels
     shared()
     with traffic() as counted:
         shared()
@@ -217,7 +219,7 @@ def _prepare(kind: Kind, problem: Problem, own: Problem, which: str, timeout: fl
 
 
 def _calls(attend: Attend, problem: Problem, which: str) -> Callable[[], Any]:
-    """Forward, or both passes, of one set of inputs and then the other."""
+    """Returns a call of the forward, or both passes, on one set of inputs and then the other."""
     sets = [problem.qkv(i) for i in range(2)]
     dout = problem.draw(problem.num_heads, 1000)
     number = 0

@@ -1,4 +1,4 @@
-"""What a suite is: groups of rows to measure one after another, and the tables and plots that the rows make."""
+"""The definition of a suite: groups of rows to measure one after another, and the tables and plots made from the rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Session:
 
     Args:
         device: of all tensors.
-        full: the sizes of a GPU; otherwise those that two CPU cores have time for.
-        dtypes: to measure in, as far as a suite goes through several; the first is its usual one.
+        full: whether to use sizes for a GPU; otherwise those that two CPU cores can handle.
+        dtypes: dtypes to measure, for suites that measure several; the first is the default.
         seconds: of timing for each contender and pass.
         options: the suite's own arguments.
         rank, world_size: of this process, where several measure together.
@@ -44,35 +44,35 @@ class Session:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are measured together, in turns, and written together. ``label`` is unique in its suite and says what is measured."""
+    """Rows that are measured together, in turns, and written together. ``label`` describes them and is unique in its suite."""
 
     label: str
     run: Callable[[], Iterable[Row]]
 
 
 class Suite(ABC):
-    """A kind of benchmark. One instance may run several times; it holds no results."""
+    """A kind of benchmark. An instance may run several times; it stores no results."""
 
     name: ClassVar[str]
     # a line for --help
     about: ClassVar[str]
-    # whether several processes can measure it together; their groups then differ from those of one
+    # whether several processes can measure it together; their groups then differ from those of one process
     over_processes: ClassVar[bool] = False
-    # False: measured anew on every run, whatever the folder holds
+    # False: measured again on every run, whatever the folder contains
     resumes: ClassVar[bool] = True
-    # False: no part of ``bench all``
+    # False: not included in ``bench all``
     in_all: ClassVar[bool] = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most suites have their own, none must
-        """Options beside those of all suites. What changes figures belongs into ``settings``."""
+        """Adds options in addition to those of all suites. Options that change figures must be included in ``settings``."""
 
     def settings(self, session: Session) -> dict[str, Any]:
-        """What a file of results must have been made with to be continued."""
+        """Returns the settings with which a file of results must have been made to be continued."""
         return {"size": "full" if session.full else "small"}
 
     @abstractmethod
     def groups(self, session: Session) -> Sequence[Group]:
-        """In the order of measurement; the labels do not depend on what is measured. Made on every run, so cheap to make."""
+        """Returns the groups in order of measurement; labels do not depend on what is measured. Called on every run: must be cheap."""
 
     @abstractmethod
     def tables(self, results: Results) -> list[Table]: ...
@@ -81,9 +81,9 @@ class Suite(ABC):
     def plots(self, results: Results) -> list[Plot]: ...
 
     def finish(self, results: Results, session: Session) -> list[Path]:
-        """Called once every group is measured; the paths of files beside JSON, Markdown and plots that it wrote."""
+        """Called once every group is measured; returns the paths of files that it wrote in addition to JSON, Markdown and plots."""
         return []
 
     def verdict(self, results: Results) -> int:
-        """The exit code: 0, unless figures themselves are a failure."""
+        """Returns the exit code: 0, unless the figures themselves are a failure."""
         return 0

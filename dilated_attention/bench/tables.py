@@ -8,13 +8,13 @@ from typing import Any
 
 from dilated_attention.bench.rows import Row
 
-# notes that begin so are estimates of what was not run
+# notes that start with this are estimates for calls that were not run
 ESTIMATED = "would take about "
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are ready to print; ``caption`` stands below: units, what is compared, what a sign means."""
+    """Cells are ready to print; ``caption`` is printed below: units, what is compared, what a sign means."""
 
     title: str
     columns: Sequence[str]
@@ -53,16 +53,17 @@ def pivot(
     more_is_better: bool = False,
     share: Callable[[Row], float | None] = lambda row: None,
 ) -> Table:
-    """Names down, the case's ``across`` to the right, ``values[value] · scale`` in the cells; a note where a figure is missing.
+    """Builds a table: names as rows, the case's ``across`` as columns, ``values[value] · scale`` in the cells, or a note where a figure is
+    missing.
 
     Args:
-        baseline: name of a contender, or a figure for each of the heads; cells get "(x ×)" behind them: its figure over theirs, so that
-            above 1 is faster.
-        more_is_better: figures are rates, and theirs over its.
-        share: of a row, from 0 to 1; cells get "(x %)" behind them where it is one.
+        baseline: name of a contender, or one figure per column; "(x ×)" is appended to cells: the baseline's figure divided by the cell's,
+            so that above 1 is faster.
+        more_is_better: figures are rates, so the ratio is inverted.
+        share: of a row, from 0 to 1; "(x %)" is appended to cells that have one.
     """
     rows = list(rows)
-    # a whole group that failed has a note and no place in the table
+    # if a whole group failed, it has a note and no place in the table
     failed = [f"{row.case.get('group', row.name)}: {row.note}." for row in rows if across not in row.case]
     rows = [row for row in rows if across in row.case]
     heads = list(dict.fromkeys(row.case[across] for row in rows))
@@ -100,7 +101,7 @@ def pivot(
 
 
 def absent(rows: Iterable[Row], value: str) -> str:
-    """A sentence on contenders without a single figure, by their reason."""
+    """Returns a sentence on contenders without a single figure, by their reason."""
     rows = list(rows)
     present = {row.name for row in rows if value in row.values}
     first = {row.name: row.note or "no figure" for row in reversed(rows) if row.name not in present}
@@ -111,7 +112,7 @@ def absent(rows: Iterable[Row], value: str) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, thousands separated."""
+    """Formats three digits, with thousands separators."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:

@@ -1,7 +1,7 @@
-"""Time and memory of functions that take turns, so that a clock or a neighbour that changes does so for all of them.
+"""Time and memory of functions that take turns, so that a change of clock rate or load affects all of them equally.
 
-On a GPU a turn is ``triton.testing.do_bench``: CUDA events, the cache emptied before each call; on a CPU it is a
-``torch.utils.benchmark.Timer``. A call that takes long is timed once a turn.
+On a GPU a turn is ``triton.testing.do_bench``: CUDA events, with the cache emptied before each call. On a CPU it is a
+``torch.utils.benchmark.Timer``. A long call is timed once per turn.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils import benchmark
 
 from dilated_attention.bench.attempt import settle
 
-# seconds of a call beyond which it is timed once a turn: do_bench calls a function six times before it measures, Timer twice. A GPU's
-# cache is filled anew, and its launch latency nothing, within a hundredth of that
+# seconds of a call beyond which it is timed once per turn: do_bench calls a function six times before it measures, Timer twice. Within a
+# hundredth of that time a GPU's cache is refilled, and its launch latency is negligible
 _LONG = {"cuda": 0.005, "cpu": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of one call: the median, the 10th and 90th percentile, in milliseconds, and the number of turns or calls behind them."""
+    """Times of one call in milliseconds: median, 10th and 90th percentile, and the number of turns or calls they are based on."""
 
     ms: float
     low_ms: float
@@ -33,7 +33,7 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Timing:
-        """Of times in milliseconds."""
+        """Creates a timing from times in milliseconds."""
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(
@@ -59,15 +59,15 @@ def interleaved(
     warm: bool = False,
     agree: Callable[[float], float] | None = None,
 ) -> dict[str, Timing]:
-    """Time every function in turn, again and again, for about ``seconds`` each, and at least ``least`` turns.
+    """Times every function in turn, repeatedly, for about ``seconds`` each, and at least ``least`` turns.
 
     Args:
-        functions: results are thrown away. Each is called twice before it is timed: the first call may compile.
+        functions: results are discarded. Each is called twice before it is timed: the first call may compile.
         device: what they run on.
-        most: turns at most.
-        warm: they were called before, and are called once before they are timed.
-        agree: gives all processes the first one's number, where functions exchange between processes: all call them equally often then,
-            one by one.
+        most: maximum number of turns.
+        warm: whether they were called before; they are then called only once before they are timed.
+        agree: returns the first process's number on all processes, where functions exchange data between processes: all processes then
+            call them equally often, one by one.
     """
     if not functions:
         return {}
@@ -89,12 +89,12 @@ def interleaved(
 def in_turns(
     functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 10
 ) -> dict[str, Timing]:
-    """As ``interleaved``, by the wall clock, of work as long as a training step: what its host does counts, and no cache is emptied.
+    """Like ``interleaved``, but by the wall clock, for long work such as a training step: host time counts, and no cache is emptied.
 
-    A sample is a turn: several calls one after another where they are short, so that the host may run ahead of the device as it does in use.
+    A sample is a turn: several consecutive calls where they are short, so that the host may run ahead of the device as in normal use.
 
     Args:
-        functions: called before, so that nothing compiles any more; once more before they are timed.
+        functions: already called, so that nothing compiles any more; each is called once more before it is timed.
     """
     if not functions:
         return {}
@@ -114,7 +114,7 @@ def in_turns(
 
 
 def one_call(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds by the wall clock, the device waited for."""
+    """Returns the seconds of one call by the wall clock, including waiting for the device."""
     synchronise(device)
     start = time.perf_counter()
     function()
@@ -123,7 +123,7 @@ def one_call(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def _turn(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
-    """Milliseconds of some calls."""
+    """Returns the milliseconds of some calls."""
     if device.type != "cuda":
         if once >= _LONG["cpu"]:
             return [1000 * one_call(function, device)]
@@ -143,7 +143,7 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
 
 
 def _counted(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
-    """Milliseconds of as many calls as ``once`` tells, whatever they take."""
+    """Returns the milliseconds of a number of calls that depends only on ``once``."""
     return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(seconds / max(once, 1e-9)))))]
 
 
@@ -153,7 +153,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes allocated at the highest point of a call beyond those before it, results included; None off CUDA, where torch does not count."""
+    """Returns the peak bytes of a call beyond those before it, results included; None off CUDA, where PyTorch does not count them."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

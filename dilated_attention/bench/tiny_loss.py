@@ -1,4 +1,4 @@
-"""A tiny language model's loss by dtype, step by step, beside the same training in float32."""
+"""A tiny language model's loss by dtype, step by step, compared with the same training in float32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dilated_attention.modules import DilatedAttention
 
 
 def losses(num_positions: int, steps: int, device: torch.device, extra: dict[str, Any]) -> list[Row]:
-    """A row for each dtype and step: ``loss`` in nats a token, and ``difference`` from float32's at that step.
+    """Returns a row for each dtype and step: ``loss`` in nats per token, and ``difference`` from float32's at that step.
 
-    float16 and bfloat16 train from the same weights on the same data under autocast, with float32 weights; float64 has everything in
-    float64; fp8 has no gradients: it is the loss of the float32 training's weights at that step, with attention in 8-bit products.
+    float16 and bfloat16 train from the same weights on the same data under autocast, with float32 weights. float64 uses float64 everywhere.
+    fp8 has no gradients: it is the loss of the float32 training's weights at that step, with attention in 8-bit products.
     """
     data = [_tokens(num_positions, device, step) for step in range(steps)]
     exact, in_8_bits = _trained(data, device, torch.float32, also_8_bits=True)
@@ -40,7 +40,7 @@ def losses(num_positions: int, steps: int, device: torch.device, extra: dict[str
 
 
 def _tokens(num_positions: int, device: torch.device, step: int) -> torch.Tensor:
-    """(2, N) bytes, each 1, 2 or 3 above the one before: something to learn."""
+    """Returns (2, N) bytes, each 1, 2 or 3 above the previous one: something that can be learned."""
     generator = torch.Generator().manual_seed(step)
     return (torch.randint(1, 4, (2, num_positions), generator=generator).cumsum(1) % 256).to(device)
 
@@ -48,11 +48,11 @@ def _tokens(num_positions: int, device: torch.device, step: int) -> torch.Tensor
 def _trained(
     data: list[torch.Tensor], device: torch.device, dtype: torch.dtype, *, also_8_bits: bool = False
 ) -> tuple[list[float], Attempt[list[float]]]:
-    """Loss before each step of AdamW; and in 8 bits, of the same weights."""
+    """Returns the loss before each step of AdamW, and the loss of the same weights in 8 bits."""
     torch.manual_seed(0)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     length = data[0].shape[1]
-    # weights are drawn in float32, so that all begin with the same
+    # weights are drawn in float32, so that all dtypes start with the same ones
     model = create_model("longnet-tiny", segment_lengths=(length // 8, length), dilation_rates=(1, 4)).to(device=device, dtype=wide)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found: list[float] = []

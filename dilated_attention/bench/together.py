@@ -1,4 +1,4 @@
-"""Processes that measure together: what fails on one is known to all before any of them goes on, and times are those of the slowest."""
+"""Processes that measure together: a failure on one is known to all before any continues, and times are those of the slowest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dilated_attention.bench.suite import Session
 from dilated_attention.bench.timing import Timing, synchronise
 
 T = TypeVar("T")
-# seconds until a verdict that some process never gives ends the others; longer than kernels take to compile
+# seconds until a missing verdict of one process ends the others; longer than kernels take to compile
 _PATIENCE = 300.0
-# calls of one function in one turn, at most
+# maximum number of calls of one function in one turn
 _MOST_CALLS = 25
 
 
 class Broken(RuntimeError):
-    """A process failed in the middle of an exchange, or by a bug: the group cannot be used afterwards. Raised on all with the same text."""
+    """A process failed during an exchange, or by a bug: the group cannot be used afterwards. Raised on all with the same text."""
 
 
 class Together:
@@ -34,12 +34,12 @@ class Together:
         self._control = _control() if self.size > 1 else None
 
     def everywhere(self, function: Callable[[], T]) -> Attempt[list[T]]:
-        """``function()`` of every process, by rank; or a note that names the first process that could not, on all alike.
+        """Returns ``function()`` of every process, by rank; or, the same on all, a note that names the first process that failed.
 
-        Results travel between processes, so they are plain figures.
+        Results are sent between processes, so they must be plain figures.
 
         Raises:
-            Broken: of several processes, one raised what is neither a refusal nor out of memory.
+            Broken: there are several processes, and one raised an error that is neither a refusal nor out of memory.
         """
         if self.size == 1:
             alone = attempt(lambda: self._done(function))
@@ -67,10 +67,10 @@ class Together:
     def timed(
         self, functions: Mapping[str, Callable[[], Any]], *, seconds: float, least: int = 3, most: int = 20
     ) -> Attempt[dict[str, Timing]]:
-        """{name: ``Timing`` of the slowest process} of functions that take turns, each for about ``seconds``.
+        """Returns {name: ``Timing`` of the slowest process} of functions that take turns, each for about ``seconds``.
 
-        As ``timing.interleaved``, with as many turns and calls on every process. A call before each turn is not timed: processes begin a
-        turn at slightly different times, and an exchange makes them meet.
+        Like ``timing.interleaved``, with the same number of turns and calls on every process. An untimed call precedes each turn: processes
+        start a turn at slightly different times, and an exchange synchronizes them.
         """
         firsts = self.everywhere(lambda: self._firsts(functions))
         if firsts.value is None:
@@ -85,7 +85,7 @@ class Together:
         return Attempt({name: max(timings, key=lambda timing: timing.ms) for name, timings in of_all.items()})
 
     def _firsts(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Seconds of a third call: the first may compile, the second finds the allocator without its blocks."""
+        """Returns the seconds of a third call: the first may compile, the second finds the allocator without its blocks."""
         found = {}
         for name, function in functions.items():
             for _ in range(3):
@@ -105,7 +105,7 @@ class Together:
         return samples
 
     def _calls(self, function: Callable[[], Any], count: int) -> list[float]:
-        """Milliseconds of each of ``count`` calls one after another."""
+        """Returns the milliseconds of each of ``count`` consecutive calls."""
         if self.device.type != "cuda":
             marks = [time.perf_counter()]
             for _ in range(count):
@@ -125,7 +125,7 @@ _groups: dict[Any, Any] = {}
 
 
 def _control() -> Any:
-    """A group over the CPU, by which processes tell each other of failures: a GPU whose exchange hangs can still be heard."""
+    """Returns a CPU process group for reporting failures: it works even while a GPU's exchange hangs."""
     world = dist.group.WORLD
     if world not in _groups:
         _groups.clear()

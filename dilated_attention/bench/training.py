@@ -16,23 +16,23 @@ from dilated_attention.bench.timing import in_turns, synchronise
 from dilated_attention.models import LongNetLM
 from dilated_attention.models.summary import footprint
 
-# of a device's memory, what weights, gradients, moments and activations may take by estimate
+# share of a device's memory that the estimate for weights, gradients, moments and activations may take
 _USABLE = 0.85
-# tensors of the weights' size and dtype: weights, gradients, and the moments of each optimiser
+# number of tensors of the weights' size and dtype: weights, gradients, and the moments of each optimiser
 _COPIES = {"AdamW": 4, "SGD": 2}
 _BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Means:
-    """How a model is trained so that it fits: all kinds of attention alike."""
+    """How a model is trained so that it fits: the same for all kinds of attention."""
 
     optimizer: str
     checkpointed: bool
 
 
 def means_of(shape: Shape, tokens: int, dtype: torch.dtype, memory: int | None) -> Means:
-    """AdamW and kept activations where they fit ``memory`` bytes by estimate; else activations are computed again; else SGD, too.
+    """Returns AdamW and stored activations where the estimate fits ``memory`` bytes; else recomputed activations; else SGD, too.
 
     Args:
         memory: None for a CPU, whose small models fit.
@@ -46,12 +46,12 @@ def means_of(shape: Shape, tokens: int, dtype: torch.dtype, memory: int | None) 
             activations = footprint(model.config, 0, checkpoint_activations=checkpointed).total(tokens)
             if copies * weights + activations <= _USABLE * memory:
                 return Means(optimizer, checkpointed)
-    # tried all the same: an estimate is no measurement
+    # tried even if the estimate does not fit: an estimate is not a measurement
     return Means("SGD", True)
 
 
 class Trainer:
-    """One kind's step on batches in turns. The parameters and the optimiser are shared with the other kinds'."""
+    """One kind's step on alternating batches. The parameters and the optimiser are shared with the other kinds."""
 
     def __init__(self, model: LongNetLM, optimizer: torch.optim.Optimizer, batches: Sequence[torch.Tensor]) -> None:
         self.model, self.optimizer, self.batches = model, optimizer, batches
@@ -60,7 +60,7 @@ class Trainer:
         self.last_loss = torch.tensor(math.nan)
 
     def look(self) -> None:
-        """The loss before any step."""
+        """Evaluates the loss before any step."""
         tokens = self.batches[0]
         with torch.no_grad():
             self.first_loss = float(self.model(tokens[:, :-1], targets=tokens[:, 1:]))
@@ -86,10 +86,11 @@ def measure(
     seconds: float,
     checkpointed: bool | None = None,
 ) -> list[Row]:
-    """A row for each kind.
+    """Returns a row for each kind.
 
-    Values: ``ms`` of a step, with percentiles; ``samples_per_s``, sequences of ``context`` tokens; ``tokens_per_s``; ``tflops`` by
-    the FLOPs that the model needs, whatever is computed twice; ``loss`` of the first tokens before any step; on a GPU ``peak_bytes`` of everything.
+    Values: ``ms`` of a step, with percentiles; ``samples_per_s``, sequences of ``context`` tokens; ``tokens_per_s``; ``tflops`` by the
+        FLOPs
+    that the model needs, without recomputation; ``loss`` of the first tokens before any step; on a GPU ``peak_bytes`` of everything.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     means = means_of(shape, batch * context, dtype, memory)
@@ -107,7 +108,7 @@ def measure(
         return [*rows, *(Row(name=kind, case=case | attention[kind], note=made.note) for kind in errors)]
     able: dict[str, Trainer] = {}
     peaks: dict[str, int | None] = {}
-    # before any of them changes the weights of all
+    # before any of them changes the shared weights
     looked = {kind: attempt(trainer.look).note for kind, trainer in made.value.items()}
     for kind, trainer in made.value.items():
         if looked[kind]:
@@ -115,7 +116,7 @@ def measure(
             continue
         first = attempt(functools.partial(_first, trainer, device))
         if first.note:
-            # a step that was cut off leaves gradients
+            # an interrupted step leaves gradients
             trainer.optimizer.zero_grad(set_to_none=True)
             rows.append(Row(name=kind, case=case | attention[kind], note=first.note))
         else:
@@ -150,7 +151,7 @@ def _trainers(
 
 
 def _first(trainer: Trainer, device: torch.device) -> int | None:
-    """A step that compiles, and one whose peak is looked at: bytes of everything on the device, None off CUDA."""
+    """Runs a step that compiles, and one whose peak is measured: bytes of everything on the device, None off CUDA."""
     trainer()
     if device.type != "cuda":
         return None

@@ -1,8 +1,9 @@
-"""Times as multiples of yardsticks that take turns with what is measured, so that a busy or throttled machine slows both.
+"""Times as multiples of yardsticks that are timed in turns with the measured calls, so that a busy or throttled machine slows both.
 
-A time is a GPU's between two events, on a CPU that of the process, which does not run while others do. A figure is the fastest call over the fastest call of the yardstick: what else runs only ever adds time. There are three yardsticks,
-a matrix product, a copy, and many small operations, as neighbours may take a core's clock, the memory or its caches; a change is believed
-only as far as all show it.
+On a GPU a time is that between two events; on a CPU it is process time, which does not count while other processes run. A figure is the
+fastest call divided by the fastest call of the yardstick: other load only ever adds time. There are three yardsticks, a matrix product, a
+copy, and many small operations, as other processes may affect a core's clock, the memory or its caches. A change is reported only as far as
+all three show it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ import torch
 from dilated_attention.bench.timing import synchronise
 
 YARDSTICKS = ("product", "copy", "calls")
-# of the turns, each of which gives a figure of its own; how far these lie apart is the noise
+# blocks of turns, each of which gives a separate figure; the differences between them are the noise
 _BLOCKS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one call.
+    """Figures of one call.
 
     Args:
         ms: median, in milliseconds.
         low_ms: the fastest.
-        samples: calls.
-        per: time by each yardstick's.
-        noise: of each: half of how far that ratio lies apart in blocks of the turns, (largest − smallest) / (2 · median).
+        samples: number of calls.
+        per: time divided by that of each yardstick.
+        noise: for each yardstick, half the spread of that ratio over blocks of turns, (largest − smallest) / (2 · median).
     """
 
     ms: float
@@ -51,14 +52,14 @@ class Figures:
 
     @classmethod
     def of_values(cls, values: Mapping[str, float]) -> Figures:
-        """What ``values`` gave."""
+        """Restores the figures from ``values``."""
         per = {name: values[f"per_{name}"] for name in YARDSTICKS}
         noise = {name: values[f"noise_{name}"] for name in YARDSTICKS}
         return cls(ms=values["ms"], low_ms=values["low_ms"], samples=int(values["samples"]), per=per, noise=noise)
 
 
 def yardsticks(device: torch.device, full: bool) -> dict[str, Callable[[], Any]]:
-    """About as long as a short call each: a product, a copy that no cache holds, and operations that are over as soon as they begin."""
+    """Returns yardsticks about as long as a short call: a product, a copy larger than any cache, and many tiny operations."""
     edge, size = (2048, 2**28) if full else (256, 2**24)
     a, b = (torch.ones(edge, edge, device=device) for _ in range(2))
     source, target = (torch.ones(size // 4, device=device) for _ in range(2))
@@ -74,7 +75,7 @@ def yardsticks(device: torch.device, full: bool) -> dict[str, Callable[[], Any]]
 def sampled(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, *, full: bool, seconds: float, least: int = 10
 ) -> dict[str, Figures]:
-    """Figures of calls that take turns with all yardsticks, for about ``seconds`` a call in all, and at least ``least`` turns."""
+    """Returns figures of calls that take turns with all yardsticks, for about ``seconds`` per call in total, at least ``least`` turns."""
     if not calls:
         return {}
     rods = yardsticks(device, full)
@@ -84,7 +85,7 @@ def sampled(
     taken: dict[str, list[float]] = {name: [] for name in (*rods, *calls)}
     assert len(taken) == len(rods) + len(calls)
     gc.collect()
-    # a collection in the middle of a call is not the call's
+    # a garbage collection during a call must not count towards the call
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -103,7 +104,7 @@ def sampled(
 
 
 def figures_of(times: Sequence[float], rods: Mapping[str, Sequence[float]]) -> Figures:
-    """From times turn by turn, in milliseconds."""
+    """Computes figures from times turn by turn, in milliseconds."""
     per, noise = {}, {}
     for name, of_rod in rods.items():
         per[name] = min(times) / min(of_rod)
@@ -119,7 +120,7 @@ def _blocks(times: Sequence[float]) -> list[Sequence[float]]:
 
 def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
-        # of this process, so that a call that waits for a core does not count the wait
+        # process time, so that waiting for a core does not count
         begun = time.process_time()
         function()
         return 1000 * (time.process_time() - begun)
@@ -133,13 +134,13 @@ def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def change(then: Figures, now: Figures) -> float:
-    """Share by which a call became slower, negative where faster: the smallest by all yardsticks, 0 where they disagree on the direction."""
+    """Returns by what share a call became slower, negative if faster: the smallest over all yardsticks, 0 where their directions differ."""
     changes = [now.per[name] / then.per[name] - 1 for name in YARDSTICKS]
     return min(changes) if min(changes) > 0 else max(changes) if max(changes) < 0 else 0.0
 
 
 def verdict(then: Figures, now: Figures, threshold: float) -> str:
-    """``"slower"`` or ``"faster"`` where by all yardsticks the change is beyond ``threshold`` and beyond the noise of both; else ``"same"``."""
+    """``"slower"`` or ``"faster"`` where by all yardsticks the change exceeds ``threshold`` and the noise of both; else ``"same"``."""
     slower = faster = True
     for name in YARDSTICKS:
         noise = math.hypot(then.noise[name], now.noise[name])

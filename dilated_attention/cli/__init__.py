@@ -1,4 +1,7 @@
-"""``python -m dilated_attention``, or ``dilated-attention``: one module a command, each with ``add``, which makes its parser and names its function."""
+"""``python -m dilated_attention``, or ``dilated-attention``: the command line.
+
+There is one module per command. Its ``add`` function creates the command's parser and sets the function to run.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from dilated_attention.cli import bench, info, plan, recommend, show
 from dilated_attention.cli.arguments import UsageError, as_flags
 
 _COMMANDS = (info, show, plan, recommend, bench)
-# what a shell reports for a process that SIGINT or SIGPIPE ended: 128 + the signal's number
+# exit code that a shell reports for a process ended by SIGINT or SIGPIPE: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code.
+    """Runs the command line and returns the exit code.
 
-    0: done · 1: what was asked cannot be done, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has gone, as ``head`` does.
-    Wrong usage, values that cannot be included, raises ``SystemExit(2)``, as argparse does.
+    0: done · 1: the request cannot be carried out, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has exited, as
+    ``head`` does. Wrong usage, including invalid values, raises ``SystemExit(2)``, as argparse does.
     """
     try:
         return _run(_spelled(sys.argv[1:] if arguments is None else arguments))
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # what is still buffered must go somewhere when the interpreter ends
+        # buffered output must be written somewhere when the interpreter exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
 
@@ -43,7 +46,7 @@ def _run(arguments: Sequence[str]) -> int:
         except UsageError as error:
             args.parser.error(as_flags(str(error)))
         except (OSError, BackendUnavailable, PreferenceError) as error:
-            # the machine, or a file that was written before: not what was asked for now
+            # the cause is the machine, or a previously written file: not the current arguments
             if isinstance(error, BrokenPipeError):
                 raise
             print(error, file=sys.stderr)
@@ -51,17 +54,17 @@ def _run(arguments: Sequence[str]) -> int:
         except ValueError as error:
             if args.command != "bench":
                 args.parser.error(as_flags(str(error)))
-            # of what was measured before: a baseline that is not there, a file of another suite
+            # a problem with earlier measurements: a missing baseline, a file of another suite
             print(error, file=sys.stderr)
             return 1
         return code
     finally:
-        # here, not at exit, where nobody could catch that the reader has gone; help ends in SystemExit
+        # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
         sys.stdout.flush()
 
 
 def _spelled(arguments: Sequence[str]) -> list[str]:
-    """``bench --tune`` is ``bench tune``, as it was first called."""
+    """Rewrites ``bench --tune``, the original spelling, as ``bench tune``."""
     if arguments[:1] == ["bench"] and "--tune" in arguments:
         return ["bench", "tune", *(word for word in arguments[1:] if word != "--tune")]
     return list(arguments)

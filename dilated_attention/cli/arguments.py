@@ -1,4 +1,4 @@
-"""Arguments that several commands share: sizes, the shape of a problem, and patterns of what attends to what."""
+"""Arguments shared by several commands: sizes, the shape of a problem, and attention patterns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WITH_DENSITY = ("density", "density_kind", "block_size", "seed")
 
 
 def count(text: str) -> int:
-    """A whole number from 0, or a ``size``."""
+    """Parses a whole number from 0, or a ``size``."""
     if text == "0":
         return 0
     try:
@@ -51,16 +51,16 @@ def count(text: str) -> int:
 
 
 def gib_of(text: str) -> float:
-    """GiB of memory."""
+    """Parses a number of GiB of memory."""
     return below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1")
 
 
 def gib(text: str) -> int:
-    """Bytes of so many GiB."""
+    """Parses a number of GiB and returns bytes."""
     return max(1, int(gib_of(text) * 2**30))
 
 
-# what functions call their arguments, where the command line has another name
+# function arguments whose command line option has another name
 _FLAGS = {
     "num_positions": "--length",
     "num_heads": "--heads",
@@ -77,8 +77,8 @@ _FLAGS = {
 
 
 def as_flags(text: str) -> str:
-    """A function's error in the words of the command line."""
-    # these are words of sentences, too, but where an error begins with them
+    """Rewrites a function's error in terms of the command line's options."""
+    # these are also ordinary words, so they are replaced only at the start of an error
     text = re.sub(r"^(?:length|heads|gpus?|batch|users|parameters|memory|window|seed)(?=\b.* is )", lambda found: f"--{found[0]}", text)
     text = re.sub(r"^ratio(?= is )", "--density", text)
     text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
@@ -92,7 +92,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int) -> None:
-    """``args.length``, ``heads`` and ``causal``. Without a default for its length it has to be given."""
+    """Adds ``args.length``, ``heads`` and ``causal``. Without a default, the length is required."""
     text = "positions of the sequence: 65536, 64k, 1M" + ("" if length is None else f"; default: {length}")
     parser.add_argument("--length", type=size, required=length is None, default=length, help=text)
     parser.add_argument("--heads", type=size, default=heads, help=f"query heads; default: {heads}")
@@ -100,7 +100,7 @@ def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int
 
 
 def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
-    """``args.kv_heads``, ``head_dim``, ``batch`` and ``dtype`` (None, or a name of ``DTYPES``): what a pattern does not know."""
+    """Adds ``args.kv_heads``, ``head_dim``, ``batch`` and ``dtype`` (None, or a name of ``DTYPES``), which a pattern does not define."""
     parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
     parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
     parser.add_argument("--batch", type=size, default=1, help="default: 1")
@@ -108,7 +108,7 @@ def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
 
 
 def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
-    """The arguments of patterns of these kinds, all None unless they are given; ``pattern_from`` reads them."""
+    """Adds the arguments of these kinds of patterns, all None unless they are given; ``pattern_from`` reads them."""
     if "dilated" in kinds:
         parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions of a segment, of each branch")
         parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is taken, of each branch")
@@ -135,10 +135,10 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
 
 
 def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) -> DilatedPattern | BlockPattern:
-    """The pattern of ``kind``, one of ``PATTERN_KINDS``, that the arguments of ``add_pattern`` describe. ``asked``: what errors call it.
+    """Returns the pattern of ``kind``, one of ``PATTERN_KINDS``, from the arguments of ``add_pattern``. ``asked`` is its name in errors.
 
     Raises:
-        UsageError: one is missing, belongs to another kind, or has a value that the pattern refuses.
+        UsageError: an argument is missing, belongs to another kind, or has a value that the pattern refuses.
     """
     given = _given(args, *_OF_KIND[kind])
     wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]

@@ -1,4 +1,4 @@
-"""``bench``: suites of measurements on this machine, and the sweep that orders backends (``tune``)."""
+"""``bench``: measurement suites on this machine, and the sweep that orders backends (``tune``)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _ended(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """``run``, and after it the end of the process group that it began; one whose exchanges failed is left to the end of the process."""
+    """Calls ``run``, then ends the process group that it started; a group whose exchanges failed is left until the process exits."""
     began = not torch.distributed.is_initialized()
-    # collecting garbage between groups need not look at all that torch has imported, which takes half a second each time
+    # garbage collection between groups then skips everything that PyTorch has imported, which would take half a second each time
     gc.freeze()
     try:
         code = run(args)
@@ -107,8 +107,8 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
 
 
 def _session(args: argparse.Namespace) -> Session:
-    """Raises UsageError where the device cannot be used."""
-    # torchrun's variables: the same command on several processes measures what spans them
+    """Creates the session. Raises UsageError where the device cannot be used."""
+    # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     named = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -131,7 +131,7 @@ def _session(args: argparse.Namespace) -> Session:
 
 
 class _Progress:
-    """A bar on stderr, one step a group; lines where there is no terminal or no tqdm."""
+    """A progress bar on stderr, one step per group; plain lines without a terminal or without tqdm."""
 
     def __init__(self, name: str, *, quiet: bool) -> None:
         self._name = name

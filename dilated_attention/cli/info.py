@@ -1,4 +1,4 @@
-"""``info``: hardware, backends, which of them a call takes, and why not the others."""
+"""``info``: shows the hardware, the backends, which of them a call uses, and why not the others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _described(hardware: Hardware) -> str:
 
 
 def _preference(hardware: Hardware) -> str:
-    """The table of measured times in use, if any."""
+    """Describes the table of measured times in use, if any."""
     here = preference.measured_here(hardware)
     if here is not None:
         return f"measured here ({here.path}, {here.date})"

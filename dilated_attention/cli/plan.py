@@ -1,4 +1,4 @@
-"""``plan``: what a call of attention, or a model, takes at given lengths, here or on a GPU by name; nothing is allocated for it."""
+"""``plan``: what an attention call or a model costs at given lengths, on this machine or a GPU by name, without allocating tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dilated_attention.planning.problem import KINDS
 from dilated_attention.planning.text import attention_table, model_table
 
 _Commands = argparse._SubParsersAction
-# options of attention alone, and of models alone: None unless they are given
+# options for attention only, and for models only: None unless they are given
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "layout", "exchange", "causal")
 _OF_MODELS = ("checkpoint", "weight_shards")
 _OF_PATTERNS = (
@@ -91,7 +91,7 @@ def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> A
         exchange=args.exchange or "auto",
         is_causal=bool(args.causal),
         pattern=None if computes == "dense" else pattern,
-        # the longest that fits does not depend on this length: once is enough
+        # the longest that fits does not depend on this length: one search is enough
         find_longest=last,
         **_shared(args),
     )

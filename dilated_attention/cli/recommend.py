@@ -1,4 +1,4 @@
-"""``recommend``: from a use case to the attention, its settings and the line that makes it, with the reason for each."""
+"""``recommend``: from a use case to the attention, its settings and the code that creates it, with a reason for each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def parameters(text: str) -> float:
-    """A number of parameters, in powers of ten: ``7B`` is 7 · 10⁹."""
+    """Parses a number of parameters, with suffixes as powers of ten: ``7B`` is 7 · 10⁹."""
     unit = _UNITS.get(text[-1:].lower())
     try:
         number = float(text[:-1] if unit else text) * (unit or 1)

@@ -1,4 +1,4 @@
-"""``show``: a model preset in figures, or a pattern drawn: in the terminal, as a picture, in figures."""
+"""``show``: a model preset in figures, or a pattern: drawn in the terminal, as a picture, or in figures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dilated_attention.pattern.coverage import pairs_of_at_least
 from dilated_attention.pattern.drawing import draw_cells
 
 _Commands = argparse._SubParsersAction
-# a picture's panel has about so many pixels a side
+# approximate number of pixels per side of a picture's panel
 _PIXELS = 256
 _NARROWEST_TERMINAL = 24
 _PICTURED_HEADS = 8
-# every position is looked at, and every head
+# limits, because every position and every head is examined
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
 
 
@@ -98,10 +98,10 @@ def _pattern(args: argparse.Namespace) -> int:
 
 
 def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
-    """What ``show`` tells of a pattern.
+    """Returns the figures of a pattern that ``show`` prints.
 
-    Pairs are those of all heads, ``density`` and ``coverage`` parts of what dense attention with the same causality has, and
-    ``keys_per_query`` is the mean over heads and queries.
+    Pairs are over all heads, ``density`` and ``coverage`` are relative to dense attention with the same causality, and ``keys_per_query``
+    is the mean over heads and queries.
     """
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads

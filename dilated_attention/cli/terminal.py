@@ -1,4 +1,4 @@
-"""A pattern drawn with characters: rows are queries, columns keys, one panel for the heads that attend alike."""
+"""Draws a pattern with characters: rows are queries, columns keys, with one panel for the heads that attend alike."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dilated_attention.pattern import BlockPattern, Pattern
 from dilated_attention.pattern.cells import cell_pairs, cell_size, cell_sizes
 
 _NOTHING = "·"
-# for 1, 2, … of a pattern whose highest multiplicity is 1, 2, 3; beyond that the last stands for all higher ones
+# shades for multiplicities 1, 2, … of a pattern whose highest multiplicity is 1, 2, 3; beyond that the last one covers all higher ones
 _SHADES = {1: "█", 2: "▒█", 3: "░▒█", 4: "░▒▓█"}
-# mean multiplicity of a cell below which a shade is taken
+# upper limit of a cell's mean multiplicity for each shade
 _LEVELS = ((1 / 8, "░"), (1 / 2, "▒"), (1.0, "▓"), (math.inf, "█"))
 _BETWEEN = "   "
-# a panel of fewer columns shows nothing
+# a panel of fewer columns shows nothing useful
 _NARROWEST = 16
 _WIDEST = 128
 
@@ -23,9 +23,9 @@ _WIDEST = 128
 def drawing(
     pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, heads: tuple[int, ...], width: int
 ) -> list[str]:
-    """Lines of at most ``width`` characters, with a legend at the end.
+    """Returns lines of at most ``width`` characters, with a legend at the end.
 
-    A character is one pair where a row of them fits, else a square of so many positions that it does.
+    A character represents one pair if a row of them fits, else the smallest square of positions for which it does.
 
     Args:
         heads: those to draw, of ``num_heads``.
@@ -67,7 +67,7 @@ def _shade(mean: float) -> str:
 
 
 def _row(panels: list[tuple[str, list[str]]], across: int, cell: int, num_positions: int, margin: int) -> list[str]:
-    """Panels side by side: titles, an axis of key positions, and lines with the query's position every eighth."""
+    """Draws panels side by side: titles, an axis of key positions, and lines labelled with the query's position every eighth line."""
     gap = " " * margin
     axis = _axis(across, num_positions)
     lines = [
@@ -89,7 +89,7 @@ def _axis(across: int, num_positions: int) -> str:
 
 
 def _legend(pairs: torch.Tensor, cell: int, is_kept: bool) -> list[str]:
-    """``is_kept``: a pair is kept or not, so there is no multiplicity to tell of."""
+    """``is_kept``: a pair is either kept or not, so there is no multiplicity to explain."""
     if cell == 1:
         highest = int(pairs.max()) if pairs.numel() else 0
         shades = _SHADES.get(max(1, highest), _SHADES[4])

@@ -1,4 +1,4 @@
-"""``bench tune``, also ``bench --tune``: measure every usable backend here; what is fastest is preferred from then on."""
+"""``bench tune``, also ``bench --tune``: measures every usable backend on this machine; later calls prefer the fastest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dilated_attention.factory import detect, list_backends, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``bench tune`` takes."""
+    """Adds the arguments of ``bench tune``."""
     parser.add_argument("--seconds", type=positive, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
     parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
     parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")

@@ -1,4 +1,4 @@
-"""``create_attention`` and ``create_model``: modules by name, with every option checked."""
+"""``create_attention`` and ``create_model``: create modules by name, with every option checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dilated_attention.modules import (
 )
 from dilated_attention.pattern.checks import one_of, shown
 
-# a new kind of attention is one line
+# a new kind of attention needs one line here
 KINDS: dict[str, type[nn.Module]] = {
     "dilated": DilatedAttention,
     "multihead_dilated": MultiheadDilatedAttention,
@@ -49,25 +49,25 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
     "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
-# and so is a new kind of model
+# a new kind of model needs one line here
 MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
 
 
 def create_attention(kind: str, **config: Any) -> nn.Module:
-    """An attention module by its kind.
+    """Creates an attention module by its kind.
 
     Args:
         kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention`` ·
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
-            of a sequence that processes share ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
+            for a sequence shared by processes ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
             ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
             ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
-        config: the constructor's arguments, all by name.
+        config: the constructor's arguments, all as keywords.
 
     Raises:
-        ValueError: no such kind, or a value the module refuses.
-        TypeError: an argument the module does not know, or one it needs is missing; with the accepted ones.
+        ValueError: an unknown kind, or a value that the module refuses.
+        TypeError: an argument that the module does not accept, or a missing required one; the message lists the accepted ones.
 
     >>> create_attention("multihead_dilated", embed_dim=256, num_heads=8, segment_lengths=[512, 2048], dilation_rates=[1, 4])
     """
@@ -85,22 +85,22 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
 
 
 def create_model(preset: str, **overrides: Any) -> Pretrained:
-    """A model by its preset, with fields of its configuration replaced.
+    """Creates a model from its preset, with fields of its configuration replaced.
 
     Args:
-        preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``. Its configuration's class says which model it
-            makes: ``LongNetConfig`` → ``LongNetLM`` · ``SlideEncoderConfig`` → ``SlideEncoder`` · ``VisionConfig`` → ``LongViT``.
-        overrides: fields of that configuration (``num_layers=6``), or of the encoder's within it; and options of the model: ``backend``,
-            ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences processes share also ``group`` or ``mesh``,
-            ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``. With another kind of ``attention`` the preset's
-            segments, rates, offsets, tail and block pattern go.
+        preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``. The class of its configuration determines the
+            model: ``LongNetConfig`` → ``LongNetLM`` · ``SlideEncoderConfig`` → ``SlideEncoder`` · ``VisionConfig`` → ``LongViT``.
+        overrides: fields of that configuration (``num_layers=6``), or of the encoder's configuration within it; and options of the model:
+            ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
+            ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``. Another kind of
+            ``attention`` drops the preset's segments, rates, offsets, tail and block pattern.
 
     Returns:
-        The model with freshly initialised parameters, in training mode. ``model.summary()`` tells its size and reach.
+        The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
 
     Raises:
-        ValueError: no such preset, or a configuration that cannot be built.
-        TypeError: an override that is no field; with the fields there are.
+        ValueError: an unknown preset, or a configuration that cannot be built.
+        TypeError: an override that is not a field; the message lists the existing fields.
 
     >>> create_model("longnet-tiny", mesh=mesh["cp"], layout="contiguous")
     """
@@ -113,7 +113,7 @@ def create_model(preset: str, **overrides: Any) -> Pretrained:
     options = [name for name in inspect.signature(model).parameters if name != "config"]
     outer, inner = _names(config), _names(getattr(config, "encoder", None))
     _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options)))
-    # a field of the model's own goes before the encoder's of that name
+    # where the model and its encoder have a field of the same name, the model's takes precedence
     within = {name: value for name, value in overrides.items() if name in inner and name not in outer}
     if within:
         overrides["encoder"] = _replaced(overrides.get("encoder", getattr(config, "encoder", None)), within)
@@ -126,7 +126,7 @@ def _names(config: ModelConfig | None) -> list[str]:
 
 
 def _replaced(config: Any, changes: dict[str, Any]) -> Any:
-    """``config`` with fields changed. Another kind of attention takes the fields of the former kind away."""
+    """Returns ``config`` with fields changed. Changing the kind of attention removes the fields of the former kind."""
     if isinstance(config, LongNetConfig) and "attention" in changes:
         one_of("attention", changes["attention"], ATTENTION_KINDS)
         if RING_KINDS.get(changes["attention"], changes["attention"]) != config.kind:

@@ -1,4 +1,4 @@
-"""Which backends there are, which one a call would take, and why not the others."""
+"""Explains which backends exist, which one a call would use, and why not the others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from dilated_attention.pattern.checks import one_of
 
 
 def list_backends() -> tuple[str, ...]:
-    """Names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of torch's own, and ``"auto"``.
+    """Returns the names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of PyTorch's own, and
+    ``"auto"``.
 
-    Their order of preference depends on the call: ``explain_backend`` prints it, with the file of measured times that made it.
+    Their order of preference depends on the call: ``explain_backend`` prints it, with the file of measured times that determined it.
     """
     return registry.names()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of an ``Explanation``: usable for a pass if it has no reasons against it."""
+    """One backend of an ``Explanation``: usable for a pass if there are no reasons against it."""
 
     name: str
     forward_reasons: tuple[str, ...]
@@ -33,7 +34,7 @@ class Row:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Every reason once: those against the forward, then those against the backward alone."""
+        """Returns every reason once: those against the forward, then those against the backward alone."""
         return (*self.forward_reasons, *(reason for reason in self.backward_reasons if reason not in self.forward_reasons))
 
     @property
@@ -43,14 +44,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one kind of call; ``str()`` prints the whole table.
+    """The choice of backends for one kind of call; ``str()`` prints the whole table.
 
     Args:
-        request: what was asked, for the last pass of the call.
+        request: the request for the last pass of the call.
         rows: every backend in order of preference.
-        forward, backward: the backend taken for each pass; None if none can, ``backward`` also if no gradient is asked for.
-        forward_basis, backward_basis: what put it first: ``measured here (file, date)``, ``shipped table (source, date)``,
-            ``architecture order`` or ``order of registration``; ``asked for by name``; empty if none can.
+        forward, backward: the backend used for each pass; None if no backend can compute it; ``backward`` is also None if no gradient is
+            requested.
+        forward_basis, backward_basis: why it came first: ``measured here (file, date)``, ``shipped table (source, date)``,
+            ``architecture order`` or ``order of registration``; ``asked for by name``; empty if no backend can compute the pass.
         nested_reasons: every reason against ``backend="nested"`` that does not depend on the branches and the length.
         tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
@@ -66,7 +68,7 @@ class Explanation:
 
     @property
     def chosen(self) -> str | None:
-        """The backend of the forward."""
+        """Returns the backend of the forward."""
         return self.forward
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,19 +134,20 @@ def explain_backend(
     pattern: DilatedPattern | None = None,
     num_positions: int | None = None,
 ) -> Explanation:
-    """Which backend a call of this kind takes for each pass, and every reason against the others. Nothing is computed.
+    """Explains which backend a call of this kind uses for each pass, with every reason against the others. Nothing is computed.
 
     Args:
-        device: the machine's device to ask about; by default the GPU if there is one.
-        hardware: another machine, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` of your own; instead of device.
-        dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older ones, else float32.
+        device: the device of this machine to ask about; by default the GPU if there is one.
+        hardware: another machine instead of ``device``, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` that you construct.
+        dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older GPUs, else float32.
         backend: ``"auto"``, or a name whose refusal is to be explained.
-        length: rows of a problem, the largest segment length / dilation rate; measured times are looked up by it. 0: long.
-            Of block-sparse attention: keys that a query keeps, on the mean.
-        block_size: of block-sparse attention, as of a pattern; None: dense or dilated attention.
-        block_masks: what is masked inside its blocks: ``"none"``: they are kept whole · ``"interval"``: windows, documents, causality ·
+        length: rows of a problem, i.e. the largest segment length / dilation rate; measured times are looked up by it. 0 means long.
+            For block-sparse attention: the mean number of keys that a query keeps.
+        block_size: for block-sparse attention, as in a pattern; None: dense or dilated attention.
+        block_masks: what is masked inside the blocks: ``"none"``: blocks are kept whole · ``"interval"``: windows, documents, causality ·
             ``"bits"``: anything else.
-        pattern, num_positions: of a dilated call on one sequence, to be told whether it runs on a table of tiles; ``length`` follows from them.
+        pattern, num_positions: a dilated call on one sequence, to explain whether it runs on a table of tiles; ``length`` follows from
+            them.
 
     The other arguments are those of ``dilated_attention``.
     """
@@ -201,7 +204,7 @@ def explain_backend(
 
 
 def _tiles(request: Request, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
-    """By which rule a whole call runs on a table of tiles, with its estimates where the call is known."""
+    """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
     if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).why_not(request):
         return ""
     rule = "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the library is a slow one"

@@ -1,4 +1,4 @@
-"""Hardware records: of this machine, and of machines one may ask about, each by its capabilities."""
+"""Hardware records: this machine, and example machines to ask about, each described by its capabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _cuda(name: str, major: int, minor: int) -> Hardware:
     )
 
 
-# with every kernel package installed, so that what is refused is refused by the architecture
+# every kernel package counts as installed, so that only the architecture can cause a refusal
 EXAMPLES: dict[str, Hardware] = {
     "cpu": Hardware(device_type="cpu", torch_version=(2, 13), name="cpu"),
     "pascal": _cuda("pascal", 6, 1),

@@ -1,4 +1,4 @@
-"""Settings that people use, as frozen records: LongNet's own, Prov-GigaPath's and LongViT's attention, and models to train."""
+"""Published settings as frozen records: LongNet's own, the attention of Prov-GigaPath and LongViT, and models to train."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dilated_attention.pattern import DilatedPattern
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPreset:
-    """Branches of one model's attention, with the conventions of the code that trained it.
+    """The branches of one model's attention, with the conventions of the code that trained it.
 
     Args:
         pattern: segments, rates, offsets and tail.
         embed_dim, num_heads: of the model.
-        mixture_grad: as of ``dilated_attention``.
-        source: where the figures stand.
+        mixture_grad: see ``dilated_attention``.
+        source: where the figures come from.
     """
 
     pattern: DilatedPattern
@@ -43,7 +43,7 @@ ATTENTION_PRESETS: dict[str, AttentionPreset] = {
     "longvit": _torchscale((1024, 4096, 32768, 262144, 1048576), 384, 16, "LongViT at 32768 × 32768 pixels"),
 }
 
-# Table 4 of the paper (arXiv 2307.02486); its branches are those of section 4.1, its tokens cl100k_base's
+# Table 4 of the paper (arXiv 2307.02486); the branches are those of its section 4.1, the tokens those of cl100k_base
 _LONGNET: dict[str, Any] = {
     "vocab_size": 100277,
     "segment_lengths": (2048, 4096, 8192, 16384, 32768),
@@ -52,7 +52,7 @@ _LONGNET: dict[str, Any] = {
 }
 
 MODEL_PRESETS: dict[str, ModelConfig] = {
-    # bytes in, bytes out; trains below the bigram entropy of source text in under three minutes on two CPU cores
+    # bytes in, bytes out; trains to below the bigram entropy of source text in under three minutes on two CPU cores
     "longnet-tiny": LongNetConfig(
         vocab_size=256,
         embed_dim=128,
@@ -65,7 +65,7 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     "longnet-350m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1024, num_heads=16),
     "longnet-760m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1536, num_heads=16),
     "longnet-2.7b": LongNetConfig(**_LONGNET, num_layers=32, embed_dim=2560, num_heads=32),
-    # the shape of Llama 3.2 1B, with rates up to its number of heads, so that every branch takes every position for some head
+    # the shape of Llama 3.2 1B, with rates up to its number of heads, so that in every branch each position is used by some head
     "llama-1b": LongNetConfig(
         vocab_size=128256,
         embed_dim=2048,
@@ -83,7 +83,7 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
         segment_lengths=(2048, 8192, 32768, 131072),
         dilation_rates=(1, 4, 8, 32),
     ),
-    # GPT-2's shape, with rotary positions where it has a learned table of 1,024, so that any context fits
+    # GPT-2's shape, with rotary positions instead of its learned table of 1,024, so that any context length works
     "gpt2-124m": LongNetConfig(
         vocab_size=50257,
         embed_dim=768,
@@ -94,7 +94,7 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
         segment_lengths=(2048, 8192, 32768),
         dilation_rates=(1, 4, 12),
     ),
-    # Llama 7B's shape (arXiv 2302.13971, Table 2), with rates up to its number of heads; a shape, not its weights
+    # Llama 7B's shape (arXiv 2302.13971, Table 2), with rates up to its number of heads; only the shape, not its weights
     "llama-7b": LongNetConfig(
         vocab_size=32000,
         embed_dim=4096,

@@ -1,8 +1,8 @@
-"""The sweep behind a measured preference: every usable backend, pass, head dim, length and mask, right first and then timed.
+"""The sweep behind a measured preference: every usable backend, pass, head dim, length and mask, checked for correctness and then timed.
 
-Raw ``backend.forward`` and ``backend.backward`` run on (P, L, G, D) problems of about equal arithmetic. A backend whose result
-on a small problem of the same kind differs from ``math`` in float32 has no place in the table. Lengths are visited coarse to
-fine, so that a sweep which runs out of time still knows something of every head dim.
+The raw ``backend.forward`` and ``backend.backward`` run on (P, L, G, D) problems of about equal arithmetic. A backend is left out of the
+table if its result on a small problem of the same kind differs from ``math`` in float32. Lengths are visited from coarse to fine, so that
+a sweep that runs out of time still covers every head dim.
 
 Shape letters: P problems, L rows, G heads, D head dim.
 """
@@ -23,25 +23,25 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.preference import Row, Table, Timing
 
 Tensors = tuple[torch.Tensor, ...]
-# what a kernel library raises when it cannot after all; a sweep goes on without it
+# errors of a kernel library that cannot compute a problem after all; a sweep continues without it
 _FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError)
 _PER_PAIR = {"forward": 4, "backward": 10}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is measured and how long. Half precision is bfloat16 where the device has it."""
+    """What is measured, and for how long. Half precision is bfloat16 where the device supports it."""
 
     head_dims: tuple[int, ...]
     lengths: tuple[int, ...]
     dtypes: tuple[str, ...] = ("half", "float32")
     backends: tuple[str, ...] = ()
     seconds: float = 480.0
-    # work of one forward launch and elements of one tensor: enough to fill the device, little enough to try many
+    # work of one forward launch, and elements of one tensor: enough to fill the device, small enough to try many
     half_flops: float = 2e12
     float32_flops: float = 3e11
     max_elements: int = 2**26
-    # timed rounds of one point, and the time they may take
+    # timed rounds per point, and the limit on their time
     rounds: tuple[int, int] = (3, 20)
     point_seconds: float = 0.25
 
@@ -53,7 +53,7 @@ class Sweep:
         return min(max(1, int(pairs) // heads), 65_535), length, heads, head_dim
 
     def points(self) -> list[tuple[int, str, int, bool]]:
-        """(length, dtype, head dim, causal) in the order of measurement: every third length from the longest, then the others."""
+        """Returns (length, dtype, head dim, causal) in the order of measurement: every third length from the longest, then the others."""
         descending = sorted(set(self.lengths), reverse=True)
         stages = (descending[::3], [length for i, length in enumerate(descending) if i % 3])
         kinds = itertools.product(self.dtypes, self.head_dims)
@@ -66,7 +66,7 @@ class Sweep:
 
 
 def default_sweep(hardware: Hardware) -> Sweep:
-    """The widest sweep that is reasonable: on a GPU the most used head dims come first, on a CPU it takes about a minute."""
+    """Returns the widest reasonable sweep: on a GPU the most common head dims come first, on a CPU it takes about a minute."""
     if hardware.device_type == "cuda":
         return Sweep(head_dims=(64, 128, 32, 96, 48, 192, 256), lengths=tuple(2**i for i in range(8, 17)))
     return Sweep(
@@ -81,14 +81,14 @@ def default_sweep(hardware: Hardware) -> Sweep:
 
 
 def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress: Callable[[str], None] = lambda line: None) -> Table:
-    """Measure and return the table; nothing is written.
+    """Measures and returns the table; writes nothing.
 
     Args:
         device: by default the GPU if there is one.
-        progress: called with a line per measured point.
+        progress: called with one line per measured point.
 
     Raises:
-        ValueError: a backend of ``sweep`` is unknown, or not one point was measured.
+        ValueError: ``sweep`` contains an unknown backend, or no point was measured.
     """
     hardware = detect(device)
     for name in sweep.backends:
@@ -105,7 +105,7 @@ def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress:
         try:
             new = bench.point(dtype, head_dim, length, causal)
         except RuntimeError as failure:
-            # a kernel that faults leaves the GPU unusable for this process; what was measured before stands
+            # a kernel that faults makes the GPU unusable for this process; earlier measurements remain valid
             progress(f"stopped: {_first_line(failure)}")
             break
         rows += new
@@ -133,11 +133,11 @@ class _Bench:
     device: torch.device
     hardware: Hardware
     progress: Callable[[str], None]
-    # (backend, pass, dtype, head dim, causal) → whether its result is right
+    # (backend, pass, dtype, head dim, causal) → whether its result is correct
     _right: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def point(self, dtype: str, head_dim: int, length: int, causal: bool) -> list[Row]:
-        """The rows of both passes; a pass that no backend can do has none."""
+        """Returns the rows of both passes; a pass that no backend can compute has none."""
         shape = self.sweep.shape(dtype, length, head_dim)
         torch_dtype = self._torch_dtype(dtype)
         generator = torch.Generator(self.device).manual_seed(1)
@@ -207,9 +207,9 @@ class _Bench:
         return self._right[key]
 
     def _error(self, backend: Backend, which: str, dtype: torch.dtype, head_dim: int, causal: bool) -> tuple[float, float]:
-        """(largest error, its bound), each as a share of the largest value, against ``math`` in float32 on the same rounded inputs."""
+        """Returns (error, bound) relative to the largest value, compared with ``math`` in float32 on the same rounded inputs."""
         generator = torch.Generator(self.device).manual_seed(2)
-        # no multiple of any kernel's tile, and more than one tile
+        # not a multiple of any kernel's tile, and more than one tile
         shape = (2, 333, 2, head_dim)
         inputs = [torch.randn(shape, device=self.device, generator=generator).to(dtype) for _ in range(4)]
         options = Options(scale=head_dim**-0.5, causal=causal)
@@ -222,13 +222,13 @@ class _Bench:
             expected = math.backward(dout, q, k, v, out, lse, options)
         got = _call(backend, which, (*inputs, out.to(dtype), lse), options)()
         errors = [float((x.float() - y).abs().max() / y.abs().max()) for x, y in zip(got, expected, strict=True)]
-        # eight roundings of a half (bfloat16's 2⁻⁹), or of TF32, which torch lets float32 products use
+        # eight roundings of a half (bfloat16's 2⁻⁹), or of TF32, which PyTorch may use for float32 products
         bound = 2.0**-6 if dtype is not torch.float32 else 2.0**-8
-        # a NaN is no number below any bound, whatever max() makes of it
+        # NaN is never below the bound; max() alone could miss it
         return (max(errors) if all(error == error for error in errors) else float("inf")), bound
 
     def _times(self, calls: dict[str, Callable[[], Tensors]]) -> dict[str, float]:
-        """{name: median ms}, fastest first. Calls take turns, so that a clock that drifts does so for all."""
+        """Returns {name: median ms}, fastest first. The calls take turns, so that a drifting clock affects all of them."""
         first: dict[str, float] = {}
         for name, call in calls.items():
             try:
@@ -241,7 +241,7 @@ class _Bench:
                 self.progress(f"{name} left out: {_first_line(failure)}")
         if not first:
             return {}
-        # ten times slower than the best is known from one call
+        # a backend that is ten times slower than the best needs no more than one call
         close = [name for name in first if first[name] <= 10 * min(first.values())]
         least, most = self.sweep.rounds
         rounds = max(least, min(most, int(1000 * self.sweep.point_seconds / sum(first[name] for name in close))))
@@ -253,14 +253,14 @@ class _Bench:
         return dict(sorted(medians.items(), key=lambda item: item[1]))
 
     def _once(self, call: Callable[[], Tensors]) -> float:
-        """Milliseconds of one call."""
+        """Returns the milliseconds of one call."""
         if self.device.type != "cuda":
             begin = time.perf_counter()
             call()
             return 1000 * (time.perf_counter() - begin)
         with torch.cuda.device(self.device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # the GPU idles before each call, as it does not in a model: a short kernel in front hides the launch
+            # unlike in a model, the GPU idles before each call: a short kernel in front hides the launch
             torch.cuda._sleep(500_000)
             start.record()
             call()
@@ -270,7 +270,10 @@ class _Bench:
 
 
 def _call(backend: Backend, which: str, tensors: Tensors, options: Options) -> Callable[[], Tensors]:
-    """As the engine calls it, results into memory that it is handed. ``tensors`` are dout, q, k, v and, for the backward, out and lse."""
+    """Returns the call as the engine makes it, with results written to preallocated memory.
+
+    ``tensors`` are dout, q, k, v and, for the backward, out and lse.
+    """
     dout, q, k, v, *saved = tensors
     if which == "forward":
         P, L, G, _ = q.shape
@@ -296,7 +299,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def winners(table: Table) -> str:
-    """The fastest backend of every row with its TFLOP/s, one line a head dim, one column a length."""
+    """Formats the fastest backend of every row with its TFLOP/s, one line per head dim, one column per length."""
     lines = []
 
     def key(row: Row) -> tuple[str, str, bool]:

@@ -1,4 +1,4 @@
-"""Planning: what a call or a model takes, in figures, before anything is allocated, and what to take for a use case."""
+"""Planning: estimates what a call or a model costs before anything is allocated, and recommends settings for a use case."""
 
 from dilated_attention.planning.attention_plan import AttentionPlan
 from dilated_attention.planning.gpus import GPUS, Gpu, detected_gpu, find_gpu

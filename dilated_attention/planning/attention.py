@@ -1,7 +1,7 @@
-"""Peak memory of one attention call of any kind, term by term; nothing of size is made for it.
+"""Computes the peak memory of one attention call of any kind, term by term, without allocating its tensors.
 
-Dense and dilated attention: ``engine.memory``. Here is what patterns of blocks, spread sequences, and the two that others compute need,
-the plain matrix products of textbooks (``standard``) and torch's own function (``sdpa``).
+``engine.memory`` covers dense and dilated attention. This module covers block patterns, sequences spread over processes, and two
+baselines: the textbook matrix products (``standard``) and PyTorch's own function (``sdpa``).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dilated_attention.planning.rings import ring_blocks_memory, ring_memory
 from dilated_attention.planning.trace import fake_tensors, peak_of
 
 Terms = list[tuple[str, int]]
-# bytes that building the lists by key block takes for each block, for a moment: row, key, its sorted copy and order, in 64 bits
+# bytes per block needed temporarily while the lists by key block are built: row, key, the sorted copy and the sort order, in 64 bits
 _SORT_BYTES = 40
-# lengths whose traces tell those of longer sequences
+# lengths whose traces are extrapolated to longer sequences
 _FITTED = (2**12, 2**13, 2**14)
 # backends whose backward over lists sums dq in float32
 _SUMMING = ("flash4", "cudnn_fe")
 
 
 def memory_of(problem: Problem) -> MemoryEstimate:
-    """What is alive at the highest point of the forward and, with ``training``, of the backward, on one process.
+    """Returns the peak memory of the forward and, with ``training``, of the backward, on one process.
 
-    Counted: inputs, results and all that is allocated between, the caller's tensors included. Not: the framework, and what the allocator
-    keeps in reserve.
+    The estimate counts the inputs, the results and everything allocated in between, including the caller's tensors. It excludes the
+    framework itself and memory that the allocator holds in reserve.
     """
     if problem.kind == "standard":
         return _standard(problem)
@@ -67,7 +67,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
 
 
 def on_tiles(problem: Problem) -> tuple[bool, bool]:
-    """Whether forward and backward run on a table of tiles, as ``backend="auto"`` decides it."""
+    """Whether the forward and the backward run on a table of tiles, following the choice of ``backend="auto"``."""
     pattern = problem.pattern
     if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
         return False, False
@@ -76,7 +76,7 @@ def on_tiles(problem: Problem) -> tuple[bool, bool]:
 
 
 def is_nested(problem: Problem) -> bool:
-    """Whether the forward visits pairs of nested branches once, as ``backend="auto"`` decides it."""
+    """Whether the forward visits pairs shared by nested branches only once, following the choice of ``backend="auto"``."""
     pattern = problem.pattern
     if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
         return False
@@ -96,7 +96,7 @@ def counts_of(problem: Problem) -> BlockCounts:
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:
-    """(elements of q, elements of k, rows of lse)."""
+    """Returns (elements of q, elements of k, rows of lse)."""
     B, N, H, D = problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim
     return B * N * H * D, B * N * problem.num_kv_heads * D, B * N * H
 
@@ -121,7 +121,7 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
         return MemoryEstimate(inputs=inputs, forward=_non_zero(forward))
     if names[1] in ("sdpa_cpu", "math"):
         backward += [("lse with +inf", R * a), ("dq", Q * e), ("sums of dk, dv", 2 * K * a)]
-        # sums that are not kept in the inputs' dtype, or lie heads first, are copied
+        # copied when the sums are not in the inputs' dtype, or are stored heads first
         copies = 2 * K * e if e != a else 2 * K * a if pattern.per_head else 0
         backward += [("dk, dv", copies), *_gathered(problem, counts, backward=True)]
     else:
@@ -135,7 +135,7 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
 
 
 def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms:
-    """Of ``backends/gathered.py``: heads-first copies, and a piece's blocks with what is made of them."""
+    """Terms of ``backends/gathered.py``: the heads-first copies, and one piece of gathered blocks with its intermediates."""
     Q, K, R = _sizes(problem)
     pattern, e = problem.pattern, problem.itemsize
     assert isinstance(pattern, BlockPattern)
@@ -159,7 +159,7 @@ def _backend(problem: Problem, counts: BlockCounts, *, backward: bool) -> str:
 
 
 def _sdpa(problem: Problem) -> MemoryEstimate:
-    """torch's function on (B, H, N, D): one launch, with dense gradients, and on a GPU dq in float32 besides."""
+    """PyTorch's function on (B, H, N, D): one launch, with dense gradients, and on a GPU an additional dq in float32."""
     if problem.device_type == "cuda":
         return attention_memory(
             WHOLE,
@@ -175,7 +175,7 @@ def _sdpa(problem: Problem) -> MemoryEstimate:
         )
     Q, K, R = _sizes(problem)
     e, a = problem.itemsize, accumulation_dtype(problem.dtype).itemsize
-    # query heads that share keys have copies of their own
+    # k and v are copied for each of the query heads that share them
     expanded = 2 * (Q - K) * e
     inputs = (Q + 2 * K) * e
     forward = [("q, k, v", inputs), ("k, v of each query head", expanded), ("out", Q * e), ("lse", R * a)]
@@ -203,7 +203,7 @@ def _standard(problem: Problem) -> MemoryEstimate:
             ("dq, dk, dv", (Q + 2 * K) * e),
             ("scores, weights and their gradients", rest),
         ]
-    # autograd makes dv before the weights' gradient: in the place of the scores, where no matrix fits any more
+    # autograd computes dv before the weights' gradient: dv takes the memory of the scores, where no matrix fits afterwards
     reserve = problem.batch_size * problem.num_heads * problem.num_positions**2 * e if problem.training and on_gpu else 0
     return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward), reserve=reserve)
 
@@ -211,18 +211,18 @@ def _standard(problem: Problem) -> MemoryEstimate:
 def standard_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, hidden: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q·kᵀ/√D)·v as it is written in textbooks, with all N² scores in memory: what plans and benchmarks compare with.
+    """Computes softmax(q·kᵀ/√D)·v as in textbooks, with all N² scores in memory: the baseline of plans and benchmarks.
 
-    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D). ``hidden``: (N, N) true where a query does not see a key, for calls that share it;
-    None: made here with ``is_causal``.
+    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D). ``hidden`` is an (N, N) mask, true where a query does not see a key, for calls
+    that share one; None builds it here from ``is_causal``.
     """
     if is_causal and hidden is None:
-        # before the scores: behind them it would lie in the place of a matrix that was freed, and none would fit there again
+        # allocated before the scores: after them it would take the memory of a freed matrix, and no other matrix would fit there again
         hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    # under the same name: no more than two matrices at a time
+    # reusing the name keeps at most two matrices alive at a time
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -230,7 +230,7 @@ def standard_attention(
 
 
 def _standard_peaks_at(batch: int, num_positions: int, *rest: Any) -> tuple[int, int]:
-    """Of any length: from a few thousand positions on the same moment is the highest, and its bytes are a parabola of N."""
+    """The peaks at any length: from a few thousand positions on, the same moment is the highest, and its bytes are quadratic in N."""
     if num_positions <= _FITTED[-1]:
         return _standard_peaks(batch, num_positions, *rest)
     known = [_standard_peaks(batch, n, *rest) for n in _FITTED]
@@ -241,7 +241,7 @@ def _standard_peaks_at(batch: int, num_positions: int, *rest: Any) -> tuple[int,
 def _standard_peaks(
     batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, training: bool, on_gpu: bool
 ) -> tuple[int, int]:  # fmt: skip
-    """Bytes beside q, k and v at the highest point of the forward, and of forward and backward."""
+    """Returns the peak bytes in addition to q, k and v: of the forward, and of forward and backward together."""
     with fake_tensors():
         shapes = [(batch, num_positions, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
         q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)

@@ -1,4 +1,4 @@
-"""``AttentionPlan``: what one attention call costs, as figures, as JSON and as text."""
+"""``AttentionPlan``: the cost of one attention call, as figures, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dilated_attention.planning.speed import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """One call in figures; ``str`` prints them, ``as_dict`` gives them. Times are estimates, and say of what.
+    """The cost of one call in figures. ``str`` prints them, ``as_dict`` returns them. Times are estimates and state what they are based on.
 
     Args:
-        kind, num_positions, …: as asked, with what was not given filled in. Figures of a sequence that processes share are those of the
-            rank with most.
+        kind, num_positions, …: the request, with defaults filled in. For a sequence shared by several processes, the figures are those of
+            the rank with the largest share.
         pairs: (query, key) products of the whole call, batch included.
-        dense_pairs: of dense attention with the same causality.
-        pairs_exact: counted; otherwise told from shorter sequences, as of long patterns of blocks.
-        flops: (forward, backward) of the whole call: 4·D and 10·D a pair; backward 0 without training.
-        least_bytes: (forward, backward) through the memory of one process: what must be read and written once.
-        memory: peak bytes of one process with their terms.
+        dense_pairs: pairs of dense attention with the same causality.
+        pairs_exact: whether the pairs were counted; otherwise they are extrapolated from shorter sequences, as for long block patterns.
+        flops: (forward, backward) of the whole call: 4·D and 10·D per pair; the backward is 0 without training.
+        least_bytes: (forward, backward) memory traffic of one process: what must be read and written once.
+        memory: peak bytes of one process, by term.
         exchange: what a rank receives and sends.
         passes: forward and backward in seconds; empty where no rate is known, and ``no_time`` says why.
-        device, device_memory: of the machine, and bytes of it.
-        fits: the peak is within ``USABLE`` of that, and lists of blocks can count what is kept.
-        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not one does.
+        device, device_memory: name of the machine's device, and its memory in bytes.
+        fits: whether the peak is within ``USABLE`` of that memory, and the lists of blocks can index all kept blocks.
+        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not even one fits.
     """
 
     kind: str
@@ -67,12 +67,12 @@ class AttentionPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point, of one process."""
+        """Peak bytes of one process."""
         return self.memory.peak
 
     @property
     def seconds(self) -> float | None:
-        """Forward, and backward with ``training``; None where no rate is known."""
+        """Seconds of the forward, plus the backward with ``training``; None where no rate is known."""
         return sum(one.seconds for one in self.passes) if self.passes else None
 
     def as_dict(self) -> dict[str, Any]:

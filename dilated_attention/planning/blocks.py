@@ -1,4 +1,4 @@
-"""Kept blocks of a block pattern at any length: counted where there are few, told from shorter sequences where there are many."""
+"""Counts the kept blocks of a block pattern at any length: exactly where there are few, else by extrapolation from shorter sequences."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fractions import Fraction
 from dilated_attention.engine.block_lists import block_lists
 from dilated_attention.pattern import BlockPattern, Sparsity
 
-# blocks that are listed to count pairs, and to size lists; of longer sequences they are told from shorter ones
+# the most blocks that are listed to count pairs, and to size lists; counts of longer sequences are extrapolated from shorter ones
 MOST_BLOCKS, MOST_FOR_SIZE = 2**18, 2**13
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCounts:
-    """Of one sequence, all heads together.
+    """Counts for one sequence, over all heads.
 
     Args:
         pairs: kept (head, query, key) triples.
         entries: kept blocks, counted once where heads share their list.
-        computed: pairs of all kept blocks, of all heads: kernels compute a block whole, and its masks come after.
-        list_bytes: of the lists that kernels read.
-        mask_kind: ``"none"``, ``"interval"`` or ``"bits"``, as of ``BlockLists``.
-        is_exact: counted, not told from shorter sequences.
+        computed: pairs of all kept blocks over all heads: kernels compute whole blocks and mask them afterwards.
+        list_bytes: bytes of the lists that kernels read.
+        mask_kind: ``"none"``, ``"interval"`` or ``"bits"``, see ``BlockLists``.
+        is_exact: whether the figures were counted rather than extrapolated from shorter sequences.
     """
 
     pairs: int
@@ -37,10 +37,10 @@ class BlockCounts:
 
 @functools.lru_cache(maxsize=512)
 def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int = MOST_BLOCKS) -> BlockCounts:
-    """The counts of ``pattern``; of a sequence of more than ``most`` blocks from three shorter ones.
+    """Returns the counts of ``pattern``; those of a sequence of more than ``most`` blocks are extrapolated from three shorter ones.
 
-    Told are the parabola through their counts, which windows, global tokens, random blocks and a density at every length follow but for
-    their ends, and no more blocks than the pattern itself names.
+    The extrapolation is the parabola through their counts, limited by the number of blocks that the pattern itself states. Windows, global
+    tokens, random blocks and a fixed density follow such a parabola at every length, except at their ends.
     """
     if num_blocks(pattern, num_positions, num_heads) <= most:
         return _counted(pattern, num_positions, num_heads, is_causal)
@@ -49,12 +49,12 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     block = max(pattern.q_block, pattern.k_block)
     blocks = 8
     while (longer := num_blocks(pattern, 2 * blocks * block, num_heads)) <= MOST_BLOCKS:
-        # beyond a window rows do not grow any more, and shorter sequences would tell of that growth alone
+        # rows stop growing once they are longer than the window; sequences that are too short would show only that growth
         grows = longer > 2.1 * num_blocks(pattern, blocks * block // 2, num_heads) * 2
         if longer > most and not grows:
             break
         blocks *= 2
-    # whole blocks, so that their ends weigh alike; the same ones for every long sequence, so that they are counted once
+    # whole blocks, so that the ends weigh the same; the same lengths for every long sequence, so that they are counted only once
     lengths = tuple(blocks * part // 4 * block for part in (2, 3, 4))
     known = [_counted(pattern, n, num_heads, is_causal) for n in lengths]
     named = num_blocks(pattern, num_positions, num_heads)
@@ -62,7 +62,7 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
 
     def told(values: tuple[int, ...]) -> int:
         if values[2] - values[1] < values[1] - values[0]:
-            # what levels off has reached its window: from there on it grows evenly
+            # growth that levels off has reached its window: from there on it is linear
             return values[2] + (values[2] - values[1]) * (num_positions - lengths[2]) // (lengths[2] - lengths[1])
         return max(values[-1], parabola(lengths, values, num_positions))
 
@@ -79,7 +79,7 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
 
 
 def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
-    """By the density that the pattern keeps at every length, to within a block a row; blocks at its edges are kept in part."""
+    """Counts from the density that the pattern keeps at every length, to within one block per row; blocks at its edges are kept in part."""
     grid = pattern.grid(num_positions)
     whole = grid.num_rows * grid.num_columns
     causal = (num_positions + 1) / (2 * num_positions) if is_causal else 1.0
@@ -91,7 +91,7 @@ def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal
         pairs=pairs,
         entries=entries,
         computed=max(pairs, entries * pattern.q_block * pattern.k_block * (num_heads // groups)),
-        # with the ends of every query's keys where blocks are kept in part
+        # includes the interval ends of every query's keys where blocks are kept in part
         list_bytes=4 * groups * grid.num_rows
         + (4 if is_whole and not is_causal else 8) * entries
         + (0 if is_whole and not is_causal else 8 * num_positions),
@@ -101,10 +101,10 @@ def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal
 
 
 def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> float:
-    """About how many blocks a list would have."""
+    """Returns approximately how many blocks a list would have."""
     grid = pattern.grid(num_positions)
     if isinstance(pattern, Sparsity):
-        # it makes the pattern of a length by looking at all its rows
+        # its ``cost`` would build the pattern for this length by looking at all its rows
         return max(1.0, pattern.ratio * grid.num_columns) * grid.num_rows * (num_heads if pattern.per_head else 1)
     return max(1.0, pattern.cost(grid)) * grid.num_rows * (num_heads if pattern.per_head else 1)
 
@@ -120,7 +120,7 @@ def _counted(pattern: BlockPattern, num_positions: int, num_heads: int, is_causa
 
 
 def parabola(x: Sequence[int], y: Sequence[int], at: int) -> int:
-    """The value at ``at`` of the parabola through three points, in exact arithmetic (Lagrange)."""
+    """Evaluates the parabola through three points at ``at``, in exact arithmetic (Lagrange)."""
     total = Fraction(0)
     for i in range(3):
         a, b = (x[j] for j in range(3) if j != i)

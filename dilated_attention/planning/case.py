@@ -1,4 +1,4 @@
-"""What ``recommend`` was asked, what a use case came to, and the settings that every answer has."""
+"""The request to ``recommend``, the result of a use case, and the settings that every answer includes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention.planning.recommendation import Recommendation, Setting
 
 KINDS = ("dense", "dilated", "block_sparse")
 RING = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
-# the block pattern that decoding was measured with (docs/decoding.md), to both sides where there is no causality
+# the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
 _WINDOW, _GLOBAL = 2047, 128
 
 
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def base(self) -> str:
-        """dense, dilated or block_sparse."""
+        """Returns dense, dilated or block_sparse."""
         return self.attention or ("dense" if self.length < rules.LONG else "dilated")
 
     def pattern(self, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
@@ -43,7 +43,7 @@ class Case:
         return rules.dense_pattern() if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
 
     def model(self, base: str, longest: int | None = None) -> rules.Model:
-        """With the number of heads that the rates of its branches follow from."""
+        """Builds the model with the number of heads that determines the dilation rates of its branches."""
         heads = self.heads
         if heads is None:
             heads = rules.language_model(self.parameters, None, self.head_dim, self.causal, {"attention": "dense"}).config.num_heads
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What a use case came to, before its words."""
+    """What was chosen for a use case, before it is put into words."""
 
     kind: str
     base: str
@@ -65,14 +65,14 @@ class Chosen:
     kv_heads: int | None
     head_dim: int
     needs_grad: bool
-    # positions that a device has at a time
+    # positions that a device holds at a time
     positions: int
     memory: int | None = None
     fits: bool | None = None
 
 
 def told(case: Case, chosen: Chosen, middle: list[Setting], setup: list[str], code: str) -> Recommendation:
-    """The settings in order, with those that every use case has."""
+    """Assembles the recommendation: the settings in order, including those that every use case has."""
     machine, pattern, dtype = case.machine, chosen.pattern, case.machine.dtype
     call: dict[str, Any] = {
         "heads": chosen.heads, "kv_heads": chosen.kv_heads, "head_dim": chosen.head_dim, "is_causal": case.causal, "needs_grad": chosen.needs_grad,
@@ -132,7 +132,7 @@ def _branches(case: Case, chosen: Chosen, keys: float, dense: float) -> Setting 
 
 
 def shared(case: Case, base: str, mesh: rules.Mesh, is_sharded: bool) -> list[Setting]:
-    """Several GPUs: the mesh, and how the parts of a sequence meet."""
+    """Settings for several GPUs: the mesh, and how the parts of a sequence are exchanged."""
     if case.gpus == 1:
         return []
     exchange = running.exchange(base, case.causal) if mesh.context > 1 else ()

@@ -1,4 +1,4 @@
-"""One function a kind of use case of ``recommend``: what is chosen, and in what order it is told."""
+"""One function per use case of ``recommend``: it makes the choices and puts their settings in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIGAPATH = "gigapath-12l768d"
 
 
 def training(case: Case) -> Recommendation:
-    """A model's training."""
+    """Recommends settings for training a model."""
     base, model = case.base, case.model(case.base)
     laid = rules.spread(model, case.length, case.batch, case.gpus, case.machine)
     config, context = model.config, laid.mesh.context
@@ -47,7 +47,7 @@ def training(case: Case) -> Recommendation:
 
 
 def layer(case: Case) -> Recommendation:
-    """One attention layer, of a model that the caller has."""
+    """Recommends settings for one attention layer of a model that the caller already has."""
     base, heads, head_dim = case.base, case.heads or 16, case.head_dim or 64
     context = rules.most_context(case.length, case.gpus)
     mesh = rules.Mesh(case.gpus // context, context)
@@ -84,7 +84,7 @@ def layer(case: Case) -> Recommendation:
 
 
 def decoding(case: Case) -> Recommendation:
-    """Continuing sequences from a cache: the longest segments whose keys fit beside the weights, for all requests of a GPU."""
+    """Recommends settings for decoding: the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
     requests = -(-case.users // case.gpus) if case.name == "serving" else 1
     itemsize, usable = case.machine.dtype.itemsize, int(USABLE * case.machine.memory)
     base, longest = case.base, case.length
@@ -94,7 +94,7 @@ def decoding(case: Case) -> Recommendation:
         assert each is not None, "a causal model of these patterns has a cache"
         weights = itemsize * model.num_parameters
         needed = weights + requests * each
-        # segments that are asked for, or weights that do not fit, leave nothing to shorten
+        # nothing can be shortened if the segments were given or the weights alone do not fit
         if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
             break
         longest //= rules.GROWTH
@@ -123,11 +123,11 @@ def decoding(case: Case) -> Recommendation:
 
 
 def torchscale(case: Case) -> Recommendation:
-    """Weights that exist: segments, offsets, tail and gradient are those that they were trained with."""
+    """Recommends settings for existing weights: segments, offsets, tail and gradient are those that they were trained with."""
     made = create_model(_GIGAPATH, device="meta")
     assert isinstance(made.config, SlideEncoderConfig)
     encoder: LongNetConfig = made.config.encoder
-    # the class token goes before the tiles
+    # the class token precedes the tiles
     positions = case.length + 1
     planned = [_slides(case, checkpointed=False)]
     if not planned[0].fits:
@@ -158,7 +158,7 @@ def _slides(case: Case, *, checkpointed: bool) -> ModelPlan:
 
 
 def huggingface(case: Case) -> Recommendation:
-    """A transformers model, which keeps its own weights, caches and trainer."""
+    """Recommends settings for a transformers model, which keeps its own weights, caches and trainer."""
     base, heads, head_dim = case.base, case.heads or 32, case.head_dim or 128
     context = rules.most_context(case.length, case.gpus) if base != "block_sparse" else 1
     mesh = rules.Mesh(case.gpus // context, context)
@@ -194,7 +194,7 @@ def huggingface(case: Case) -> Recommendation:
 
 
 def _planned(case: Case, chosen: Chosen, sequences: int, context: int) -> AttentionPlan | None:
-    """One layer's attention; None for a GPU of unknown figures."""
+    """Plans one layer's attention; None for a GPU whose figures are unknown."""
     machine = case.machine
     if machine.gpu is None and machine.is_cuda:
         return None

@@ -1,4 +1,4 @@
-"""Lines to paste: the call that makes what was chosen, and what goes before it."""
+"""Generates code to paste: the call that creates what was chosen, and the lines that precede it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dilated_attention.planning.rules import Mesh
 
 
 class _Text(str):
-    """Source code, written as it is."""
+    """Source code that is inserted verbatim."""
 
     __repr__ = str.__str__
 
 
 def mesh_options(base: str, is_causal: bool) -> dict[str, Any]:
-    """The options of a sequence that processes share; ``mesh`` is what ``processes`` makes."""
+    """Returns the options for a sequence shared by several processes; ``mesh`` is the variable that ``processes`` creates."""
     return {"mesh": _Text('mesh["cp"]'), "layout": "zigzag" if base == "dense" and is_causal else "contiguous"}
 
 
 def imports(function: str, base: str) -> list[str]:
-    """Of the library's function, and of the pattern that ``call_text`` writes for a kind."""
+    """Returns the import lines of the library function, and of the pattern that ``call_text`` writes for a kind."""
     lines = [f"from dilated_attention import {function}"] if function else []
     return lines + (["from dilated_attention.pattern import GlobalLocal"] if base == "block_sparse" else [])
 
 
 def processes(mesh: Mesh, is_cuda: bool) -> list[str]:
-    """Lines that start the processes of several GPUs and lay them out."""
+    """Returns the lines that start the processes of several GPUs and arrange them in a mesh."""
     count = mesh.data * mesh.context
     if count == 1:
         return []
@@ -39,12 +39,12 @@ def processes(mesh: Mesh, is_cuda: bool) -> list[str]:
 
 
 def call_text(function: str, name: str, arguments: dict[str, Any], *, bound: str | None = None) -> str:
-    """``model = create_model(name, argument=…)``; ``bound`` instead of the variable."""
+    """Returns ``model = create_model(name, argument=…)``; ``bound`` replaces the variable name."""
     variable = {"create_model": "model = ", "create_attention": "attention = "}.get(function, "") if bound is None else bound
     listed = [repr(name), *(f"{key}={shown(value)}" for key, value in arguments.items())]
     return f"{variable}{function}({', '.join(listed)})".replace("'", '"')
 
 
 def shown(value: Any) -> str:
-    """A value as its source."""
+    """Returns a value as source code."""
     return f"GlobalLocal({value.window}, {value.global_tokens})" if isinstance(value, GlobalLocal) else repr(value)

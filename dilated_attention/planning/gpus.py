@@ -1,7 +1,7 @@
-"""GPUs by name: memory, bandwidth, peak rates and links, as their vendor states them, for planning on a machine that is not at hand.
+"""GPUs by name: memory, bandwidth, peak rates and links as stated by the vendor, for planning on a machine that is not at hand.
 
-Every figure was compared in November 2026 with copies of the document that ``source`` names, or with quotations from it. Peaks are dense: where
-a document states them with 2:4 sparsity alone, they are half of that. A figure for which no such copy was found is not in the table.
+Every figure was compared in November 2026 with copies of the document that ``source`` names, or with quotations from it. Peaks are dense:
+where a document states only figures with 2:4 sparsity, they are halved. Figures for which no such copy was found are not in the table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from dilated_attention.pattern.checks import shown
 
 GIB = 2**30
-# of the memory on a datasheet, which counts in 2^30 bytes, what the driver leaves to programs
+# share of the datasheet's memory, counted in 2^30 bytes, that the driver leaves to programs
 _VISIBLE = 0.985
-# GDDR memory keeps its error-correcting code in itself, one sixteenth, where that is on; HBM has memory of its own for it
+# GDDR memory stores its error-correcting code in itself, one sixteenth, where ECC is on; HBM has extra memory for it
 _AFTER_CODE = 15 / 16
 
 
@@ -27,16 +27,16 @@ class Gpu:
     """What a plan needs to know about a GPU.
 
     Args:
-        name: as its maker writes it.
+        name: the manufacturer's spelling.
         capability: CUDA compute capability.
-        memory: bytes that a program can get.
-        bandwidth: bytes/s of its memory; None where it is not known.
-        peaks: by ``"float32"``, ``"float16"``, ``"bfloat16"`` and ``"fp8"``, FLOP/s of dense products that sum in float32, without sparsity;
-            what is missing the GPU does not have. float32 is that of its plain cores, without TF32. Empty where they are not known.
-        link: bytes/s to other GPUs of its node, in one direction. A bridge that joins two or four cards counts where it is the form's usual way
-            (NVL; RTX 3090, A40, RTX A6000); the A30 and PCIe forms of A100 and H100 are taken without theirs.
+        memory: bytes available to a program.
+        bandwidth: memory bandwidth in bytes/s; None where it is not known.
+        peaks: FLOP/s of dense products that accumulate in float32, without sparsity, by ``"float32"``, ``"float16"``, ``"bfloat16"`` and
+            ``"fp8"``. The GPU does not support a missing dtype. float32 is the rate of the plain cores, without TF32. Empty where unknown.
+        link: bytes/s to other GPUs of its node, in one direction. A bridge between two or four cards counts where it is the usual
+            configuration (NVL; RTX 3090, A40, RTX A6000); for the A30 and the PCIe forms of A100 and H100 it does not.
         link_name: ``"NVLink"`` or ``"PCIe"``.
-        source: where the figures stand.
+        source: where the figures come from.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Gpu:
     source: str
 
     def peak(self, dtype: torch.dtype | str) -> float | None:
-        """FLOP/s of dense products in this dtype, or None where it has none or it is not known."""
+        """Returns the FLOP/s of dense products in this dtype, or None where it is not supported or not known."""
         return self.peaks.get(str(dtype).removeprefix("torch."))
 
 
@@ -65,7 +65,7 @@ def _gpu(
     *,
     has_inline_code: bool = False,
 ) -> Gpu:
-    """``peaks``: TFLOP/s of float32, float16, bfloat16, fp8. ``link_gb_per_s``: both directions together, as datasheets have it."""
+    """``peaks``: TFLOP/s of float32, float16, bfloat16, fp8. ``link_gb_per_s``: both directions together, as in datasheets."""
     names = ("float32", "float16", "bfloat16", "fp8")
     return Gpu(
         name=name,
@@ -84,7 +84,7 @@ _PCIE_3, _PCIE_4, _PCIE_5 = (32, "PCIe"), (64, "PCIe"), (128, "PCIe")
 _ALL = (
     _gpu("GTX 1080", (6, 1), 8, 320, (8.87, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 whitepaper"),
     _gpu("GTX 1080 Ti", (6, 1), 11, 484, (11.3, None, None, None), *_PCIE_3, "NVIDIA, GeForce GTX 1080 Ti specifications"),
-    # its 18.7 and 21.2 TFLOP/s in float16 sum in float16; sums in float32 run at float32's rate
+    # the 18.7 and 21.2 TFLOP/s it reaches in float16 accumulate in float16; accumulation in float32 runs at float32's rate
     _gpu("P100 PCIe", (6, 0), 16, 732, (9.3, 9.3, None, None), *_PCIE_3, "NVIDIA, Tesla P100 datasheet; float16 at the rate of float32, which it sums in"),
     _gpu("P100 SXM2", (6, 0), 16, 732, (10.6, 10.6, None, None), 160, "NVLink", "NVIDIA, Tesla P100 datasheet; float16 at the rate of float32, which it sums in"),
     _gpu("V100 PCIe 16GB", (7, 0), 16, 900, (14, 112, None, None), *_PCIE_3, "NVIDIA, V100 datasheet"),
@@ -115,7 +115,7 @@ _ALL = (
     _gpu("RTX 5090", (12, 0), 32, 1792, (104.8, 209.5, 209.5, 419), *_PCIE_5, "NVIDIA, RTX Blackwell GPU architecture whitepaper"),
 )  # fmt: skip
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
-# a name that fits several is the one that people mean by it
+# where a name fits several GPUs, the one that people usually mean
 _USUAL = {"p100": "P100 SXM2", "v100": "V100 SXM2 16GB", "v10032gb": "V100 SXM2 32GB", "v10032": "V100 SXM2 32GB", "v10016gb": "V100 SXM2 16GB",
           "v10016": "V100 SXM2 16GB", "a100": "A100 SXM 80GB", "a10080gb": "A100 SXM 80GB", "a10080": "A100 SXM 80GB", "a10040gb": "A100 SXM 40GB",
           "a10040": "A100 SXM 40GB", "h100": "H100 SXM", "h10080gb": "H100 SXM", "h200": "H200 SXM", "gh200": "GH200 96GB", "a6000": "RTX A6000",
@@ -125,13 +125,13 @@ _NOISE = ("nvidia", "tesla", "geforce", "quadro", "graphics", "gpu")
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU that goes by ``name``: case, spaces, dashes and the maker's name do not matter, nor the order of form and size.
+    """Returns the GPU called ``name``. Case, spaces, dashes, the maker's name and the order of form and size do not matter.
 
-    ``"h200"``, ``"NVIDIA H200"``, ``"a100-80gb"``, ``"A100-SXM4-80GB"`` and ``"4090"`` are names. Where there are several forms, the bare
-    name is the SXM one with most memory, of a V100 that with 16 GB.
+    ``"h200"``, ``"NVIDIA H200"``, ``"a100-80gb"``, ``"A100-SXM4-80GB"`` and ``"4090"`` are valid names. Where there are several forms, the
+    bare name means the SXM form with the most memory, except for the V100, where it means 16 GB.
 
     Raises:
-        ValueError: no such GPU; with the names there are.
+        ValueError: there is no such GPU; the message lists the known names.
     """
     if not isinstance(name, str):
         raise TypeError(f"gpu is {shown(name)} ({type(name).__name__}); expected a name, such as 'H200'")
@@ -153,7 +153,7 @@ def _known(name: str) -> Gpu | None:
 
 
 def _plain(name: str) -> str:
-    """Letters and digits of what tells GPUs apart."""
+    """Reduces a name to the letters and digits that distinguish GPUs."""
     plain = re.sub(r"[^a-z0-9]", "", _without_generation(name))
     for word in _NOISE:
         plain = plain.replace(word, "")
@@ -166,14 +166,14 @@ def _words(name: str) -> list[str]:
 
 
 def _without_generation(name: str) -> str:
-    """SXM2 … SXM5 are generations of one form, and a GPU has one of them."""
+    """Drops the generation of the form: SXM2 … SXM5 are generations of one form, and a GPU exists in only one of them."""
     return re.sub(r"sxm\d(?![a-z0-9])", "sxm", name.lower())
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
-    """The GPU of this machine: its memory as torch sees it, its rates by its name; without them where the name is not known.
+    """Returns this machine's GPU: its memory as PyTorch reports it, its rates by its name; without rates where the name is not known.
 
-    None without a CUDA GPU.
+    Returns None without a CUDA GPU.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None

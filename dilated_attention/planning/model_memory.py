@@ -1,4 +1,4 @@
-"""Peak memory of a model's training step or forward: its stack traced with fake tensors, attention and the loss put in from formulas."""
+"""Peak memory of a model's training step or forward: fake tensors trace the stack; formulas give the attention and the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LENGTHS = (2048, 3072)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a trace depends on."""
+    """Everything that a trace depends on."""
 
     preset: str
     overrides: tuple[tuple[str, Any], ...]
@@ -50,11 +50,11 @@ class Fixed:
     """Bytes that do not depend on the length.
 
     Args:
-        weights, moments: as they are spread.
-        whole: of blocks that FSDP has gathered.
-        step: beside weights, gradients and moments in the optimizer's step.
-        grads: of all parameters, whole.
-        shards: over which gradients are spread.
+        weights, moments: as sharded.
+        whole: bytes of the blocks that FSDP has gathered.
+        step: needed by the optimizer's step in addition to weights, gradients and moments.
+        grads: gradients of all parameters, unsharded.
+        shards: number of processes over which gradients are sharded.
     """
 
     weights: int
@@ -75,7 +75,8 @@ def fixed_of(model: nn.Module, run: Run, shards: int) -> Fixed:
     whole = 0 if shards == 1 else 2 * max(blocks, default=0) * size
     if not run.training:
         return Fixed(weights=-(-total * size // shards), moments=0, whole=whole, step=0, grads=0, shards=shards)
-    # torch's AdamW makes the root of the second moments of all parameters at once on a GPU, twice of one on a CPU
+    # torch's AdamW computes the roots of all parameters' second moments at once on a GPU; on a CPU it needs two temporaries for one
+    # parameter
     step = total * size // shards if run.on_gpu else 2 * max(sizes) * size
     return Fixed(
         weights=-(-total * size // shards),
@@ -88,12 +89,12 @@ def fixed_of(model: nn.Module, run: Run, shards: int) -> Fixed:
 
 
 def peak_of_step(run: Run, fixed: Fixed, problem: Problem) -> tuple[tuple[tuple[str, int], ...], str]:
-    """(terms at the highest point, when it is), on the process with most."""
+    """Returns (terms at the highest point, when it occurs), for the process with the highest peak."""
     model, rows = model_of(run.preset, run.overrides), -(-problem.num_positions // problem.world_size)
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     terms: list[tuple[str, int]] = [("weights", fixed.weights)]
     if problem.gpu is not None:
-        # one for each thread that multiplies: the caller's, and autograd's
+        # one for each thread that runs matrix products: the caller's, and autograd's
         terms.append(("cuBLAS's workspaces", (1 + run.training) * (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20))
     if fixed.whole:
         terms.append(("two blocks whole", fixed.whole))
@@ -121,7 +122,7 @@ def peak_of_step(run: Run, fixed: Fixed, problem: Problem) -> tuple[tuple[tuple[
         return point.inside.at(rows) + inside.get(point.attention, 0) + kept * point.kept - spread + loss_grads * point.in_backward
 
     found, point = line.highest(rows, extra)
-    # at the loss no gradient of the stack is there yet
+    # at the loss, no gradient of the stack has been computed yet
     at_loss = line.end_of_forward.alive.at(rows) + loss + kept * line.end_of_forward.kept
     at_step = fixed.grads // fixed.shards + fixed.step
     highest = max(found, at_loss, at_step)
@@ -137,7 +138,7 @@ def peak_of_step(run: Run, fixed: Fixed, problem: Problem) -> tuple[tuple[tuple[
 
 
 def insides(problem: Problem) -> dict[str, int]:
-    """Bytes of attention beside its inputs and results, which the trace has: forward, and backward."""
+    """Returns the bytes, forward and backward, that attention allocates in addition to its inputs and results, which the trace counts."""
     found = memory_of(problem)
     rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
     e, a = problem.itemsize, accumulation_dtype(problem.dtype).itemsize
@@ -150,7 +151,7 @@ def insides(problem: Problem) -> dict[str, int]:
 
 
 def _kept_bytes(problem: Problem) -> int:
-    """What a call with detached mixing keeps of its branches' outputs on a GPU (engine/prepare.py)."""
+    """Returns the bytes of branch outputs that a call with detached mixing keeps on a GPU (engine/prepare.py)."""
     pattern = problem.pattern
     if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(pattern, DilatedPattern) or pattern.num_branches == 1:
         return 0
@@ -170,7 +171,7 @@ def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
 
 @functools.lru_cache(maxsize=32)
 def trace_of(run: Run) -> Timeline:
-    """The stack's step, from its input to the input's gradient; the loss is traced apart."""
+    """Traces the stack's step, from its input to the input's gradient; the loss is traced separately."""
     config: Any = model_of(run.preset, run.overrides).config
     return timeline(lambda rows, blocks: _moments(run, rows, blocks), _LENGTHS, getattr(config, "encoder", config).num_layers)
 
@@ -185,10 +186,10 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
         tape.ignore(model.parameters())
         tape.watch(model.parameters())
         with tape, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training):
-            # tokens, tiles or patches are made inside the tape: they live as long as the step
+            # tokens, tiles or patches are created inside the tape: they live as long as the step
             out, given = _stack_forward(model, run.batch_size, rows, run.weight_dtype)
             if run.training:
-                # whatever makes a loss of it keeps it no longer, and nobody keeps the gradient that it gives back
+                # whatever computes a loss from it keeps it no longer, and nothing keeps the gradient that it returns
                 loss = _Loss.apply(out)
                 del out
                 tape.note()
@@ -200,7 +201,7 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
 
 
 class _Loss(torch.autograd.Function):
-    """Any scalar of a tensor, without values."""
+    """Any scalar computed from a tensor, without values."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +215,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Hidden(torch.autograd.Function):
-    """Rows of any hidden states, which nobody else keeps."""
+    """Rows of any hidden states, which nothing else keeps alive."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -226,7 +227,7 @@ class _Hidden(torch.autograd.Function):
 
 
 def _stack_forward(model: Pretrained, batch: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    """(hidden states, the inputs) of a model on inputs without values."""
+    """Returns (hidden states, the inputs) of a model run on inputs without values."""
     if isinstance(model, LongNetLM):
         tokens = torch.zeros((batch, rows), dtype=torch.int64)
         return model.hidden(tokens), tokens
@@ -234,14 +235,14 @@ def _stack_forward(model: Pretrained, batch: int, rows: int, dtype: torch.dtype)
     width = embedding.in_features if isinstance(embedding, nn.Linear) else embedding.in_channels * embedding.kernel_size[0] ** 2
     tiles = torch.empty((batch, rows, width), dtype=dtype)
     x = nn.functional.linear(tiles, embedding.weight.flatten(1), embedding.bias)
-    # places are added in the parameters' dtype, which makes that of the residual stream
+    # positions are added in the parameters' dtype, which determines the dtype of the residual stream
     return model.encoder(x + torch.empty_like(x[:1], dtype=dtype)), tiles  # type: ignore[operator]
 
 
 def _loss_of(run: Run, rows: int) -> tuple[int, int]:
-    """(bytes at the highest point of the loss and its backward, hidden states included; of them, gradients of the output layer).
+    """Returns (peak bytes of the loss and its backward, hidden states included; of these, the gradients of the output layer).
 
-    A loss of few chunks is traced; that of many is told from these, as a chunk more makes the same operations once more.
+    A loss of a few chunks is traced; that of many is extrapolated from it, as each additional chunk repeats the same operations.
     """
     model = model_of(run.preset, run.overrides)
     assert isinstance(model, LongNetLM)

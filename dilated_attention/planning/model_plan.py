@@ -1,4 +1,4 @@
-"""``plan_model``: what training or running a model preset takes, traced with fake tensors through all its layers at two lengths."""
+"""``plan_model``: the cost of training or running a model preset, traced with fake tensors through all its layers at two lengths."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from dilated_attention.planning.speed import passes_of
 from dilated_attention.planning.text import seconds_text
 from dilated_attention.validation import check_bool
 
-# shares of the peaks that linear layers, and what is read and written between them, are taken to reach: with them a training step of Prov-GigaPath's
-# encoder on 45,681 tiles comes out as an H200 measured it (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
+# shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach: with these, the estimate for a training
+# step of
+# Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
 _BANDWIDTH_SHARE = 0.5
 _LINEAR_SHARE = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """A training step, or generation, in figures of one process; ``str`` prints them, ``as_dict`` gives them.
+    """A training step, or generation, in figures of one process. ``str`` prints them, ``as_dict`` returns them.
 
     Args:
-        preset, …: as asked. With ``world_size`` processes each has its share of the positions, and every figure is that of one.
-        parameters: of the whole model.
+        preset, …: the request. With ``world_size`` processes each holds its share of the positions, and every figure is for one process.
+        parameters: number of parameters of the whole model.
         terms: (what, bytes) at the highest point.
-        moment: when that is.
-        flops: of the whole step: forward and backward, without what is computed twice; of inference the forward.
-        exchange: of each layer's attention.
-        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is made of.
-        fits, longest: as of ``AttentionPlan``.
+        moment: when the highest point occurs.
+        flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
+        exchange: the exchange of each layer's attention.
+        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is based on.
+        fits, longest: see ``AttentionPlan``.
     """
 
     preset: str
@@ -65,7 +66,7 @@ class ModelPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point, of one process."""
+        """Peak bytes of one process."""
         return sum(size for _, size in self.terms)
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,25 +96,25 @@ def plan_model(
     find_longest: bool = True,
     **overrides: Any,
 ) -> ModelPlan:
-    """What a model takes on one process, from fake tensors and formulas.
+    """Estimates what a model needs on one process, from fake tensors and formulas.
 
     Args:
         preset: a name of ``factory.MODEL_PRESETS``.
-        num_positions: N of each sequence; of a slide its tiles, of an image its patches.
+        num_positions: N of each sequence; for a slide its tiles, for an image its patches.
         batch_size: sequences at a time.
         training: a step of forward, backward and AdamW in float32. False: a language model generates, with keys and values of N positions
-            cached and prompts read ``PREFILL`` positions at a time; any other model runs forward.
+            cached and prompts processed ``PREFILL`` positions at a time; any other model runs its forward.
         world_size: processes that share each sequence (context parallelism), one GPU each.
-        weight_shards: processes over which FSDP spreads weights, gradients and the optimizer's moments; two blocks are whole at a time.
-        checkpoint_activations: as of ``create_model``.
-        dtype: that the model computes in; None for that of ``plan_attention``.
-        autocast: weights in float32 and autocast to ``dtype``; None: in training, where ``dtype`` is a 16-bit one.
-        gpu, memory, find_longest: as of ``plan_attention``.
-        overrides: fields of the preset's configuration, as of ``create_model``.
+        weight_shards: processes over which FSDP shards weights, gradients and the optimizer's moments; two blocks at a time are gathered
+            whole.
+        checkpoint_activations: see ``create_model``.
+        dtype: that the model computes in; None for the default of ``plan_attention``.
+        autocast: weights in float32 and autocast to ``dtype``; None enables it in training where ``dtype`` is a 16-bit one.
+        gpu, memory, find_longest: see ``plan_attention``.
+        overrides: fields of the preset's configuration, see ``create_model``.
 
     Raises:
-        ValueError, TypeError: as of ``plan_attention`` and ``create_model``.
-
+        ValueError, TypeError: see ``plan_attention`` and ``create_model``.
     >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200", checkpoint_activations=True))
     """
     flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
@@ -121,7 +122,7 @@ def plan_model(
         check_bool(name, flag)
     machine = machine_of(gpu, memory)
     sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
-    # what is planned is looked up again by its arguments
+    # overrides are frozen because plans are cached by their arguments
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
@@ -183,7 +184,7 @@ def plan_model(
 
 
 def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int], dtype: torch.dtype | None, training: bool) -> Problem:
-    """One layer's attention as a problem of its own."""
+    """Returns the attention of one layer as a separate problem."""
     pattern = None if config.kind == "dense" else config.pattern
     spread = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
     return make_problem(
@@ -224,7 +225,7 @@ def _block_flops(summary: Summary, problem: Problem) -> float:
 
 
 def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
-    """(seconds of a step or a forward, what they are made of, why there are none)."""
+    """Returns (seconds of a step or a forward, what they are based on, why there is no estimate)."""
     gpu = problem.gpu
     least = (0, 0)
     passes, why_not = passes_of(problem, exchange, least)
@@ -254,5 +255,5 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """Converts lists to tuples, recursively."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""``module_memory``: peak memory of a multi-head attention layer, with its projections, from one run of fake tensors."""
+"""``module_memory``: peak memory of a multi-head attention layer, with its projections, from one run with fake tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention.planning.plan import machine_of
 from dilated_attention.planning.problem import make_problem
 from dilated_attention.planning.trace import Moment, Tape, fake_tensors
 
-# a layer of a spread sequence does what that of one process does, on its own rows, but for the attention
+# except for the attention, a layer on a spread sequence does on its own rows what the layer of a single process does
 _LAYERS = {
     "multihead_dilated": ("dilated", "multihead_dilated"),
     "multihead_block_sparse": ("block_sparse", "multihead_block_sparse"),
@@ -38,18 +38,18 @@ def module_memory(
     gpu: str | Gpu | None = None,
     **config: Any,
 ) -> MemoryEstimate:
-    """What is alive at the highest point of a call of the layer and, with ``training``, of its backward, on one process.
+    """Returns the peak memory of a call of the layer and, with ``training``, of its backward, on one process.
 
     Args:
-        kind: ``"multihead_dilated"`` · ``"multihead_block_sparse"`` · and of a sequence that ``world_size`` processes share
+        kind: ``"multihead_dilated"`` · ``"multihead_block_sparse"`` · and for a sequence that ``world_size`` processes share
             ``"ring_multihead_dilated"`` · ``"ring_multihead_block_sparse"``.
         embed_dim, num_heads: of the layer.
         num_positions: N, of the whole sequence.
-        dtype: of the layer and its input; None for that of ``plan_attention``.
-        gpu: as of ``plan_attention``.
+        dtype: of the layer and its input; None for the default of ``plan_attention``.
+        gpu: see ``plan_attention``.
         config: further arguments of the layer: ``segment_lengths``, ``pattern``, ``rotary``, …
 
-    Counted: parameters and their gradients, the input and its gradient, the output and its gradient.
+    The estimate counts parameters and their gradients, the input and its gradient, and the output and its gradient.
     """
     one_of("kind", kind, tuple(_LAYERS))
     attention, layer_kind = _LAYERS[kind]

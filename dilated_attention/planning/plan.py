@@ -1,4 +1,4 @@
-"""``plan_attention``: what one attention call costs on a machine that need not be there: pairs, FLOPs, bytes, memory, wire, time, reach."""
+"""``plan_attention``: estimates the cost of one attention call, on any machine: pairs, FLOPs, bytes, memory, communication, time, reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dilated_attention.planning.speed import passes_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
-# lists of blocks count to this
+# lists of blocks can index at most this many entries
 _MOST_ENTRIES = 2**29
 _NO_SUCH_CALL = 2**80
 
@@ -50,27 +50,29 @@ def plan_attention(
     memory: int | None = None,
     find_longest: bool = True,
 ) -> AttentionPlan:
-    """What one call of attention takes, from formulas: nothing of size is allocated.
+    """Estimates the cost of one call of attention from formulas, without allocating its tensors.
 
     Args:
-        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · of a sequence that processes share ``"ring"`` (dense) · ``"ring_dilated"`` ·
-            ``"ring_block_sparse"`` · to compare with ``"standard"`` (all scores in memory) · ``"sdpa"`` (torch's own function).
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · for a sequence shared by several processes ``"ring"`` (dense) ·
+            ``"ring_dilated"`` · ``"ring_block_sparse"`` · for comparison ``"standard"`` (all scores in memory) · ``"sdpa"`` (PyTorch's own
+            function).
         num_positions: N, of the whole sequence.
-        num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk, None for H.
-        dtype: of q, k and v; None for bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU.
-        world_size: processes that share the sequence, one GPU each, of one node.
-        layout: how: ``"contiguous"``, ``"zigzag"``, ``"striped"``; None for that kind's usual one.
-        exchange: of ``"ring"`` and ``"ring_dilated"``: ``"auto"``, ``"all_gather"``, ``"ring"``, ``"all_to_all"``.
-        is_causal: a query sees itself and what lies before.
-        training: with the backward.
-        segment_lengths, dilation_rates: of dilated kinds; or ``pattern``, a ``DilatedPattern``.
-        pattern: of block-sparse kinds, a ``BlockPattern``.
-        gpu: the name of one (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it has none.
-        memory: bytes of the device, instead of its own.
-        find_longest: False saves that search, and ``longest`` is then N or 0.
+        num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk; ``num_kv_heads=None`` means H.
+        dtype: of q, k and v; None for bfloat16 on a GPU that supports it, float16 on an older one, float32 on a CPU.
+        world_size: processes of one node that share the sequence, one GPU each.
+        layout: how they share it: ``"contiguous"``, ``"zigzag"``, ``"striped"``; None for the kind's default.
+        exchange: for ``"ring"`` and ``"ring_dilated"``: ``"auto"``, ``"all_gather"``, ``"ring"``, ``"all_to_all"``.
+        is_causal: whether a query sees only itself and earlier positions.
+        training: whether to include the backward.
+        segment_lengths, dilation_rates: for dilated kinds; or pass ``pattern``, a ``DilatedPattern``.
+        pattern: for block-sparse kinds, a ``BlockPattern``.
+        gpu: a GPU's name (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it
+            has none.
+        memory: bytes of device memory to assume instead of the device's own.
+        find_longest: False skips the search for the longest sequence; ``longest`` is then N or 0.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit or go together; a GPU of unknown name.
+        ValueError, TypeError: arguments that are invalid or do not go together; an unknown GPU name.
 
     >>> print(plan_attention("dilated", num_positions=2**20, num_heads=12, head_dim=64, segment_lengths=[2048, 8192], dilation_rates=[1, 4], gpu="H200"))
     """
@@ -99,7 +101,7 @@ def plan_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan is for. ``gpu`` is None on a CPU."""
+    """The machine that a plan is for. ``gpu`` is None on a CPU."""
 
     name: str
     memory: int
@@ -108,7 +110,7 @@ class Machine:
 
 
 def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
-    """A GPU by name, or this machine's, or its CPU (also ``"cpu"``) with the memory that it has."""
+    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``) with its memory."""
     if memory is not None:
         memory = as_int("memory", memory, minimum=1)
     is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
@@ -160,7 +162,7 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
 
 
 def pairs_of(problem: Problem) -> tuple[int, bool]:
-    """(pairs of the whole call, whether they are counted)."""
+    """Returns (pairs of the whole call, whether they were counted exactly)."""
     if problem.computes == "block_sparse":
         counts = counts_of(problem)
         return problem.batch_size * counts.pairs, counts.is_exact
@@ -181,9 +183,10 @@ _FEW_RANKS = 8
 
 @functools.lru_cache(maxsize=256)
 def longest_of(problem: Problem, memory: int) -> int:
-    """A number of positions that fits where one more does not, of at least the ranks' number and at most 2^31; 0 if not even that fits.
+    """Returns a number of positions that fits where one more does not, at least ``world_size`` and at most 2^31; 0 if not even that fits.
 
-    Of more than eight ranks to within 4 positions a rank: whole runs of equal length are planned as fast for many ranks.
+    For more than eight ranks the result is exact to within 4 positions per rank: runs of equal length are planned as fast for many ranks as
+        for few.
     """
     unit = 4 * problem.world_size if problem.world_size > _FEW_RANKS else 1
 
@@ -194,15 +197,15 @@ def longest_of(problem: Problem, memory: int) -> int:
 
 
 def most_positions(problem: Problem) -> int:
-    """Up to where the longest sequence is searched for."""
+    """Returns the upper limit of the search for the longest sequence."""
     of_position = problem.batch_size * problem.num_heads * problem.head_dim
     return max(problem.world_size, min(MOST_POSITIONS, MOST_ELEMENTS // of_position))
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
-    """The largest x of [low, high] with ``excess(x)`` ≤ 0, which grows with x; 0 if there is none.
+    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x.
 
-    Where the excess would be 0 if it grew evenly, and the middle, take turns: memory does grow evenly, but for where chunks change.
+    The search alternates between linear interpolation and bisection: memory grows linearly except where the chunking changes.
     """
     at_low, at_high = excess(low), excess(high)
     if at_low > 0:
@@ -213,7 +216,7 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
     while high - low > 1:
         evenly = low + (high - low) * -at_low // (at_high - at_low)
         middle = (low + high) // 2 if high < 8 * low else math.isqrt(low * high)
-        # one beyond an even guess that fitted, which then ends the search
+        # the guess after an interpolated one that fitted; if it does not fit, the search ends
         x = (evenly, evenly + 1, middle)[turn % 3]
         x = min(max(x, low + 1), high - 1)
         found = excess(x)
@@ -223,7 +226,7 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
 
 
 def _excess(problem: Problem, memory: int) -> int:
-    """Bytes of the peak beyond what can be used; more than any where there is no such call."""
+    """Returns how many bytes the peak exceeds the usable memory by; larger than any possible excess where the call cannot exist."""
     if problem.computes == "block_sparse":
         assert isinstance(problem.pattern, BlockPattern)
         counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)

@@ -1,4 +1,4 @@
-"""What is planned: one attention call on one machine, as a frozen record that every part of the plan reads."""
+"""The problem being planned: one attention call on one machine, as a frozen record that every part of the plan reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
-# a kind, and what of it a process computes
+# a kind, and which kind of attention each process computes
 KINDS = {
     "dense": "dense",
     "dilated": "dilated",
@@ -28,32 +28,32 @@ KINDS = {
 }
 RINGS = ("ring", "ring_dilated", "ring_block_sparse")
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
-# the packages that the measured Hopper tables stand for
+# the packages that the measured Hopper tables assume
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
 
 
-# what is planned for at most; more than there is, and what figures are still exact and quick to make for
+# upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
 MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128, "weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
 MOST_BRANCHES = 32
-# of q: bytes of all that is computed from it are counted in 64 bits
+# elements of q: the byte counts derived from it must fit in 64 bits
 MOST_ELEMENTS = 2**56
 
 
 def checked_sizes(**sizes: Any) -> dict[str, int]:
-    """Sizes by their names in ``MOST``."""
+    """Checks sizes by their names in ``MOST``."""
     return {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call. Checked and completed by ``make_problem``.
+    """One call, checked and completed by ``make_problem``.
 
     Args:
         kind: a name of ``KINDS``.
         device_type: ``"cuda"`` or ``"cpu"``.
         hardware: of the machine, for the choice of backends.
         gpu: None on a CPU.
-        exchange: of ``"ring"`` and ``"ring_dilated"``, as of ``ring_attention``.
+        exchange: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def computes(self) -> str:
-        """``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
+        """Returns ``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
         return KINDS[self.kind]
 
     @property
@@ -86,7 +86,7 @@ class Problem:
         return replace(self, num_positions=num_positions)
 
     def request(self, *, backward: bool, length: int, blocks: str | None = None) -> Request:
-        """What a backend is asked; ``blocks``: the kind of masks of lists of blocks."""
+        """Returns the request to a backend; ``blocks`` is the kind of masks in lists of blocks."""
         pattern = self.pattern
         return Request(
             hardware=self.hardware,
@@ -122,7 +122,7 @@ def make_problem(
     gpu: Gpu | None = None,
     on_cpu: bool = False,
 ) -> Problem:
-    """The record, with what is not given filled in and what cannot be refused; arguments as of ``plan_attention``."""
+    """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
     checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
     checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
@@ -166,7 +166,7 @@ def make_problem(
 
 
 def usual_dtype(gpu: Gpu | None) -> torch.dtype:
-    """bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU."""
+    """Returns bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
     if gpu is None:
         return torch.float32
     return torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
@@ -213,5 +213,5 @@ def _hardware(gpu: Gpu | None, on_cpu: bool) -> Hardware:
         return detect("cuda")
     example = next((x for x in EXAMPLES.values() if x.device_type == "cuda" and not x.is_rocm), None)
     assert example is not None
-    # one of another machine, with the packages that a user would install there
+    # hardware of another machine, with the packages that a user would install there
     return replace(example, capability=gpu.capability, packages=_PACKAGES, name=gpu.name)

@@ -1,4 +1,4 @@
-"""Settings with the figures that speak for them. What no page of docs/ measured is said to be unmeasured."""
+"""Settings with the figures that support them. What no page of docs/ has measured is described as unmeasured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3
 
 
 def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bool, share: float) -> Setting:
-    """Why dense, dilated or block-sparse. ``base`` is the kind of the whole sequence, ``wanted`` what was asked for, ``share`` its part of the pairs."""
+    """Explains why dense, dilated or block-sparse attention was chosen.
+
+    ``base`` is the kind of the whole sequence, ``wanted`` what was asked for, ``share`` its share of the pairs.
+    """
     if wanted is not None:
         reason = "asked for; a model keeps the attention that it was trained with, another one computes another function"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{HUGGING_FACE}, Transformers models")
@@ -56,7 +59,7 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
 
 
 def quality(base: str) -> Setting | None:
-    """What nobody measured for the user."""
+    """Names the effect on quality that has not been measured."""
     if base == "dense":
         return None
     reason = (
@@ -106,7 +109,7 @@ def checkpoint_branches(pattern: DilatedPattern, keys: float, dense: float) -> S
 
 
 def checkpoints(machine: Machine) -> list[Setting]:
-    """What loading and fine-tuning Prov-GigaPath's weights needs."""
+    """Says what loading and fine-tuning Prov-GigaPath's weights requires."""
     made = [
         Setting(
             name="weights", value='load_torchscale("slide_encoder.pth")',
@@ -128,7 +131,7 @@ def checkpoints(machine: Machine) -> list[Setting]:
 
 
 def transformers(base: str) -> list[Setting]:
-    """What a transformers model keeps and what it does not."""
+    """Says which features a transformers model keeps and which it does not."""
     if base == "dense":
         reason = "a model that was trained dense is left as it is; transformers' own sdpa computes that"
         return [Setting(name="integration", value='"sdpa"', reason=reason, source=f"{HUGGING_FACE}, Transformers models")]
@@ -156,7 +159,7 @@ def explained(
     machine: Machine, dtype: torch.dtype, pattern: DilatedPattern | BlockPattern, length: int, *, heads: int, kv_heads: int | None, head_dim: int,
     is_causal: bool, needs_grad: bool,
 ) -> Explanation:  # fmt: skip
-    """``explain_backend`` of such a call."""
+    """Calls ``explain_backend`` for such a call."""
     sparse = isinstance(pattern, BlockPattern)
     if isinstance(pattern, BlockPattern):
         rows = max(1, round(pattern.pairs(length, 1, is_causal=is_causal) / length))
@@ -169,7 +172,11 @@ def explained(
 
 
 def backend(machine: Machine, explanation: Explanation, without: Explanation | None, nests: bool) -> Setting:
-    """``without``: the same with torch and Triton alone, for a machine that is not at hand. ``nests``: branches whose lengths and rates divide."""
+    """Explains the choice of backend.
+
+    ``without`` is the explanation with PyTorch and Triton alone, for a machine that is not at hand. ``nests`` says whether the branches'
+    lengths and rates divide each other.
+    """
     taken = [name for name in (explanation.forward, explanation.backward) if name]
     if not taken:
         reason = f"no backend can compute {explanation.request.describe()} on {machine.name}; try another head dim"

@@ -1,4 +1,4 @@
-"""``recommend``: from a use case and a machine to the attention, its settings and the line that makes it, with the reason for each."""
+"""``recommend``: from a use case and a machine to the attention, its settings and the code that creates it, with a reason for each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ USE_CASES: Mapping[str, str] = {
     "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
     "huggingface": "train or fine-tune a transformers model",
 }
-# parameters of a model, and GiB of a device
+# limits for the number of parameters of a model, and for the GiB of a device
 _MOST = {"parameters": 10**16, "memory": 2**30}
 _SHAPE = ("parameters", "heads", "head_dim")
-# what a use case takes beside length, gpu and memory
+# arguments that a use case accepts in addition to length, gpu and memory
 _TAKES = {
     "training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
     "large-training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
@@ -53,26 +53,27 @@ def recommend(
     causal: bool | None = None,
     attention: str | None = None,
 ) -> Recommendation:
-    """What to take for a use case, with the reason for each setting and the line that makes it. Nothing is allocated on a device.
+    """Recommends what to use for a use case, with a reason for each setting and the code that creates it. Allocates nothing on a device.
 
-    Reasons follow from the definition, from this library's planning functions, or from figures that its documentation measured, most of them
-    on one H200; they say which. What a model learns with an attention is not among them.
+    Each reason follows from the definition, from this library's planning functions, or from figures that its documentation measured, most
+    of them on one H200, and says which. How well a model learns with an attention is not considered.
 
     Args:
         use_case: a key of ``USE_CASES``.
-        length: N, positions of a sequence; of ``"torchscale"`` tiles of a slide, of ``"serving"`` positions of a request.
-        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), taken to have every kernel package installed; ``"cpu"``; None: this machine.
-        memory: GiB of each device, instead of what it has.
+        length: N, positions of a sequence; for ``"torchscale"`` tiles of a slide, for ``"serving"`` positions of a request.
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), assumed to have every kernel package installed; ``"cpu"``; None: this
+            machine.
+        memory: GiB of each device, instead of its actual memory.
         parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
-        heads, head_dim: of queries; None: those that are usual for so many parameters.
-        gpus: devices, 1 unless given.
-        batch: sequences of a training step over all GPUs, 1 unless given.
-        users: requests at a time over all GPUs, 32 unless given.
-        causal: True unless given, but for encoders.
-        attention: ``"dense"``, ``"dilated"`` or ``"block_sparse"`` that a model has or must have; None leaves it open.
+        heads, head_dim: of queries; None: the usual ones for this number of parameters.
+        gpus: number of devices, 1 by default.
+        batch: sequences of a training step over all GPUs, 1 by default.
+        users: concurrent requests over all GPUs, 32 by default.
+        causal: True by default, except for encoders.
+        attention: ``"dense"``, ``"dilated"`` or ``"block_sparse"`` if the model has or must have it; None leaves the choice open.
 
     Raises:
-        ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case cannot use.
+        ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case does not accept.
     """
     one_of("use_case", use_case, tuple(USE_CASES))
     if causal is not None:

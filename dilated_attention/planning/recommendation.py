@@ -1,4 +1,4 @@
-"""What ``recommend`` answers: settings, each with its reason and where that stands."""
+"""The answer of ``recommend``: settings, each with its reason and the source of that reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Setting:
     """One decision.
 
     Args:
-        name, value: what is set to what.
-        reason: why; a rule that follows from the definition, or a measured figure with the machine it was measured on.
-        source: page and heading of this repository's documentation where the figure stands, ``"docs/ring.md, Figures"``; or ``"computed"``
-            where it was worked out for this request by the functions that plan it.
+        name, value: the setting and its value.
+        reason: a rule that follows from the definition, or a measured figure with the machine it was measured on.
+        source: page and heading of this repository's documentation that has the figure, ``"docs/ring.md, Figures"``; or ``"computed"``
+            where the planning functions computed it for this request.
     """
 
     name: str
@@ -29,22 +29,23 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """An answer to "what do I take for this?"; ``str()`` prints it, ``as_dict()`` gives it.
+    """An answer to "what should I use for this?". ``str()`` prints it, ``as_dict()`` returns it.
 
     Args:
         use_case: one of ``USE_CASES``.
         request: what was asked, with defaults filled in.
         machine: the hardware it is for.
-        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or of a sequence that processes share ``"ring"`` (dense) ·
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or for a sequence shared by several processes ``"ring"`` (dense) ·
             ``"ring_dilated"`` · ``"ring_block_sparse"``: the names of ``LongNetConfig.attention``.
         segment_lengths, dilation_rates: of the branches; empty where there are none.
-        keys_per_query: mean number of keys of a query and head, with multiplicity; None where the length is open.
-        dense_keys_per_query: that of dense attention with the same causality.
-        forward, backward: backends that take it on this machine; ``backward`` is None without gradients, both are None where none can.
+        keys_per_query: mean number of keys per query and head, with multiplicity; None where the length is open.
+        dense_keys_per_query: the same for dense attention with the same causality.
+        forward, backward: backends chosen on this machine; ``backward`` is None without gradients, both are None where no backend can
+            compute it.
         memory: bytes that one device needs by the estimates cited in ``settings``; None where nothing was estimated.
-        fits: whether they fit; None where nothing was estimated.
+        fits: whether this memory fits on the device; None where nothing was estimated.
         settings: the decisions, ``kind`` and ``branches`` first.
-        setup: lines that go before ``code``: imports, a mesh.
+        setup: lines that precede ``code``: imports, a mesh.
         code: the line to paste.
     """
 
@@ -65,10 +66,10 @@ class Recommendation:
     code: str
 
     def setting(self, name: str) -> Setting:
-        """The decision of this name.
+        """Returns the decision with this name.
 
         Raises:
-            KeyError: there is none; with the names there are.
+            KeyError: there is none; the message lists the existing names.
         """
         for setting in self.settings:
             if setting.name == name:

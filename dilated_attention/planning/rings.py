@@ -1,4 +1,4 @@
-"""A sequence that processes share: what a rank holds, receives and sends, read from the plans that the ranks would follow."""
+"""A sequence shared by several processes: what a rank holds, receives and sends, read from the plans that the ranks would follow."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Terms = list[tuple[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How keys travel in a call, and what that is on the rank that receives most.
+    """How keys are exchanged in a call, and the cost on the rank that receives the most.
 
     Args:
         name: ``"all_gather"``, ``"ring"``, ``"all_to_all"``, ``"blocks"``, or ``"none"`` for one process.
-        bytes: on the wire, of that rank.
-        steps: that the keys come in.
-        held: bytes of brought keys at a time, forward; and backward, with the shares of gradients on their way.
-        is_exact: read from the plans, not told from shorter sequences.
+        bytes: bytes that this rank sends and receives.
+        steps: number of steps in which the keys arrive.
+        held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
+        is_exact: whether the figures were read from the plans rather than extrapolated from shorter sequences.
     """
 
     name: str
@@ -55,7 +55,7 @@ def exchange_of(problem: Problem) -> Exchange:
 
 
 def local_rows(problem: Problem) -> int:
-    """Positions of the rank that holds most."""
+    """Returns the number of positions of the rank that holds the most."""
     return max(local_length(problem.num_positions, rank, problem.world_size, problem.layout) for rank in _ranks(problem))
 
 
@@ -70,7 +70,7 @@ def ring_memory(problem: Problem) -> MemoryEstimate:
         return _by_heads(problem, exchange, n)
     dense = problem.computes == "dense"
     if dense and exchange.name == "all_gather":
-        # one launch a step writes what it computes: nothing is merged
+        # each step computes its rows in one launch and writes them directly: nothing is merged
         forward: Terms = [("q, k, v", inputs), ("out", Q * e), ("lse", R * a)]
         backward: Terms = [("q, k, v", inputs), ("out, dout", 2 * Q * e), ("lse, as saved and with +inf", 2 * R * a)]
         backward.append(("dq, dk, dv", (Q + 2 * K) * e if problem.device_type == "cuda" else Q * a + 2 * K * a))
@@ -79,7 +79,7 @@ def ring_memory(problem: Problem) -> MemoryEstimate:
         if Hk < H and launch:
             launch += 8 * problem.num_positions * B * Hk * D // exchange.steps
     else:
-        # the engine on the rank's own rows, then parts that are merged to its results
+        # the engine runs on the rank's own rows; then the parts are merged into its results
         home = attention_memory(
             problem.pattern, n, H, D, batch_size=B, num_kv_heads=Hk, dtype=problem.dtype, device_type=problem.device_type,
             is_causal=problem.is_causal, needs_grad=problem.training,
@@ -97,7 +97,7 @@ def ring_memory(problem: Problem) -> MemoryEstimate:
 
 
 def _by_heads(problem: Problem, exchange: Exchange, n: int) -> MemoryEstimate:
-    """all_to_all: some heads of the whole sequence, computed as one process does, beside the caller's rows of all heads."""
+    """all_to_all: some heads of the whole sequence, computed as on one process, in addition to the caller's rows of all heads."""
     W = problem.world_size
     heads, kv_heads = problem.num_heads // W, max(1, problem.num_kv_heads // W)
     assert isinstance(problem.pattern, DilatedPattern)
@@ -134,7 +134,7 @@ def ring_blocks_memory(problem: Problem) -> MemoryEstimate:
     if problem.training:
         backward = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
         backward.append(("keys from elsewhere, shares of gradients", exchange.held[1]))
-        # of dq; and of dk and dv, where several heads share them
+        # sums of dq, and of dk and dv where several query heads share them
         sums = 4 * (Q + 2 * R) + (8 * K if Hk < H else 0) if problem.device_type == "cuda" else 0
         backward.append(("sums of kernels in float32", sums // max(1, exchange.steps)))
         backward.append(("gradients of a step", Q * e // exchange.steps if exchange.steps > 1 else 0))
@@ -153,7 +153,7 @@ def _question(problem: Problem) -> cost.Question:
 
 
 def _ranks(problem: Problem) -> tuple[int, ...]:
-    """The ranks that are looked at: all of few, of many those at the ends and in the middle."""
+    """Returns the ranks that are examined: all if there are few, else those at the ends and in the middle."""
     W = problem.world_size
     return tuple(range(W)) if W <= 4 else (0, 1, W // 2 - 1, W // 2, W - 2, W - 1)
 
@@ -176,7 +176,7 @@ def _of_branches(problem: Problem) -> Exchange:
     )
     whole = (0, problem.num_positions)
     steps = cost.head_steps(question) if name == "all_gather" else 1
-    # steps of equal groups of heads are alike: two of them stand for all
+    # steps over equal groups of heads are alike: two of them represent all
     alike = steps // 2 if steps % 2 == 0 else 1
     shape = Shape(problem.num_heads // alike, problem.num_kv_heads // alike, whole, whole, (whole,), problem.is_causal)
     assert isinstance(problem.pattern, DilatedPattern)
@@ -185,7 +185,7 @@ def _of_branches(problem: Problem) -> Exchange:
     ahead = cost.steps_ahead(job, problem.batch_size, problem.head_dim, problem.itemsize)
     times = _rows_alike(problem, name)
     if times > 1:
-        # of dense attention every hop of a longer sequence is that of a shorter one, rows for row
+        # in dense attention, every hop of a longer sequence matches that of a shorter one, scaled in its rows
         unit = make_route(
             problem.num_positions // times, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
         )
@@ -198,20 +198,20 @@ def _of_branches(problem: Problem) -> Exchange:
     held = [tuple(times * x for x in _held(script, problem, ahead, a, alike)) for script in scripts]
     most = _most(moved)
     if not route.stays:
-        # striped rows are put in order and back; as many bytes for every rank
+        # striped rows are put in order and back; the number of bytes is the same for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
     return Exchange(name=name, bytes=most, steps=alike * len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
 
 
 def _rows_alike(problem: Problem, exchange: str) -> int:
-    """By how much a ring's sequence can be shortened with every rank's runs: 1 where not at all."""
+    """Returns the factor by which a ring's sequence can be shortened along with every rank's runs; 1 where it cannot."""
     unit = 4 * problem.world_size
     return problem.num_positions // unit if problem.computes == "dense" and exchange == "ring" and problem.num_positions % unit == 0 else 1
 
 
 def _in_order(problem: Problem) -> tuple[int, int, int, int]:
-    """Bytes for putting a striped sequence in order and back: all rows but one in W change hands."""
+    """Returns the bytes for putting a striped sequence in order and back: all rows but one in W move to another rank."""
     rows = local_rows(problem) * (problem.world_size - 1) // problem.world_size * problem.batch_size
     D, e = problem.head_dim, problem.itemsize
     inputs = (problem.num_heads + 2 * problem.num_kv_heads) * D * e
@@ -244,7 +244,7 @@ def _bytes_of(script: Script, problem: Problem, a: int) -> Bytes:
 
 
 def _held(script: Script, problem: Problem, ahead: int, a: int, times: int) -> tuple[int, int]:
-    """Bytes of buffers that are in memory together, forward and backward; the script's steps are taken so many times."""
+    """Returns the bytes of buffers alive at the same time, forward and backward; the script's steps are repeated ``times`` times."""
     row = 2 * problem.batch_size * problem.head_dim
     buffers, shares = [], []
     for step in script.steps:
@@ -259,14 +259,17 @@ def _held(script: Script, problem: Problem, ahead: int, a: int, times: int) -> t
     return forward, backward
 
 
-# blocks that are listed to tell who needs whose keys
+# the most blocks that are listed to determine which rank needs whose keys
 _MOST_LISTED = 2**17
 
 
 @functools.lru_cache(maxsize=64)
 def _of_blocks(problem: Problem) -> Exchange:
-    """From the ranks' plans; of a long sequence along the straight line through two shorter ones: a window's edges stay, and what is
-    spread over the sequence grows with it."""
+    """Returns the exchange from the ranks' plans.
+
+    That of a long sequence is extrapolated linearly from two shorter ones: the edges of a window stay constant, and whatever is spread over
+    the sequence grows with it.
+    """
     pattern = problem.pattern
     assert isinstance(pattern, BlockPattern)
     if num_blocks(pattern, problem.num_positions, problem.num_heads) <= _MOST_LISTED:
@@ -298,7 +301,7 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
     memory = 2**36 if problem.gpu is None else problem.gpu.memory
     way = blocks_cost.choose(load, memory)
     ahead = min(len(way.steps), blocks_cost.steps_ahead(load, way.steps))
-    # rows (reader, holder) of each block, for each step's heads
+    # rows (reader, holder) of each block, for the heads of each step
     counts = torch.zeros((W, columns.starts.shape[0]), dtype=torch.int64)
     for rank, positions in enumerate(columns.positions):
         counts[rank] = torch.bincount(columns.of_position[positions], minlength=counts.shape[1])

@@ -1,4 +1,4 @@
-"""Rules behind ``recommend``: branches, model shapes, machines, how a step is spread over GPUs."""
+"""Rules behind ``recommend``: branches, model shapes, machines, and how a training step is distributed over GPUs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dilated_attention.planning.problem import MOST
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 SHORT, LONG = 4096, 8192
-# 2048 / 1 … : docs/performance.md, Extreme length; a problem of 2048 rows reaches most of a kernel's rate
+# 2048 / 1 … : docs/performance.md, Extreme length; a problem of 2048 rows reaches most of a kernel's peak rate
 FIRST_SEGMENT, GROWTH = 2048, 4
-# of far branches, however few the heads: below it they cost more than all the others together
+# lowest dilation rate of far branches, even with few heads: below it they cost more than all the others together
 LEAST_RATE = 8
-# docs/ring.md, Figures: with fewer tokens a GPU the exchanges are not hidden
+# docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
 TOKENS_PER_GPU = 4096
 LARGE = 7 * 10**9
-# of a device's memory: what a footprint above it says cannot fit, as footprints are within a quarter of plans
+# multiple of a device's memory above which a formula's footprint cannot fit: footprints are within a quarter of the plans
 FAR_BEYOND = 1.5
-# parameters from which their optimiser alone takes 16 GB
+# number of parameters from which the optimiser alone takes 16 GB
 SHARDED = 10**9
-# width and heads of language models of up to so many parameters
+# width and heads of language models with up to this many parameters
 _WIDTHS = (
     (2e8, 768, 12),
     (5e8, 1024, 16),
@@ -47,7 +47,7 @@ _WIDEST = (8192, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device, and whether it is this one. ``memory`` in bytes."""
+    """One device, and whether it is this machine's. ``memory`` is in bytes."""
 
     name: str
     hardware: Hardware
@@ -65,7 +65,7 @@ class Machine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in at full speed: ``explain_backend``'s own default, and float32 before Volta, whose float16 is not fast."""
+        """The dtype of full speed: the default of ``explain_backend``, but float32 for GPUs before Volta, whose float16 is slow."""
         if not self.is_cuda:
             return torch.float32
         capability = self.hardware.capability or (0, 0)
@@ -73,7 +73,10 @@ class Machine:
 
 
 def machine_of(gpu: str | None, memory: float | None) -> Machine:
-    """This machine's GPU or CPU (None), ``"cpu"``, or a GPU by name, with every kernel package installed. ``memory``: GiB, instead of its own."""
+    """Returns this machine's GPU or CPU (None), its CPU (``"cpu"``), or a GPU by name with every kernel package installed.
+
+    ``memory`` is in GiB and replaces the device's own.
+    """
     if gpu is None or (isinstance(gpu, str) and gpu.lower() == "cpu"):
         here = detect() if gpu is None else EXAMPLES["cpu"]
         found = detected_gpu() if here.device_type == "cuda" else None
@@ -89,12 +92,14 @@ def machine_of(gpu: str | None, memory: float | None) -> Machine:
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
-    """Segments of 2048, 8192, … up to the whole sequence, rates 1, 4, … as far as there are heads to take every offset.
+    """Returns branches with segments of 2048, 8192, … up to the whole sequence, and rates 1, 4, … limited so that the heads cover every
+    offset.
 
-    Each length and rate divides the next, so that a pair which several branches share is known by its place; see ``engine/nested.py``.
+    Each length and rate divides the next, so a pair that several branches share can be identified by its position; see
+    ``engine/nested.py``.
 
     Args:
-        longest: of the segments, if not the whole sequence.
+        longest: the longest segment, if not the whole sequence.
     """
     whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
     most = 1 << (max(num_heads, LEAST_RATE).bit_length() - 1)
@@ -114,7 +119,7 @@ def dense_pattern() -> DilatedPattern:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A preset with fields replaced: what ``create_model(preset, **overrides)`` makes."""
+    """A preset with fields replaced, as created by ``create_model(preset, **overrides)``."""
 
     preset: str
     overrides: dict[str, Any]
@@ -133,11 +138,11 @@ class Model:
 
 
 def language_model(parameters: float | None, heads: int | None, head_dim: int | None, is_causal: bool, attention: dict[str, Any]) -> Model:
-    """Of Llama's kind, with about so many parameters, heads of 128 from a billion on, four query heads to a key head.
+    """Returns a Llama-like model with about this many parameters: heads of 128 from a billion on, four query heads per key head.
 
     Args:
-        parameters: None for the preset ``llama-1b`` as it is.
-        attention: fields of ``LongNetConfig`` that say what attends to what.
+        parameters: None for the unchanged preset ``llama-1b``.
+        attention: fields of ``LongNetConfig`` that define what attends to what.
     """
     overrides: dict[str, Any] = dict(attention)
     if not is_causal:
@@ -157,14 +162,17 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
         "ffn_dim": None,
     }
     if wanted < 1e9:
-        # of 128,256 tokens the embedding alone would be most of so small a model
+        # with 128,256 tokens the embedding alone would be most of such a small model
         overrides["vocab_size"] = 32768
     embedding, block = _parameters("llama-1b", tuple(sorted(overrides.items(), key=lambda item: item[0])))
     return _model("llama-1b", overrides | {"num_layers": max(1, round((wanted - embedding) / block))})
 
 
 def _model(preset: str, overrides: dict[str, Any]) -> Model:
-    """The model's figures, from one and two of its blocks: so many as a large one has take seconds to make even without memory."""
+    """Returns the model's figures, derived from one and two of its blocks.
+
+    Building all blocks of a large model takes seconds even without memory.
+    """
     fields = {name: value for name, value in overrides.items() if name != "num_layers"}
     embedding, block = _parameters(preset, tuple(sorted(fields.items(), key=lambda item: item[0])))
     usual = MODEL_PRESETS[preset]
@@ -177,7 +185,7 @@ def _model(preset: str, overrides: dict[str, Any]) -> Model:
 
 @functools.lru_cache(maxsize=256)
 def _parameters(preset: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[int, int]:
-    """(parameters beside the blocks, of a block) of a preset with fields replaced."""
+    """Returns (parameters outside the blocks, parameters per block) of a preset with fields replaced."""
     one, two = (
         sum(p.numel() for p in create_model(preset, **dict(overrides), num_layers=layers, device="meta").parameters()) for layers in (1, 2)
     )
@@ -186,7 +194,7 @@ def _parameters(preset: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[in
 
 @dataclass(frozen=True)
 class Mesh:
-    """GPUs that hold different sequences × GPUs that hold parts of one; their product is the number of GPUs."""
+    """GPUs that hold different sequences × GPUs that hold parts of one sequence; their product is the number of GPUs."""
 
     data: int
     context: int
@@ -194,13 +202,13 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How a training step is laid over GPUs.
+    """How a training step is distributed over GPUs.
 
     Args:
-        sequences: of a context group at a time; the rest of its batch follows by accumulating gradients.
-        checkpointed: whether blocks are computed again in the backward.
-        memory: bytes a GPU.
-        longest: positions of a sequence that would still fit.
+        sequences: sequences per context group at a time; the rest of its batch follows by gradient accumulation.
+        checkpointed: whether blocks are recomputed in the backward.
+        memory: bytes per GPU.
+        longest: number of positions of a sequence that would still fit.
     """
 
     mesh: Mesh
@@ -212,17 +220,20 @@ class Spread:
 
 
 def most_context(length: int, gpus: int) -> int:
-    """Processes that one sequence can be shared among and leave each enough to do."""
+    """Returns the number of processes that can share one sequence with enough work left for each."""
     most = min(gpus, max(1, length // TOKENS_PER_GPU), MOST["world_size"])
     return next(c for c in range(most, 0, -1) if gpus % c == 0)
 
 
 def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -> Spread:
-    """The first that fits of: as many sequences side by side as there are, then fewer at a time, then more GPUs a sequence; then the same with
-    blocks computed again, which costs more time than exchanges do. The last of these where none fits.
+    """Returns the first distribution that fits, or the last one tried if none fits.
 
-    Weights, gradients and the optimiser are divided among all GPUs, as FSDP2 does. Memory is ``plan_model``'s; what a formula puts far beyond the
-    device is not traced.
+    They are tried in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same with
+        blocks
+    recomputed in the backward, which costs more time than exchanges do.
+
+    Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does. Memory comes from ``plan_model``; a distribution whose
+    footprint, by a formula, far exceeds the device is not traced.
     """
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)

@@ -1,4 +1,4 @@
-"""What running it takes, with the figures that speak for it: memory, several GPUs, graphs, caches, batches."""
+"""Settings for running a model, with the figures that support them: memory, several GPUs, CUDA graphs, caches, batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def memory(value: int, machine: Machine, fits: bool, what: str, source: str) -> 
 
 
 def time(plan: AttentionPlan | None, layers: int) -> list[Setting]:
-    """Of attention alone, forward and backward; nothing where no rate is known."""
+    """Time of attention alone, forward and backward; empty where no rate is known."""
     if plan is None or plan.seconds is None:
         return []
     value = f"{seconds_text(plan.seconds)} forward + backward" + (
@@ -69,7 +69,7 @@ def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> 
 
 
 def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
-    """Layout and exchange of a sequence that processes share."""
+    """Layout and exchange of a sequence shared by several processes."""
     if base == "dilated":
         layout = ('"contiguous"', "branches inside a process need no exchange")
         how = ('"auto": all_gather', "of a longer branch only the taken positions travel, 1/r of the keys, beside the computation at home")
@@ -96,7 +96,7 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
 
 
 def cuda_graph(positions: int, is_shared: bool) -> Setting:
-    """``positions`` of a device at a time; ``is_shared``: of a sequence that several hold."""
+    """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
         reason = "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, at 32,768 it halved the time; give seq_len"
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")

@@ -1,10 +1,13 @@
-"""Time of one attention call, estimated: arithmetic at measured rates where they were measured, floors by memory, links and launches.
+"""Estimates the time of one attention call: arithmetic at measured rates where they exist, and lower bounds from memory, links and
+launches.
 
-    GPU   Σ over branches of FLOPs / rate of the backend that the call would take at that branch's rows, over what the engine reaches of it
-    floor least bytes / bandwidth            host  a call and its launches, on the CPU of an H200's machine            links  bytes received / rate of the links
+    GPU   Σ over branches of FLOPs / rate of the backend chosen for that branch's rows, divided by the share of that rate the engine reaches
+    floor least bytes / bandwidth            host  the call and its launches, on the CPU of an H200 machine            links  bytes received
+    / rate of the links
 
-A pass takes the longest of these. Rates come from a table of this machine, else from the shipped one of its architecture, scaled by the peak
-where that GPU is not the measured one; else a share of the peak is assumed, and every estimate says which.
+A pass takes as long as the longest of these. Rates come from a table of this machine, else from the shipped table of its architecture,
+scaled by the ratio of the peaks where the GPU is not the measured one. Without a table a share of the peak is assumed. Every estimate says
+which.
 """
 
 from __future__ import annotations
@@ -21,23 +24,28 @@ from dilated_attention.planning.gpus import GPUS
 from dilated_attention.planning.problem import Problem
 from dilated_attention.planning.rings import Exchange, local_rows
 
-# an H200, docs/performance.md: what the engine reaches of its kernels' own rate on several branches, (forward, backward)
+# measured on an H200, docs/performance.md: share of the kernels' own rate that the engine reaches with several branches, (forward,
+# backward)
 _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
-# and its kernel that visits shared pairs once, FLOP/s on pairs that differ, by head dim, full and causal
+# FLOP/s of its kernel that visits shared pairs once, on the distinct pairs, by head dim, full and causal
 # (benchmarks/results/2026-11-21-h200-nested-forward.json)
 _NESTED_RATE = {(64, False): 424e12, (64, True): 321e12, (128, False): 569e12, (128, True): 410e12}
-# what tables of dense problems, timed in short bursts, promise and long runs keep (benchmarks/results/2026-11-21-h200-block-sparse.jsonl, dense)
+# share of the rates in tables of dense problems, timed in short bursts, that long runs sustain
+# (benchmarks/results/2026-11-21-h200-block-sparse.jsonl, dense)
 _SUSTAINED = 0.92
-# seconds that one launch costs the CPU of that machine, forward and backward (docs/performance.md, How it works)
+# seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
 _LAUNCH = (40e-6, 90e-6)
-# and a call as a whole. Where kernels are short, time as called is the CPU's (benchmarks/results/2026-11-21-h200-short.jsonl): dense attention, one
-# launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches alone took no more than 1.45 ms
-# (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; what is left is the forward's that autograd records
+# seconds per call, in addition. Where kernels are short, the measured time is the CPU's (benchmarks/results/2026-11-21-h200-short.jsonl):
+# dense
+# attention, one launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches alone
+# took no
+# more than 1.45 ms (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that autograd
+# records
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
-# where nothing was measured: share of the peak that a kernel is taken to reach
+# share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
 _ASSUMED_ELSE = 0.45
-# of a link's rate in one direction, what an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
+# share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
 _LINK_SHARE = 2 / 3
 
 
@@ -46,11 +54,11 @@ class Pass:
     """One pass of a call, in seconds.
 
     Args:
-        arithmetic, memory, host, links: what each would take alone.
-        backend: that computes it.
-        rate: FLOP/s that the arithmetic is taken at, on the mean.
+        arithmetic, memory, host, links: the time that each would take alone.
+        backend: the backend that computes the pass.
+        rate: mean FLOP/s assumed for the arithmetic.
         source: where the rate comes from.
-        exposed: of the links, what cannot be hidden beneath the arithmetic.
+        exposed: the part of the link time that cannot be hidden behind the arithmetic.
     """
 
     arithmetic: float
@@ -68,7 +76,7 @@ class Pass:
 
     @property
     def bound(self) -> str:
-        """What takes longest: ``"arithmetic"``, ``"memory"``, ``"launches"`` or ``"links"``."""
+        """Returns what takes longest: ``"arithmetic"``, ``"memory"``, ``"launches"`` or ``"links"``."""
         parts = {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
         return max(parts, key=lambda name: parts[name])
 
@@ -81,7 +89,7 @@ class _Rate:
 
 
 def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]) -> tuple[tuple[Pass, ...], str]:
-    """(forward and, with ``training``, backward; why there is no estimate, if so)."""
+    """Returns (the forward and, with ``training``, the backward; the reason if there is no estimate)."""
     found = []
     for backward in (False, True)[: 1 + problem.training]:
         made = _pass(problem, exchange, least_bytes[backward], backward)
@@ -118,7 +126,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
             return "the rate of the links between its processes is not known"
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
         wire = received / (problem.gpu.link * _LINK_SHARE)
-        # the first step's keys are waited for
+        # the first step has to wait for its keys
         exposed = cost.LATENCY + (
             wire / max(1, exchange.steps) if exchange.name in ("all_gather", "blocks") and problem.computes != "dilated" else 0.0
         )
@@ -141,7 +149,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
 
 
 def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:
-    """(pairs of one sequence, rows by which a rate is looked up, whether by the nested kernel)."""
+    """Returns a list of (pairs of one sequence, number of rows to look up the rate, whether the nested kernel computes them)."""
     N, H = problem.num_positions, problem.num_heads
     if problem.computes == "block_sparse":
         counts = counts_of(problem)
@@ -175,7 +183,7 @@ def _nested_rate(problem: Problem) -> _Rate:
 
 
 def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
-    """FLOP/s of the backend that a pass takes on problems of so many rows; or why it is not known."""
+    """Returns the FLOP/s of the backend chosen for problems of this many rows, or the reason why the rate is not known."""
     blocks = counts_of(problem).mask_kind if problem.computes == "block_sparse" else None
     request = problem.request(backward=backward, length=length, blocks=blocks)
     name = {"sdpa": "sdpa"}.get(problem.kind, "auto")
@@ -209,7 +217,7 @@ def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
 
 
 def _scale(problem: Problem, measured_on: str) -> tuple[float, str]:
-    """Peak over the peak of the GPU that was measured, and words for it."""
+    """Returns the peak relative to that of the measured GPU, and a description of this scaling."""
     assert problem.gpu is not None
     known = GPUS["H200 SXM"] if "H200" in measured_on else None
     mine = problem.gpu.peak(problem.dtype)
@@ -220,7 +228,7 @@ def _scale(problem: Problem, measured_on: str) -> tuple[float, str]:
 
 
 def _imbalance(problem: Problem) -> float:
-    """The busiest rank's pairs over the mean, of causal dense attention."""
+    """Returns the ratio of the busiest rank's pairs to the mean, for causal dense attention."""
     if problem.world_size == 1 or not problem.is_causal or problem.layout != "contiguous" or problem.computes != "dense":
         return 1.0
     W = problem.world_size
@@ -246,14 +254,14 @@ def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
 
 
 def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
-    """Matrix products at an assumed share of the peak, and every pass over N² scores through memory."""
+    """Time of the matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
     gpu = problem.gpu
     peak = None if gpu is None else gpu.peak(problem.dtype)
     if gpu is None or peak is None or gpu.bandwidth is None:
         return "its rates are not known" if gpu is not None else "nothing was measured on this CPU for plain matrix products"
     share = 0.6
     pairs = problem.batch_size * problem.num_heads * problem.num_positions**2
-    # four products backward, as the weights are kept; scores are written and read by product, scaling, mask and softmax
+    # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
     flops = (8 if backward else 4) * problem.head_dim * pairs
     touched = (10 if backward else 7 + 2 * problem.is_causal) * pairs * problem.itemsize
     return Pass(

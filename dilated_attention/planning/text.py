@@ -1,4 +1,4 @@
-"""Plans as people read them."""
+"""Formats plans as text for people to read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def flops_text(flops: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """In the unit that people use for so long: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
+    """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
     for unit, size, least in (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 0.9995), ("ms", 1e-3, 0.9995e-3)):
         if seconds >= least:
             return f"{_three_digits(seconds / size)} {unit}"
@@ -81,7 +81,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def part_text(part: float) -> str:
-    """A peak over the memory that there is."""
+    """Formats a peak as a share of the available memory."""
     return f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
 
 
@@ -107,7 +107,7 @@ def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
 
 
 def model_text(plan: ModelPlan) -> str:
-    """A ``ModelPlan``."""
+    """Formats a ``ModelPlan``."""
     lines = _model_heading(plan)
     lines += [
         "",
@@ -125,7 +125,7 @@ def model_text(plan: ModelPlan) -> str:
     else:
         rate = plan.batch_size * plan.num_positions / plan.seconds
         lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s")
-        # a part a line; what stands in brackets stays together
+        # one part per line; text in brackets stays together
         lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", plan.time_source)]
     lines.append(f"fits         {fit_text(plan)}")
     return "\n".join(lines)
@@ -147,7 +147,7 @@ def _model_heading(plan: ModelPlan, length: str | None = None) -> list[str]:
 
 
 def attention_table(plans: Sequence[AttentionPlan]) -> str:
-    """Plans of one call at several lengths, of which the last knows the longest that fits."""
+    """Formats plans of one call at several lengths; only the last one contains the longest length that fits."""
     last = plans[-1]
     spread = last.world_size > 1
     rows = [("positions", "keys/query", "of dense", "FLOPs", "peak memory", *(("received",) if spread else ()), "time", "fits")]
@@ -166,7 +166,7 @@ def attention_table(plans: Sequence[AttentionPlan]) -> str:
 
 
 def model_table(plans: Sequence[ModelPlan]) -> str:
-    """Plans of one model at several lengths, of which the last knows the longest that fits."""
+    """Formats plans of one model at several lengths; only the last one contains the longest length that fits."""
     last = plans[-1]
     rows = [("positions", "FLOPs", "peak memory", "highest", "time", "fits")]
     for plan in plans:

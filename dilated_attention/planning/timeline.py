@@ -1,8 +1,8 @@
-"""A model's memory at any length and depth, from runs of fake tensors at two of each.
+"""A model's memory at any length and depth, from runs with fake tensors at two lengths and two depths.
 
-Between two lengths the operations are the same, so every tensor's bytes lie on a straight line over the length. One block more makes the
-same operations once more, so what the first and the last blocks do lies on a straight line over the depth, and nothing between is higher.
-What attention has inside itself lies on no line; it is put in at the length that is asked about.
+Between two lengths the operations are the same, so the bytes of every tensor are linear in the length. Each additional block repeats the
+same operations, so the memory of the first and last blocks is linear in the depth, and no block in between has a higher peak.
+The memory inside attention is not linear; it is added at the requested length.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from dilated_attention.planning.trace import Moment
 
-# blocks of the runs from which more are told: a first, a last, and one or two between
+# numbers of blocks in the runs that are extrapolated: a first, a last, and one or two in between
 DEPTHS = (3, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """offset + slope · positions, in bytes, exact at both lengths it was made of."""
+    """offset + slope · positions, in bytes, exact at both lengths that it was fitted to."""
 
     offset: int
     slope: float
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A ``Moment`` at any length, of the forward or of the backward."""
+    """A ``Moment`` at any length, in the forward or in the backward."""
 
     alive: Line
     grads: int
@@ -41,11 +41,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Moments of a step that may be the highest, in order.
+    """The moments of a step that may be the highest, in order.
 
     Args:
-        end_of_forward: when the forward has ended.
-        moved: bytes that operations but for attention read and write.
+        end_of_forward: the moment at which the forward ends.
+        moved: bytes that all operations except attention read and write.
     """
 
     points: tuple[Point, ...]
@@ -53,16 +53,16 @@ class Timeline:
     moved: Line
 
     def highest(self, positions: int, extra: Callable[[Point], int]) -> tuple[int, Point]:
-        """(bytes, moment) of the highest point; ``extra`` is added to each moment's own."""
+        """Returns (bytes, moment) of the highest point; ``extra`` is added to each moment's own bytes."""
         return max(((point.alive.at(positions) + extra(point), point) for point in self.points), key=lambda pair: pair[0])
 
 
-# moments, and how many of them are the forward's
+# moments, and how many of them belong to the forward
 Traced = tuple[list[Moment], int]
 
 
 def timeline(trace: Callable[[int, int], Traced], lengths: tuple[int, int], depth: int) -> Timeline:
-    """Args: trace: of so many positions and blocks."""
+    """Args: trace: returns the moments for a number of positions and a number of blocks."""
     runs = [deepened(lambda blocks, n=n: trace(n, blocks), depth) for n in lengths]  # type: ignore[misc]
     (first, num_forward), (second, _) = runs
     assert len(first) == len(second), f"{len(first)} operations at {lengths[0]} positions and {len(second)} at {lengths[1]}"
@@ -79,7 +79,7 @@ def timeline(trace: Callable[[int, int], Traced], lengths: tuple[int, int], dept
 
 
 def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
-    """The moments of ``depth`` blocks; of many those of the first blocks and of the last ones, told from ``DEPTHS``."""
+    """Returns the moments of ``depth`` blocks; for many blocks, those of the first and last ones, extrapolated from ``DEPTHS``."""
     if depth <= DEPTHS[1]:
         return trace(depth)
     (few, few_forward), (some, some_forward) = (trace(blocks) for blocks in DEPTHS)
@@ -89,7 +89,7 @@ def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
 
 
 def _aligned(few: Sequence[Moment], some: Sequence[Moment], *, at_end: int, depth: int) -> list[Moment]:
-    """Moments of a pass of 3 and of 4 blocks, side by side: from the start on, and of the last ``at_end`` blocks from the end."""
+    """Extrapolates from a pass of 3 and of 4 blocks, aligned at the start, and at the end for the last ``at_end`` blocks."""
     block = len(some) - len(few)
     cut = len(few) - at_end * block
     pairs = [*zip(few[:cut], some[:cut], strict=True), *zip(few[cut:], some[cut + block :], strict=True)]

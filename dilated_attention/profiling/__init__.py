@@ -1,4 +1,4 @@
-"""Where memory goes: a profile of a block of code by op, the allocator's own figures, and advice from what was seen."""
+"""Memory profiling: a profile of a block of code by op, the allocator's own figures, and advice derived from them."""
 
 from dilated_attention.profiling.measure import ProfiledBlock, profile_memory
 from dilated_attention.profiling.profile import MemoryProfile, OpMemory

@@ -1,4 +1,4 @@
-"""What would need less memory, from what a profile saw: rules that speak only where its figures say so."""
+"""Advice on what would need less memory, from a profile: each rule applies only where the profile's figures support it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dilated_attention.engine.run import PART_BYTES
 from dilated_attention.profiling.ledger import OUTSIDE
 from dilated_attention.profiling.profile import MemoryProfile
 
-# reserved over held from which fragmentation is worth a word
+# ratio of reserved to allocated memory from which fragmentation is reported
 FRAGMENTED = 1.2
-# share of the peak from which something is worth a word
+# share of the peak from which an item is reported
 SHARE = 0.1
-# share of a GPU from which one call is worth being spread over several
+# share of a GPU's memory from which distributing one call over several GPUs is suggested
 MOST_OF_A_GPU = 0.5
 OURS = "dilated_attention::"
 _BACKWARD = ("_backward", "(backward)")
 
 
 def advice_of(profile: MemoryProfile) -> list[str]:
-    """Sentences, what helps most in general first; [] where nothing applies."""
+    """Returns sentences of advice, generally the most effective first; [] where none applies."""
     rules = (_fragmentation, _retries, _no_backward, _activations, _dtype, _detached, _lse_gradient, _chunks, _ring)
     return [text for rule in rules for text in rule(profile)]
 
@@ -53,7 +53,7 @@ def _retries(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _no_backward(profile: MemoryProfile) -> Iterator[str]:
-    """Forwards that keep what their backward needs, and no backward."""
+    """Forwards that keep what their backward needs, although no backward follows."""
     asked = [seen for seen in profile.seen if seen.need.needs_grad and not seen.need.is_backward]
     kept = _waiting(profile)
     if asked and not _has_backward(profile) and kept >= SHARE * _peak(profile):
@@ -64,7 +64,7 @@ def _no_backward(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _activations(profile: MemoryProfile) -> Iterator[str]:
-    """Results of forwards at the peak of a training step; not where they are computed again already."""
+    """Forward results at the peak of a training step; not reported where they are recomputed already."""
     kept = _waiting(profile)
     calls = sum(seen.count for seen in profile.seen if seen.need.is_backward)
     again = any(op.name.startswith(OURS) and op.name.endswith(" (backward)") for op in profile.ops)
@@ -108,7 +108,7 @@ def _lse_gradient(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _chunks(profile: MemoryProfile) -> Iterator[str]:
-    """What our ops take and give back within a call; how much at a time, two constants of the engine say."""
+    """Memory that this library's ops allocate and free within a call; two constants of the engine limit it."""
     found = max((op for op in profile.ops if op.name.startswith(OURS)), key=lambda op: op.scratch, default=None)
     limit = PART_BYTES["cpu"] if profile.device == "cpu" else TRANSIENT_BYTES
     if found is None or found.scratch < max(limit // 2, SHARE * _peak(profile)):
@@ -124,7 +124,7 @@ def _chunks(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _ring(profile: MemoryProfile) -> Iterator[str]:
-    """Where one call alone takes most of a GPU: over how many it would take half as much of each."""
+    """A single call that takes most of a GPU: over how many GPUs it would take half as much of each."""
     need = _largest(profile, lambda need: need.device.type == "cuda")
     if need is not None and need.bytes_at(need.setting) >= MOST_OF_A_GPU * profile.total:
         for way in need.ways:
@@ -134,13 +134,13 @@ def _ring(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _largest(profile: MemoryProfile, applies: Callable[[Need], bool]) -> Need | None:
-    """The call that needs most, of those whose need is known."""
+    """Returns the call that needs the most memory, among those whose need is known."""
     needs = [seen.need for seen in profile.seen if seen.need.terms is not None and applies(seen.need)]
     return max(needs, key=lambda need: need.bytes_at(need.setting), default=None)
 
 
 def _waiting(profile: MemoryProfile) -> int:
-    """Bytes at the peak that forwards had allocated."""
+    """Returns the bytes at the peak that forwards had allocated."""
     return sum(op.at_peak for op in profile.ops if not op.name.endswith(_BACKWARD) and op.name != OUTSIDE)
 
 

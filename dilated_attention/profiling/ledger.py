@@ -1,7 +1,7 @@
-"""Allocations and frees as torch's profiler records them, replayed in order: who held what, and what was alive at the peak.
+"""Replays allocations and frees, as recorded by PyTorch's profiler, in order: which op held what, and what was alive at the peak.
 
-The profiler sees every call of torch's allocators on any device, also those of scratch memory inside a kernel and inside our own ops, which
-are opaque to a dispatch mode: each lies, in a tree, below the operations that were running.
+The profiler sees every call of PyTorch's allocators on any device, including scratch memory inside a kernel and inside this library's
+custom ops, which are opaque to a dispatch mode. In its event tree, each allocation is below the operations that were running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BACKWARD = "autograd::engine::"
 
 @dataclass
 class _Call:
-    """One call of the outermost op of torch: what it allocated itself."""
+    """One call of an outermost torch op: what it allocated itself."""
 
     name: str
     live: int = 0
@@ -30,7 +30,7 @@ class _Call:
 
 @dataclass
 class _Sums:
-    """All calls of one name."""
+    """The totals of all calls with one name."""
 
     calls: int = 0
     allocated: int = 0
@@ -43,7 +43,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """``size`` bytes taken (> 0) or given back (< 0) at ``address`` by a call; 0: the call has ended."""
+    """``size`` bytes allocated (> 0) or freed (< 0) at ``address`` by a call; 0: the call has ended."""
 
     time: int
     order: int
@@ -55,10 +55,10 @@ class _Event:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the replay found.
+    """The result of the replay.
 
     Args:
-        ops: by name, most alive at the peak first.
+        ops: by name, those with the most bytes alive at the peak first.
         peak: most bytes alive at once.
         end: bytes alive at the end.
     """
@@ -69,11 +69,11 @@ class Ledger:
 
 
 def replay(tree: Iterable[Any], device: torch.device, before: int) -> Ledger:
-    """The ledger of a profile's event tree.
+    """Returns the ledger of a profile's event tree.
 
     Args:
-        device: whose memory.
-        before: bytes that were alive when the profile began; 0 where that is not known, so that only what came after counts.
+        device: the device whose memory is counted.
+        before: bytes alive when the profile began; 0 where that is not known, so that only later allocations count.
     """
     events = sorted(_events(tree, device), key=lambda event: (event.time, event.order))
     sums: dict[str, _Sums] = {}
@@ -99,7 +99,7 @@ def _op(name: str, found: _Sums, at_peak: int) -> OpMemory:
 
 
 def _replayed(events: list[_Event], sums: dict[str, _Sums]) -> Iterator[int]:
-    """Of the events one by one how many bytes more are alive, once each one's effect is written into ``sums``."""
+    """Yields, for each event, the change in live bytes, after adding the event's effect to ``sums``."""
     live: dict[int, _Event] = {}
     for call in {id(event.call): event.call for event in events}.values():
         call.live = call.peak = call.kept = 0
@@ -109,7 +109,7 @@ def _replayed(events: list[_Event], sums: dict[str, _Sums]) -> Iterator[int]:
         if event.size > 0:
             before = live.get(event.address)
             if before is not None:
-                # two tensors never lie at one address: the profiler was not told of a free, as of those by threads that it does not watch
+                # two live tensors never share an address: the profiler missed a free, such as those by threads that it does not watch
                 before.call.live -= before.size
                 sums[before.call.name].live -= before.size
                 change -= before.size
@@ -122,7 +122,7 @@ def _replayed(events: list[_Event], sums: dict[str, _Sums]) -> Iterator[int]:
             of_name.peak = max(of_name.peak, call.peak)
             of_name.inner[event.inner] = of_name.inner.get(event.inner, 0) + event.size
         elif event.size < 0:
-            # what was there before the profile has no allocation in it
+            # memory allocated before the profile has no allocation in it
             taken = live.pop(event.address, None)
             if taken is not None:
                 taken.call.live -= taken.size
@@ -133,10 +133,10 @@ def _replayed(events: list[_Event], sums: dict[str, _Sums]) -> Iterator[int]:
 
 
 def _events(tree: Iterable[Any], device: torch.device) -> Iterator[_Event]:
-    """Allocations on the device, each with the outermost op that it happened in, and the ends of those ops."""
+    """Yields allocations on the device, each with the outermost op that it happened in, and the ends of those ops."""
     outside = _Call(OUTSIDE)
     order = 0
-    # node, the call it lies in, whether below autograd's engine, the op of torch right inside the call
+    # node, the call that contains it, whether it is below autograd's engine, the torch op directly inside the call
     stack: list[tuple[Any, _Call, bool, str]] = [(node, outside, False, "") for node in reversed(list(tree))]
     while stack:
         node, call, backward, inner = stack.pop()
@@ -157,7 +157,7 @@ def _events(tree: Iterable[Any], device: torch.device) -> Iterator[_Event]:
 
 
 def _is_op(name: str) -> bool:
-    """ "namespace::op"; not what autograd and the profiler put around ops."""
+    """ "namespace::op"; excludes the events that autograd and the profiler wrap around ops."""
     return "::" in name and not name.startswith(("autograd::", "torch::autograd::")) and " " not in name
 
 

@@ -1,4 +1,4 @@
-"""``profile_memory``: where a block of code, or a call, puts its memory."""
+"""``profile_memory``: measures where a block of code, or a call, uses memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dilated_attention.engine.watched import watchers
 from dilated_attention.profiling.ledger import Ledger, replay
 from dilated_attention.profiling.profile import MemoryProfile, SeenCall
 
-# events that a snapshot holds at most, the last ones
+# maximum number of events in a snapshot: the most recent ones
 SNAPSHOT_EVENTS = 200_000
-# share of the peak by which replayed events may miss it without a word
+# share of the peak by which replayed events may miss it without a note
 UNTOLD = 0.01
 _CPU_CANNOT = (
     "reserved memory and fragmentation: CPU memory is malloc's, which does not tell",
@@ -31,7 +31,7 @@ _CPU_CANNOT = (
 
 
 class ProfiledBlock:
-    """What ``with profile_memory() as profile`` gives: after the block it is the ``MemoryProfile``, attribute by attribute."""
+    """The value of ``with profile_memory() as profile``: after the block, it has all attributes of the ``MemoryProfile``."""
 
     def __init__(self, device: torch.device, ops: bool, snapshot: Path | None, empty_cache: bool) -> None:
         self._device, self._ops, self._snapshot, self._empty_cache = device, ops, snapshot, empty_cache
@@ -41,7 +41,7 @@ class ProfiledBlock:
 
     @property
     def result(self) -> MemoryProfile:
-        """The profile itself.
+        """Returns the profile itself.
 
         Raises:
             RuntimeError: the block has not ended.
@@ -62,7 +62,7 @@ class ProfiledBlock:
         if self._result is not None or self._profiler is not None:
             raise RuntimeError("a profile is made once; call profile_memory() again for another block")
         if self._ops and torch._C._autograd._profiler_enabled():
-            # torch would end the one that is under way without a word
+            # otherwise PyTorch would silently end the profile that is running
             raise RuntimeError("torch.profiler is under way, and there can be one at a time; end it first, or on a GPU pass ops=False")
         gc.collect()
         if self._device.type == "cuda":
@@ -84,7 +84,7 @@ class ProfiledBlock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Also after an error, as one of memory is what a profile may be wanted for."""
+        """Runs after an error, too: an out-of-memory error is a common reason to want a profile."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
         watchers.remove(self._watch)
@@ -194,24 +194,25 @@ def profile_memory(
     empty_cache: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Where memory goes: in a block of code, or in one call.
+    """Measures where memory is used, in a block of code or in one call.
 
     Args:
-        function: called once with ``args`` and ``kwargs``; without it, a context manager.
-        device: whose memory; None for the current GPU where there is one, else the CPU.
-        ops: also by op, from torch's profiler, which sees every allocation and costs some microseconds for each op. False: the
-            allocator's own counters alone, which cost nothing, on a GPU.
-        snapshot: file to write for PyTorch's memory viewer (docs/memory.md says how to look at it); on a GPU. It takes over torch's
+        function: called once with ``args`` and ``kwargs``; without it, a context manager is returned.
+        device: the device whose memory is measured; None for the current GPU if there is one, else the CPU.
+        ops: also reports by op, from PyTorch's profiler, which sees every allocation and costs some microseconds per op. False: only the
+            allocator's own counters, which cost nothing, on a GPU.
+        snapshot: file to write for PyTorch's memory viewer (docs/memory.md explains how to view it); on a GPU. It takes over PyTorch's
             recording of memory history, and ends it.
-        empty_cache: give the allocator's unused memory back first, so that what is reserved is the block's own; on a GPU. Peaks of
-            ``torch.cuda.memory_stats`` are set back in any case.
+        empty_cache: first releases the allocator's unused memory, so that reserved memory is the block's own; on a GPU. The peaks of
+            ``torch.cuda.memory_stats`` are reset in any case.
 
     Returns:
-        With a function, its ``MemoryProfile``. Without, a context manager whose value is that profile once the block has ended, also by an error.
+        With a function, its ``MemoryProfile``. Without one, a context manager whose value is that profile once the block has ended, even by
+        an error.
 
     Raises:
-        ValueError: ``snapshot`` or ``ops=False`` on a CPU, which has no allocator to ask.
-        RuntimeError: torch.profiler is under way, of which there can be one.
+        ValueError: ``snapshot`` or ``ops=False`` on a CPU, which has no allocator to query.
+        RuntimeError: torch.profiler is already running; there can be only one.
 
     >>> with profile_memory() as profile:
     ...     dilated_attention(q, k, v, [2048, 8192], [1, 4]).sum().backward()
@@ -240,7 +241,7 @@ def profile_memory(
 
 
 def _untold(ledger: Ledger | None, peak: int) -> tuple[str, ...]:
-    """What the replayed events do not tell of a GPU whose allocator counted ``peak`` bytes."""
+    """Says what the replayed events do not show, for a GPU whose allocator counted ``peak`` bytes."""
     if ledger is None:
         return ("which op allocated what: ops=False",)
     off = ledger.peak - peak
@@ -253,7 +254,7 @@ def _untold(ledger: Ledger | None, peak: int) -> tuple[str, ...]:
 
 
 def _reset_resident_peak() -> bool:
-    """Whether the kernel's peak of this process starts anew, which Linux does on request."""
+    """Resets the kernel's record of this process's peak memory, which Linux does on request. Returns whether it succeeded."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a profile of memory says: figures of the allocator, and of each op."""
+"""The results of a memory profile: figures of the allocator, and of each op."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from dilated_attention.engine.need import Need
 from dilated_attention.engine.room import size_text
 
-# rows of the table that is printed; ``ops`` has all
+# rows of the printed table; ``ops`` contains all
 _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMemory:
-    """What all calls of one op allocated, in bytes; of ops inside an op the outermost counts.
+    """What all calls of one op allocated, in bytes; allocations of nested ops count towards the outermost op.
 
     Args:
         name: such as ``"aten::mm"``; with "(backward)" where autograd called it.
-        calls: that allocated, or freed, anything.
+        calls: number of calls that allocated or freed anything.
         allocated: by all calls together, whether freed since or not.
         largest: the largest single allocation.
-        peak: most of one call's own allocations alive at once.
-        kept: most of one call's own allocations alive at its end: results, and what is saved for the backward.
-        at_peak: alive when the whole profile was at its highest.
-        inner: (name, bytes) allocated by the ops that it called, most first.
+        peak: the most bytes of one call's own allocations alive at once.
+        kept: the most bytes of one call's own allocations alive at its end: results, and what is saved for the backward.
+        at_peak: bytes alive when the whole profile was at its peak.
+        inner: (name, bytes) allocated by the ops that it called, largest first.
     """
 
     name: str
@@ -39,13 +39,13 @@ class OpMemory:
 
     @property
     def scratch(self) -> int:
-        """Bytes of one call beyond what it leaves behind."""
+        """Returns the bytes of one call beyond what it leaves allocated."""
         return max(0, self.peak - self.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCall:
-    """Calls of one of this library's functions with equal shapes: how often, and what each needs by the engine's account."""
+    """Calls of one of this library's functions with equal shapes: how many, and what each needs by the engine's estimate."""
 
     count: int
     need: Need
@@ -58,21 +58,22 @@ class MemoryProfile:
     Args:
         device: as text.
         hardware: its name.
-        seconds: that the block took, measuring included.
-        peak_allocated: most bytes in tensors at once. On a CPU, of what was allocated in the block; None where ``ops=False``.
+        seconds: duration of the block, including the measurement.
+        peak_allocated: most bytes in tensors at once. On a CPU, only of what the block allocated; None where ``ops=False``.
         allocated_before, allocated_after: bytes in tensors; on a CPU 0 before.
-        peak_reserved, reserved_before, reserved_after: what torch's allocator had taken from the GPU. None on a CPU, as all of the following.
-        inactive_split, peak_inactive_split: reserved bytes in pieces of blocks whose other pieces are in use, at the end and at most.
-        retries: times that the GPU had nothing left and cached memory was given back; each waits for the GPU.
-        refused: out-of-memory errors.
-        device_allocs, device_frees: calls of the GPU for memory, which are slow.
+        peak_reserved, reserved_before, reserved_after: bytes that PyTorch's allocator had reserved on the GPU. None on a CPU, like all of
+            the following up to ``device_frees``.
+        inactive_split, peak_inactive_split: unused reserved bytes in blocks whose other parts are in use, at the end and at most.
+        retries: number of times that the GPU ran out of memory and cached memory was released; each waits for the GPU.
+        refused: number of out-of-memory errors.
+        device_allocs, device_frees: number of allocations and frees on the GPU itself, which are slow.
         allocator: the allocator's settings in the environment, "" for none.
-        resident_before, resident_peak: of a CPU, what the process had in memory. None on a GPU, or where the system does not tell.
-        total: memory of the device; of a CPU, the machine's.
-        ops: by op, most alive at the peak first; () where ``ops=False``.
-        seen: this library's own calls.
+        resident_before, resident_peak: on a CPU, the resident memory of the process. None on a GPU, or where the system does not report it.
+        total: memory of the device; for a CPU, the machine's.
+        ops: by op, those with the most bytes alive at the peak first; () where ``ops=False``.
+        seen: calls of this library's own functions.
         snapshot: file for PyTorch's memory viewer.
-        cannot_tell: what this device gives no figure of.
+        cannot_tell: what this device provides no figures for.
     """
 
     device: str
@@ -101,16 +102,16 @@ class MemoryProfile:
 
     @property
     def fragmentation(self) -> float | None:
-        """Most that was reserved over most that tensors held; 1 is the least. None on a CPU."""
+        """Returns the peak of reserved memory divided by that of allocated memory; 1 is the minimum. None on a CPU."""
         if self.peak_reserved is None or not self.peak_allocated:
             return None
         return self.peak_reserved / self.peak_allocated
 
     def op(self, name: str) -> OpMemory:
-        """The figures of one op.
+        """Returns the figures of one op.
 
         Raises:
-            KeyError: it allocated nothing; with the names that did.
+            KeyError: it allocated nothing; the message lists the ops that did.
         """
         for found in self.ops:
             if found.name == name:
@@ -118,13 +119,13 @@ class MemoryProfile:
         raise KeyError(f"{name!r} allocated nothing in this profile; what did: {', '.join(found.name for found in self.ops)}")
 
     def advice(self) -> list[str]:
-        """What would need less memory, each with its reason and the figures that were measured; [] where nothing applies."""
+        """Returns advice on what would need less memory, each with its reason and the measured figures; [] where none applies."""
         from dilated_attention.profiling.advice import advice_of
 
         return advice_of(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
+        """Returns the profile as plain numbers, strings, lists and dicts."""
         found = {
             name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.name not in ("ops", "seen", "cannot_tell")
         }

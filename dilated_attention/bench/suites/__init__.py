@@ -1,4 +1,4 @@
-"""One file a suite, and a ``_report`` beside it where its tables are long. A new one is a file here and a line below."""
+"""One file per suite, with a separate ``_report`` file where its tables are long. A new suite needs a file here and a line below."""
 
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.accuracy import Accuracy

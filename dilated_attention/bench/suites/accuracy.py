@@ -1,4 +1,7 @@
-"""Errors against float64 by dtype, backend and length, a tiny model's loss by dtype, repeated runs, and changes that change nothing."""
+"""Accuracy by dtype, backend and length.
+
+Errors against float64, a tiny model's loss by dtype, repeated runs, and changes to the inputs that must not change the results.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ RUNS = 20
 
 
 class Accuracy(Suite):
-    """What rounding does to results, and whether they repeat."""
+    """Measures how rounding affects results, and whether they are repeatable."""
 
     name = "accuracy"
     about = "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance"
@@ -51,7 +54,7 @@ class Accuracy(Suite):
         return int(session.options.steps or (30 if session.full else 8))
 
     def dtypes(self, session: Session) -> tuple[torch.dtype, ...]:
-        """All that were asked for; by default those that models are trained in, whatever the device's usual one is."""
+        """Returns the requested dtypes; by default those that models are trained in, whatever the device's default dtype is."""
         if getattr(session.options, "dtypes", None):
             return session.dtypes
         return torch.float32, torch.float16, torch.bfloat16
@@ -59,7 +62,7 @@ class Accuracy(Suite):
     def groups(self, session: Session) -> Sequence[Group]:
         options, dtypes = session.options, self.dtypes(session)
         lengths = options.lengths or ([256, 1024, 4096, 16384, 65536] if session.full else [64, 256, 1024])
-        # one that models are trained in, if it is among them
+        # a dtype that models are trained in, if it is among them
         usual = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), dtypes[0])
         groups: list[Group] = []
 
@@ -82,7 +85,7 @@ class Accuracy(Suite):
             add(f"loss of {n} tokens, {self.steps(session)} steps", losses, n, self.steps(session), session.device)
         for part, kind in itertools.product(("repeat", "invariance"), options.kinds):
             if part in options.parts:
-                # enough to fill a GPU, where the order of sums may differ from run to run
+                # enough to fill a GPU, where the order of summation may differ from run to run
                 n, heads = (4096, 8) if session.full else (256, 4)
                 mine = problem(n, usual, batch_size=2, num_heads=heads)
                 if part == "repeat":
@@ -136,7 +139,7 @@ class Accuracy(Suite):
 
 
 def _error_tables(kind: str, dtype: str, rows: list[Row]) -> list[Table]:
-    """At the longest length every result; by length out, and the worst gradient."""
+    """Returns tables of every result at the longest length, and of out and the worst gradient by length."""
     longest = max(row.case["N"] for row in rows)
     body = []
     for name in dict.fromkeys(row.name for row in rows):
@@ -247,10 +250,10 @@ def _shape(case: dict[str, Any]) -> str:
 
 
 def _growth(rows: Iterable[Row], what: str, label: Callable[[Row], str]) -> list[Line]:
-    """Relative error by length; plain softmax dashed."""
+    """Returns lines of the relative error by length; plain softmax is dashed."""
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        # what a picture cannot show is in the table
+        # non-finite errors cannot be plotted; they are in the table
         if math.isfinite(row.errors.get(what, math.nan)):
             lines.setdefault(label(row), []).append(row)
     found = []
@@ -265,7 +268,7 @@ def _plot(name: str, title: str, lines: Sequence[Line]) -> Plot:
 
 
 def _bars(kind: str, dtype: str, rows: list[Row]) -> Plot | None:
-    """Each result's error by backend, at the longest length that all of them have."""
+    """Plots each result's error by backend, at the longest length that all of them have."""
     rows = [row for row in rows if "dq" in row.errors]
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""How near to the machine's two ceilings each pass comes: its memory's bandwidth and its products' rate (the roofline)."""
+"""Measures how close each pass comes to the machine's two limits: memory bandwidth and the rate of matrix products (the roofline)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dilated_attention.bench.tables import Table, absent, figure
 from dilated_attention.bench.timing import interleaved
 from dilated_attention.planning import detected_gpu
 
-# 8-bit products have a ceiling of their own, and of pairs that the data chooses nobody knows the number beforehand
+# excluded: 8-bit products, which have a different limit, and pairs chosen by the data, whose number is not known beforehand
 CONTENDERS = {
     x.name: x for x in (*DENSE, *MODULES) if x.name not in ("flash3_fp8", "BlockSparseAttention chosen", "BlockSparseDilatedAttention")
 }
@@ -31,7 +31,7 @@ COPY, PRODUCT = "copy", "matrix product"
 
 
 class Bandwidth(Suite):
-    """Achieved against possible FLOP/s and bytes/s."""
+    """Achieved FLOP/s and bytes/s, compared with what is possible."""
 
     name = "bandwidth"
     about = "achieved against possible bandwidth and FLOP/s of every pass (roofline)"
@@ -41,7 +41,7 @@ class Bandwidth(Suite):
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
 
     def problems(self, session: Session) -> list[Problem]:
-        """One bound by products, one of many short sequences."""
+        """Returns one problem bound by matrix products, and one of many short sequences."""
         shapes = ((1, 16384, 16, 128), (128, 256, 16, 64)) if session.full else ((1, 1024, 4, 64), (16, 128, 4, 64))
         return [
             Problem(batch_size=b, num_positions=n, num_heads=h, head_dim=d, dtype=session.dtype, device=session.device)
@@ -84,7 +84,7 @@ class Bandwidth(Suite):
 
 
 class Roof:
-    """The ceilings among stored rows: GB/s, and TFLOP/s by dtype; measured, and by the data sheet where the GPU is known."""
+    """The limits among the stored rows: GB/s, and TFLOP/s by dtype; measured, and from the data sheet where the GPU is known."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.copy = self.datasheet_copy = 0.0
@@ -103,12 +103,12 @@ class Roof:
         return cls([row for row in results.rows if row.case.get("part") == "ceilings"])
 
     def at(self, intensity: float, dtype: str) -> float:
-        """TFLOP/s that the machine allows a kernel of so many FLOPs a byte; 0 where a ceiling is not known."""
+        """Returns the TFLOP/s that the machine allows a kernel with this many FLOPs per byte; 0 where a limit is not known."""
         return min(self.products.get(dtype, 0.0), intensity * self.copy / 1000)
 
 
 def _ceilings(session: Session) -> list[Row]:
-    """A copy far beyond any cache, and a square product of each dtype."""
+    """Measures a copy far larger than any cache, and a square matrix product of each dtype."""
     device = session.device
     gpu = detected_gpu(device) if device.type == "cuda" else None
     size = 2**30 if session.full else 2**27
@@ -121,10 +121,10 @@ def _ceilings(session: Session) -> list[Row]:
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         calls[PRODUCT, str(dtype).removeprefix("torch.")] = functools.partial(torch.mm, a, b)
     rows = []
-    # one after another: a copy right behind a product would run at the clock that its heat has left
+    # one after another: right after a product, a copy would run at the clock rate reduced by its heat
     for (name, dtype_name), call in calls.items():
         timing = interleaved({name: call}, device, seconds=max(session.seconds, 0.2) if session.seconds >= 0.1 else session.seconds)[name]
-        # the best of them: a ceiling
+        # the fastest, as it is an upper limit
         ms = timing.low_ms
         if name == COPY:
             values = timing.values() | {"gb_s": 2 * size / ms / 1e6}
@@ -138,7 +138,7 @@ def _ceilings(session: Session) -> list[Row]:
 
 
 def least_bytes(problem: Problem, which: str) -> int:
-    """What a pass must read and write once: q, k, v → out, lse; these and dout → dq, dk, dv."""
+    """Returns what a pass must read and write once: q, k, v → out, lse; these and dout → dq, dk, dv."""
     rows = problem.batch_size * problem.num_positions
     element = problem.head_dim * problem.dtype.itemsize
     q, k, lse = rows * problem.num_heads * element, rows * problem.kv_heads * element, rows * problem.num_heads * 4
@@ -156,7 +156,7 @@ def _attention(contenders: Sequence[Contender], problem: Problem, passes: Sequen
 
 
 def _placed(row: Row, problem: Problem, pairs: int | None) -> Row:
-    """With ``flops``, ``least_bytes``, ``intensity`` (FLOPs a byte) and ``gb_s``."""
+    """Adds ``flops``, ``least_bytes``, ``intensity`` (FLOPs per byte) and ``gb_s``."""
     assert pairs is not None
     which = row.case["pass"]
     flops, moved = FLOPS[which] * pairs * problem.head_dim, least_bytes(problem, which)
@@ -165,7 +165,7 @@ def _placed(row: Row, problem: Problem, pairs: int | None) -> Row:
 
 
 def _kernels(session: Session) -> list[Row]:
-    """Kernels of ours that only move memory, each right on a small problem first."""
+    """Measures this library's kernels that only move memory, each checked on a small problem first."""
     rows, calls, known = [], {}, {}
     for kernel in kernels.KERNELS:
         case: dict[str, Any] = {"part": "kernels", "dtype": str(session.dtype).removeprefix("torch.")}

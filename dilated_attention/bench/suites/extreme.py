@@ -1,4 +1,4 @@
-"""The longest sequence that fits, by what is computed: the suite, its tables and its plots. ``bench/longest.py`` searches."""
+"""The longest sequence that fits, by kind of attention: the suite, its tables and its plots. ``bench/longest.py`` searches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASSES = ("forward", "both")
 
 
 class Extreme(Suite):
-    """How far one device goes, by what it computes."""
+    """Finds the longest sequence that one device can handle, by kind of attention."""
 
     name = "extreme"
     about = "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory is out"
@@ -101,7 +101,7 @@ class Extreme(Suite):
         return [longest_table, *self._tried(results)]
 
     def _tried(self, results: Results) -> list[Table]:
-        """Every length of every search, in the order tried."""
+        """Returns tables of every length of every search, in the order tried."""
         rows = []
         for (name, which), tried in _searches(results).items():
             for row in tried:

@@ -1,4 +1,7 @@
-"""All public attention modules beside torch's and other people's: time, memory and tokens/s of a call and of a training step."""
+"""Compares all public attention modules with PyTorch's and third-party ones.
+
+Measures time, memory and tokens/s of a call and of a training step.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ ATTENTION = dense("auto", "this library's dense attention, on the backend that i
 DENSE = (MULTIHEAD[0], SDPA, Contender(name="attention", what=ATTENTION.what, make=ATTENTION.make, pattern=ATTENTION.pattern))
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD[1:], *RINGS)}
 PROJECTED = tuple(name for name, contender in CONTENDERS.items() if contender.inputs == "x")
-# the call that inference makes, and the step that training makes
+# the call used in inference, and the step used in training
 PASSES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = SDPA.name
 
 
 class Implementations(Suite):
-    """The table that attention libraries publish of their modules, for this one and for any other."""
+    """The comparison that attention libraries publish of their modules, for this library and any other."""
 
     name = "implementations"
     over_processes = True
@@ -160,7 +163,7 @@ def _share(contender: Contender, problem: Problem) -> float | None:
 
 
 def _agreed(device: torch.device, value: float) -> float:
-    """The first process's number."""
+    """Returns the first process's number."""
     told = torch.tensor([value], dtype=torch.float64, device=device)
     torch.distributed.broadcast(told, 0)
     return float(told.item())
@@ -171,7 +174,7 @@ def _case(row: Row) -> tuple[tuple[str, Any], ...]:
 
 
 def _table(results: Results, case: tuple[tuple[str, Any], ...]) -> Table:
-    """One length: implementations down; of a call and of a training step time, tokens/s and memory."""
+    """Builds the table of one length: implementations as rows; time, tokens/s and memory of a call and of a training step as columns."""
     of = dict(case)
     rows = [row for row in results.rows if "N" in row.case and _case(row) == case]
     found = {(row.name, row.case.get("pass")): row for row in rows}
@@ -214,7 +217,7 @@ def _table(results: Results, case: tuple[tuple[str, Any], ...]) -> Table:
 
 
 def _in_order(rows: Iterable[Row]) -> list[str]:
-    """Names as they are compared, others' last."""
+    """Returns names in the order of the comparison, third-party ones last."""
     present = dict.fromkeys(row.name for row in rows)
     return [*(name for name in CONTENDERS if name in present), *(name for name in present if name not in CONTENDERS)]
 

@@ -1,4 +1,7 @@
-"""Peak memory: of attention by length, implementation by implementation; what fits a GPU; of a model of Llama-7B's shape. Predicted beside measured."""
+"""Peak memory, predicted and measured.
+
+Attention by length, implementation by implementation; what fits on a GPU; and a model of Llama-7B's shape.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +38,23 @@ from dilated_attention.planning.problem import Problem as Planned
 from dilated_attention.planning.problem import make_problem
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
-# of GPUs that people have: 8 GB of a laptop to the 141 of an H200
+# memory of common GPUs: from 8 GB in a laptop to the 141 of an H200
 SIZES_GIB = (8, 24, 40, 80, 141)
-# what is asked how far it goes: one layer's attention of Llama-7B's shape, in bfloat16
+# configurations whose longest sequence is determined: one layer's attention of Llama-7B's shape, in bfloat16
 _FITS: dict[str, tuple[str, DilatedPattern | BlockPattern | None]] = {
     "standard": ("standard", None),
     "dense kernel": ("dense", None),
     "DilatedAttention": ("dilated", DilatedPattern(*geometric(2**25))),
     "BlockSparseAttention, window of 4,096": ("block_sparse", LocalWindow(4096)),
 }
-# bytes of a call beyond which it is not run on a CPU: its owner has other plans for the memory
+# bytes beyond which a call is not run on a CPU, whose memory is needed for other things
 _MOST_ON_CPU = 2 * 2**30
-# FLOP/s that a check of what fits is taken to run at, for its time to be known beforehand
+# FLOP/s assumed for a check of what fits, to estimate its time beforehand
 _SLOW = 2e14
 
 
 class Memory(Suite):
-    """Bytes, not time: a peak is the same on every run."""
+    """Measures bytes instead of time: a peak is the same on every run."""
 
     name = "memory"
     about = "peak memory by length, predicted and measured; the longest sequences that fit 8 to 141 GB; models of Llama-7B's shape"
@@ -125,7 +128,7 @@ def _attention(contenders: Iterable[Contender], problem: Problem, which: str) ->
 
 @functools.lru_cache(maxsize=256)
 def _wrong(name: str, small: Problem) -> str:
-    """A note where a contender does not run or is wrong on a short sequence."""
+    """Returns a note where a contender does not run or is wrong on a short sequence."""
     contender = CONTENDERS[name]
     made = attempt(lambda: check(contender, small, contender.make(small)))
     return made.note or wrong(made.value or {}, contender.allowed(small))
@@ -143,16 +146,16 @@ def _peak_of(contender: Contender, problem: Problem, which: str) -> Attempt[int]
 
 
 def peak_of_call(name: str, problem: Problem, which: str) -> int:
-    """Bytes at the highest point of a call, inputs and results included, in the process at hand."""
+    """Returns the peak bytes of a call, inputs and results included, in the current process."""
     contender = CONTENDERS[name]
     if problem.device.type != "cuda":
-        # code is loaded where it is first needed: that is not the call's
+        # code is loaded on first use: that does not count towards the call
         small = problem.reduced(WHOLE)
         _called(contender.make(small), small, which)
     attend = contender.make(problem)
     gc.collect()
     if problem.device.type == "cuda":
-        # tables and plans that calls share are made once
+        # creates the tables and plans that calls share
         _called(attend, problem, which)
         gc.collect()
     peak = Peak(problem.device)
@@ -166,18 +169,18 @@ def _called(attend: Attend, problem: Problem, which: str) -> None:
         with torch.no_grad():
             attend(*leaves)
         return
-    # before the forward, as what that frees would be cut up for it
+    # allocated before the forward, so that it does not split up blocks that the forward frees
     dout = problem.draw(problem.num_heads, 9)
     torch.autograd.grad(attend(*leaves), leaves, dout)
 
 
 def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int | None:
-    """What planning tells of the same call; None of what it does not know."""
+    """Returns the peak that planning predicts for the same call; None where it cannot predict it."""
     planned = _planned(contender, problem, which)
     if planned is None:
         return None
     found = memory_of(planned)
-    # calls of it share one mask, which is made before them
+    # its calls share one mask, which is created before them
     shared = problem.num_positions**2 if contender is STANDARD and problem.is_causal else 0
     return (found.forward_peak if which == "forward" else found.peak) - shared
 
@@ -206,14 +209,20 @@ def _planned(contender: Contender, problem: Problem, which: str) -> Planned | No
 
 
 def _copies(contender: Contender, problem: Problem) -> bool:
-    """Whether a dense kernel returns results of its own, which are copied: plans are of those that are chosen, which write where they are told."""
+    """Whether a dense kernel returns newly allocated results, which are copied.
+
+    Plans describe the backends chosen by default, which write to given memory.
+    """
     if problem.device.type != "cuda" or contender not in DENSE or contender in (STANDARD, SDPA):
         return False
     return not registry.get(contender.name).facts.writes_views
 
 
 def _fits(gib: int, session: Session) -> list[Row]:
-    """The longest sequence of each implementation in so much memory of a GPU, by formula; on a GPU that has as much, looked at under that limit."""
+    """Estimates each implementation's longest sequence in this much GPU memory, by formula.
+
+    On a GPU with at least this much memory, the result is verified under that limit.
+    """
     here = detected_gpu(session.device) if session.device.type == "cuda" else None
     gpu = here or find_gpu("H200")
     rows = []
@@ -235,7 +244,7 @@ def _fits(gib: int, session: Session) -> list[Row]:
 
 
 def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
-    """The peak of the call itself, with no more memory than ``memory``; a note where it is not tried, or does not fit."""
+    """Returns the peak of the call itself, limited to ``memory``; a note where it is not tried or does not fit."""
     N, H, D = planned.num_positions, planned.num_heads, planned.head_dim
     problem = Problem(num_positions=N, num_heads=H, head_dim=D, dtype=planned.dtype, device=session.device, is_causal=True)
     pairs, _ = pairs_of(planned)
@@ -243,10 +252,10 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
         return Attempt(None, "not tried: time, not memory")
     attend = _attend_of(planned)
     device = session.device
-    # kept from calls before, in pieces of large blocks
+    # these remain from earlier calls, in parts of large blocks
     clear_block_lists()
     release(workspaces=True)
-    # of a whole GPU the context has some, too
+    # with the limit of a whole GPU, the CUDA context takes some of it, too
     if torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) < 0.95 * memory:
         return Attempt(None, "not tried: others hold memory of this GPU")
     torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory, device)
@@ -278,7 +287,7 @@ def _attend_of(planned: Planned) -> Attend:
 
 
 def _models(num_positions: int, work: str, session: Session) -> list[Row]:
-    """Measured of ``DEPTHS`` layers, told of all; predicted of both."""
+    """Measures ``DEPTHS`` layers and extrapolates to all of them; predicts both."""
     device, full = session.device, session.full
     gpu = detected_gpu(device) if device.type == "cuda" else None
     rows = []
@@ -301,7 +310,7 @@ def _models(num_positions: int, work: str, session: Session) -> list[Row]:
             told = functools.partial(model_memory.planned, kind, work, num_positions, full=full, gpu=gpu)
             predicted = told(layers=some).peak
             values |= {"predicted_few_bytes": predicted, "off": found[1] / predicted - 1}
-            # nobody asks about 32 layers of the small one
+            # 32 layers of the small model are of no interest
             if full:
                 predicted = told(layers=model_memory.LAYERS).peak
                 values |= {"predicted_bytes": predicted, "off_all": values["all_bytes"] / predicted - 1}
@@ -313,7 +322,7 @@ def _model_peak(function: Callable[[], int], device: torch.device) -> Attempt[in
     if device.type != "cuda":
         why_not = why_no_children()
         return Attempt(None, why_not) if why_not else in_child(function)
-    # a plan counts lists of blocks and cuBLAS's workspaces, which would lie there from a model before
+    # a plan includes block lists and cuBLAS's workspaces, which could remain from a previous model
     clear_block_lists()
     release(workspaces=True)
     found = attempt(function)
@@ -322,14 +331,14 @@ def _model_peak(function: Callable[[], int], device: torch.device) -> Attempt[in
 
 
 def _models_fit() -> list[Row]:
-    """The longest sequence of the whole model by memory of a GPU, from formulas and fake tensors."""
+    """Estimates the longest sequence of the whole model by GPU memory, from formulas and fake tensors."""
     rows = []
     for kind in model_memory.ATTENTION:
         for work, (training, _) in model_memory.WORK.items():
             weights = 0
             for gib in reversed(SIZES_GIB):
                 values: dict[str, float] = {"longest": 0}
-                # weights, and in training their gradients and two moments, alone
+                # weights alone, and in training their gradients and two moments
                 if weights <= USABLE * gib * 2**30:
                     plan = model_memory.planned(kind, work, 4096, full=True, layers=model_memory.LAYERS, gpu="H200", memory=gib * 2**30)
                     values["longest"] = plan.longest

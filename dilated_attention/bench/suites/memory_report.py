@@ -1,4 +1,4 @@
-"""The tables and plots of the suite memory."""
+"""Tables and plots of the suite ``memory``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _attention_tables(results: Results) -> list[Table]:
 
 
 def _reductions(rows: Sequence[Row], which: str) -> Table:
-    """At the longest sequence that the standard has figures of, and at the longest of each."""
+    """Compares at the longest sequence for which the standard attention has figures, and at each implementation's longest."""
     peaks = {(row.name, row.case["N"]): row.values["peak_bytes"] for row in rows if row.values}
     cells = []
     for name in dict.fromkeys(name for name, _ in peaks):
@@ -145,7 +145,7 @@ def _attention_plots(results: Results) -> list[Plot]:
 
 
 def _least_dense(rows: Sequence[Row]) -> tuple[str, str]:
-    """(name, label) of the dense kernel that takes least where the sequence is longest: they take about the same, and are many."""
+    """Returns (name, label) of the dense kernel with the least memory at the longest sequence; most kernels take about the same."""
     dense = [row for row in rows if row.name in _DENSE_KERNELS]
     if not dense:
         return "", ""

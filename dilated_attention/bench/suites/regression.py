@@ -1,4 +1,7 @@
-"""What got slower since a stored baseline of the same hardware: short cases by yardsticks, looked at again before they are blamed."""
+"""Finds what got slower since a stored baseline of the same hardware.
+
+Short cases are measured relative to yardsticks, and repeated before a slowdown is reported.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ from dilated_attention.bench.yardstick import Figures, change, sampled, verdict
 
 CORE = "core"
 BASELINES = Path("benchmarks") / "baselines"
-# of the catalogue: dense kernels beside which ours are judged, and what is ours
+# from the catalogue: this library's contenders, and dense kernels to compare them with
 CONTENDERS = tuple(
     x for x in (*DENSE, *MODULES, *MULTIHEAD) if x.name not in ("standard", "flash3_fp8", "flash2", "flex", "BlockSparseAttention BigBird")
 )
 
 
 class Regression(Suite):
-    """Exit code 1 where a row got slower, or is gone."""
+    """Compares with a stored baseline. The exit code is 1 where a row got slower or is missing."""
 
     name = "regression"
     about = "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower"
@@ -73,7 +76,7 @@ class Regression(Suite):
         return [*groups, *([Group("no longer measured", functools.partial(_gone, how, gone))] if gone else [])]
 
     def _check(self, session: Session) -> Check:
-        """Raises ValueError where there is no baseline to compare with, UsageError for options that cannot be."""
+        """Raises ValueError where there is no baseline to compare with, and UsageError for invalid options."""
         options = session.options
         if options.threshold <= 0:
             raise UsageError(f"--threshold is {options.threshold:g}; expected a share above 0, such as 0.2")
@@ -151,7 +154,7 @@ def _core_groups(session: Session, how: Check) -> list[Group]:
 
 
 def _core(label: str, problem: Problem, which: str, session: Session, how: Check) -> list[Row]:
-    """Rows of the catalogue on one problem: right first, then in turns, then compared."""
+    """Returns rows of the catalogue on one problem: checked first, then timed in turns, then compared."""
     case = problem.case | {"pass": which}
     rows, calls = [], {}
     shared: dict[str, list[Any]] = {}
@@ -169,7 +172,7 @@ def _core(label: str, problem: Problem, which: str, session: Session, how: Check
                     calls[contender.name] = call
             if note:
                 rows.append(replace(row, note=note))
-        # a short case needs many turns, and five times a suite's usual seconds are still few
+        # a short case needs many turns, and five times a suite's usual seconds are still short
         again = functools.partial(sampled, device=session.device, full=session.full, seconds=5 * session.seconds)
         found = measured(calls, again, how, label, case)
     rows += [Row(name=name, case=case, values=x.values()) for name, x in found.items()]
@@ -187,7 +190,7 @@ def _prepared(
 
 
 def _suite_groups(name: str, session: Session, how: Check) -> list[Group]:
-    """Groups of another suite with its own defaults; its rows with a time are compared."""
+    """Returns groups of another suite with its default settings; its rows with a time are compared."""
     from dilated_attention.bench.suites import SUITES
 
     suite = SUITES[name]()
@@ -206,7 +209,7 @@ def _of_suite(name: str, group: Group, session: Session, how: Check) -> list[Row
         if turn >= how.rounds and not any(key in then and verdict(then[key], x, how.threshold) == SLOWER for key, x in found.items()):
             break
         with one_thread(session.device):
-            # the yardsticks before and behind, the faster of both
+            # yardsticks before and after, the faster of both
             before = _rods(session)
             fresh = [row for row in group.run() if how.wants(row.key)]
             rods = {rod: min(x, y) for (rod, x), y in zip(before.items(), _rods(session).values(), strict=True)}
@@ -220,7 +223,7 @@ def _of_suite(name: str, group: Group, session: Session, how: Check) -> list[Row
 
 
 def _rods(session: Session) -> dict[str, float]:
-    """Milliseconds of each yardstick, the fastest of some turns."""
+    """Returns the milliseconds of each yardstick, the fastest of several turns."""
     figures = sampled({"nothing": lambda: None}, session.device, full=session.full, seconds=0.1)["nothing"]
     return {rod: figures.low_ms / ratio for rod, ratio in figures.per.items()}
 
@@ -239,7 +242,7 @@ def _gone(how: Check, labels: Sequence[str]) -> list[Row]:
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU: threads that wait for one another wait for a neighbour's work, too."""
+    """Uses one thread on a CPU: threads that wait for each other also wait for other processes' work."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tables and the plot of ``regression``, from its rows alone."""
+"""Tables and the plot of ``regression``, created from its rows alone."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How time and memory grow: with the length, with the batch, and over processes that share a sequence.
+"""Measures how time and memory grow: with the length, with the batch, and over processes that share a sequence.
 
     python -m dilated_attention bench scaling
     torchrun --nproc-per-node 4 -m dilated_attention bench scaling
 
-Each number of processes has a file of its own, and all that lie in one folder are told together.
+Each number of processes has a separate file, and all files in one folder are reported together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.profiling import profile_memory
 
 PASSES = ("forward", "both")
-# seconds that one call may take
+# maximum seconds of one call
 _LONGEST = 4.0
 _MASKS = {"full": False, "causal": True}
 
@@ -41,7 +41,7 @@ _AUTO = dense("auto", "dense attention, on the backend that this library chooses
 
 
 def contenders(unit: int) -> tuple[Contender, ...]:
-    """Dense attention, and two whose work grows with N: their shortest segment and their window do not."""
+    """Returns dense attention, and two kinds whose work grows with N: their shortest segment and their window are fixed."""
 
     def dilated(problem: Problem) -> Attend:
         lengths, rates = spread.branches(problem, unit)
@@ -65,7 +65,7 @@ def contenders(unit: int) -> tuple[Contender, ...]:
 
 
 class Scaling(Suite):
-    """Laws of growth, fitted, and efficiency over processes."""
+    """Fits growth laws, and measures efficiency over processes."""
 
     name = "scaling"
     about = "time and memory per token by length, by batch, and over processes (torchrun)"
@@ -97,7 +97,7 @@ class Scaling(Suite):
 
 
 def _unit(session: Session) -> int:
-    """Of segments and windows, in positions."""
+    """Returns the unit of segments and windows, in positions."""
     return 2048 if session.full else 128
 
 
@@ -119,7 +119,7 @@ def _of_lengths(session: Session) -> list[Group]:
 
 
 def _of_batches(session: Session) -> list[Group]:
-    """weak: sequences of equal length, so work that grows with the batch; strong: equally many tokens in more and shorter sequences."""
+    """weak: sequences of equal length, so work grows with the batch; strong: the same number of tokens in more and shorter sequences."""
     batches = session.options.batches or ([1, 2, 4, 8, 16, 32] if session.full else [1, 2, 4])
     positions = session.options.positions or (4096 if session.full else 512)
     total = positions * max(batches)
@@ -142,15 +142,15 @@ def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Ro
 
 
 def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
-    """With the peak that a GPU's allocator counts, here from torch's profiler."""
+    """Adds the peak memory that a GPU's allocator counts, measured here by PyTorch's profiler."""
     if "ms" not in row.values:
         return row
 
     def peak() -> int | None:
         call = passes.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
-        # what is made once is kept
+        # a first call, so that what is created only once does not count
         call()
-        # its notes of start and stop, on stderr
+        # silences its start and stop messages on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         return profile_memory(call, device=problem.device).peak_allocated
 
@@ -159,7 +159,7 @@ def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
 
 
 def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:
-    """With figures of one token, and the pairs that arithmetic has."""
+    """Adds figures per token, and the pairs that the arithmetic includes."""
     if "ms" not in row.values:
         return row
     tokens = problem.batch_size * problem.num_positions

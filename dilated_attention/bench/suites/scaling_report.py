@@ -1,4 +1,4 @@
-"""Tables and plots of ``scaling``, from its rows alone."""
+"""Tables and plots of ``scaling``, created from its rows alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MODES = {
     "strong": "strong scaling over processes: the same sequence, shared by more",
     "weak": "weak scaling over processes: as many positions for each, so a longer sequence",
 }
-# lengths, from the longest, that a law is fitted to: the short ones measure launches
+# number of lengths, from the longest, that a law is fitted to: at short ones the times are those of launches
 _FITTED = 3
 
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
-    """x of y ∝ N^x, by least squares of log y over log N for the longest lengths; None for fewer than two."""
+    """Fits x of y ∝ N^x, by least squares of log y over log N for the longest lengths; None for fewer than two."""
     last = sorted(points)[-_FITTED:]
     if len(last) < 2:
         return None
@@ -50,7 +50,10 @@ def tables(results: Results) -> list[Table]:
 
 
 def _of(results: Results, part: str, which: str) -> list[Row]:
-    """Rows of a part and pass, and those of its contenders and groups without figures, which are told of once, with the forward."""
+    """Returns the rows of a part and pass.
+
+    Rows of its contenders and groups without figures are included only once, with the forward.
+    """
     starts = {"length": ("length",), "batch": ("weak", "strong")}[part]
     found = []
     for row in results.rows:
@@ -132,7 +135,7 @@ def _kinds(rows: Iterable[Row]) -> list[str]:
 
 
 def _same(row: Row) -> tuple[object, ...]:
-    """What a row of one process and of several have in common, beside the length, which grows in the weak part."""
+    """Returns what rows of one process and of several have in common, except for the length, which grows in the weak part."""
     return (row.name, *(row.case[key] for key in ("mode", "B", "H", "D", "dtype", "causal")), row.case.get("pass"))
 
 
@@ -205,7 +208,7 @@ def _of_batch(results: Results, which: str, title: str) -> list[Plot]:
 
 
 def _of_processes(results: Results) -> list[Plot]:
-    """Only once several numbers of processes were measured."""
+    """Returns plots only if several numbers of processes were measured."""
     rows = [row for row in results.rows if row.case.get("part") == "processes" and "ms" in row.values]
     if len({row.case["W"] for row in rows}) < 2:
         return []
@@ -221,7 +224,7 @@ def _of_processes(results: Results) -> list[Plot]:
                     for causal in (False, True):
                         mine = [row for row in rows if (row.case["mode"], row.case["pass"], row.case["causal"]) == (mode, which, causal)]
                         lines += _line(mine, kind, "W", value, f"{kind}, {'causal' if causal else 'full'}", scale, dashed=causal)
-                # keys travel once more backward: their plot is that of both
+                # the keys are exchanged once more in the backward: this plot is for both passes
                 if name == "efficiency" and lines:
                     lines.append(
                         Line(

@@ -22,7 +22,7 @@ from dilated_attention.bench.tables import Table, pivot
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD)}
 OURS = tuple(contender.name for contender in (*MODULES, *MULTIHEAD))
-# dense kernels that round as their inputs do; 8-bit products are another thing to be faster than
+# dense kernels that round in the inputs' dtype; 8-bit products are not comparable
 KERNELS = tuple(contender.name for contender in DENSE if contender is not STANDARD and "fp8" not in contender.name)
 # batch x positions x heads x head dim
 GRID = ((1, 32, 4, 16), (1, 128, 8, 32), (4, 256, 8, 64), (8, 512, 16, 64), (16, 512, 32, 64), (32, 1024, 32, 128), (64, 1024, 64, 128))
@@ -30,7 +30,7 @@ SMALL_GRID = GRID[:3]
 
 
 class Speed(Suite):
-    """The times that attention libraries publish, on the machine at hand."""
+    """Measures the times that attention libraries usually publish, on this machine."""
 
     name = "speed"
     about = "time and TFLOP/s of forward, backward and both, by length and by shape"
@@ -52,7 +52,7 @@ class Speed(Suite):
         return float(session.options.longest)
 
     def problems(self, session: Session) -> list[tuple[str, Problem]]:
-        """(part, problem): "length" holds heads and head dim, "grid" is shapes of every size."""
+        """Returns (part, problem): "length" fixes heads and head dim, "grid" contains shapes of every size."""
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
@@ -75,7 +75,7 @@ class Speed(Suite):
 
     def groups(self, session: Session) -> Sequence[Group]:
         chosen = [CONTENDERS[name] for name in session.options.contenders or CONTENDERS]
-        # twenty contenders by three passes a problem: less than the usual time for each, unless it was asked for
+        # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
         asked = getattr(session.options, "seconds", None)
         seconds = session.seconds / (2 if session.full else 4) if asked is None else session.seconds
         return [
@@ -109,7 +109,7 @@ class Speed(Suite):
             best = _fastest(rows, "N")
             ours = _lines(rows, [STANDARD.name, *OURS], "ms")
             if best:
-                # a sequence, as the batch changes along the way
+                # per sequence, as the batch size changes with the length
                 batches = {row.case["N"]: row.case["B"] for row in rows}
                 line = Line("fastest dense kernel", list(best), [ms / batches[n] for n, (ms, _) in best.items()], dashed=True)
                 plots.append(
@@ -146,14 +146,14 @@ def _is(row: Row, dtype: str, part: str, causal: bool) -> bool:
 
 
 def _of_pass(rows: Iterable[Row], which: str) -> list[Row]:
-    """Rows of a pass. What could not be done at all is told of with the forward, and elsewhere where it leaves a gap in a line."""
+    """Returns rows of a pass. What could not run at all is reported with the forward, elsewhere only where it leaves a gap in a line."""
     rows = list(rows)
     present = {row.name for row in rows if row.case.get("pass") == which and row.values}
     return [row for row in rows if row.case.get("pass", which if which == "forward" or row.name in present else "") == which]
 
 
 def _fastest(rows: Iterable[Row], across: str) -> dict[Any, tuple[float, str]]:
-    """Of the dense kernels, in each case: (ms, name)."""
+    """Returns the fastest dense kernel in each case: (ms, name)."""
     best: dict[Any, tuple[float, str]] = {}
     for row in rows:
         if row.name in KERNELS and row.values:
@@ -205,7 +205,7 @@ def _tables(results: Results, rows: list[Row], which: str, dtype: str, part: str
 
 
 def _shape(rows: Iterable[Row]) -> str:
-    """Heads, head dim and batch sizes of rows that share the first two."""
+    """Describes heads, head dim and batch sizes of rows that share the first two."""
     rows = [row for row in rows if "H" in row.case]
     if not rows:
         return ""
@@ -220,7 +220,7 @@ def _shape(rows: Iterable[Row]) -> str:
 
 
 def _lines(rows: Iterable[Row], names: Iterable[str], value: str) -> list[Line]:
-    """A line for each of the names that has figures: times a sequence, with their spread, and rates as they are."""
+    """Returns a line for each of the names that has figures: times per sequence, with their spread, and rates unchanged."""
     rows = list(rows)
     lines = []
     for name in names:

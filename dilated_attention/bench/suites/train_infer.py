@@ -1,4 +1,4 @@
-"""Samples a second in training and tokens a second in generating, of models of known shapes, by kind of attention and context."""
+"""Samples per second in training and tokens per second in generation, of models of known shapes, by kind of attention and context."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from dilated_attention.models import LongNetConfig
 
 MODELS = ("gpt2-124m", "llama-7b")
 TASKS = ("train", "generate")
-# contexts that are trained, and the tokens of a step unless the context has more; of models with more than so many parameters the second
+# contexts for training, and the number of tokens per step unless the context is longer; the second entry applies to models above a
+# certain number of parameters
 _CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
 _TOKENS = (32768, 8192)
-# tokens of several prompts together, so that a run takes minutes
+# total tokens of all prompts, limited so that a run takes minutes
 _PROMPTS = (131072, 65536)
 _LARGE = 10**9
-# on a CPU: contexts to train and to generate behind, requests together, and tokens written in a turn
+# on a CPU: contexts for training and for generation, concurrent requests, and tokens generated per turn
 _SMALL_CONTEXTS = {"train": (512, 1024, 2048), "generate": (512, 2048)}
 _SMALL_BATCHES, _SMALL_NEW = (1, 4), 8
 
 
 class TrainInfer(Suite):
-    """Whole models, with random weights: what attention is worth beside all else."""
+    """Measures whole models with random weights: how much attention matters in proportion to everything else."""
 
     name = "train-infer"
     about = "samples/s of training and tokens/s of generating: GPT-2-124M- and Llama-7B-shaped models, dense, dilated, block-sparse"
@@ -85,7 +86,7 @@ class TrainInfer(Suite):
 
 
 def _shape(preset: str, session: Session) -> Shape:
-    """The preset, or its likeness of two narrow layers for a CPU."""
+    """Returns the preset, or a similar model of two narrow layers for a CPU."""
     config = cast(LongNetConfig, MODEL_PRESETS[preset])
     changes: dict[str, Any] = {}
     if not session.full:

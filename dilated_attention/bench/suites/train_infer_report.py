@@ -1,4 +1,4 @@
-"""Tables and plots of ``train-infer``, from its rows alone."""
+"""Tables and plots of ``train-infer``, created from its rows alone."""
 
 from __future__ import annotations
 
@@ -57,14 +57,17 @@ def tables(results: Results) -> list[Table]:
 
 
 def _placed(row: Row) -> Row:
-    """With batch and context in one, for the head of a column."""
+    """Combines batch and context, for a column heading."""
     if "N" not in row.case:
         return row
     return replace(row, case=row.case | {PLACE: f"{row.case['B']} × {row.case['N']:,}"})
 
 
 def _of(results: Results, model: str, task: str) -> list[Row]:
-    """Rows of a model and task. What fails before anything is written is told of with the prompt; a group that failed as a whole, too."""
+    """Returns the rows of a model and task.
+
+    Failures before anything is generated are reported with the prompt, and so is a group that failed as a whole.
+    """
     group = f"{'train' if task == 'train' else 'generate'} {model} N="
     with_groups = task != "decode"
     return [
@@ -83,7 +86,7 @@ def _where(rows: Iterable[Row]) -> str:
 
 
 def _how(rows: Sequence[Row]) -> str:
-    """Batch, optimiser and what is computed again, by context."""
+    """Describes batch, optimiser and what is recomputed, by context."""
     settings = dict.fromkeys(
         (row.case["N"], row.case["B"], row.case["optimizer"], row.case["checkpointed"]) for row in rows if "optimizer" in row.case
     )
@@ -98,7 +101,7 @@ def _how(rows: Sequence[Row]) -> str:
 
 
 def _kinds(rows: Sequence[Row]) -> str:
-    """What the kinds of attention are, and what stands in brackets."""
+    """Describes the kinds of attention, and the meaning of the figures in brackets."""
     known = dict.fromkeys((row.name, row.case["attention"]) for row in rows if "attention" in row.case)
     return "; ".join([*(f"{name}: {what}" for name, what in known), "(…): over dense"])
 
