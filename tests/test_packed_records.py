@@ -75,14 +75,15 @@ def test_a_tensor_of_inference_mode_counts_no_changes_and_is_read_each_time(read
 
 def test_a_new_tensor_in_the_place_of_an_old_one_is_read(reads: list[list[int]]) -> None:
     """A tensor's id is free again when it is gone; the record knows whose it was."""
-    wanted = {middle: call(bounds(middle)) for middle in range(1, N)}
+    middles = range(1, N, 3)
+    wanted = {middle: call(bounds(middle)) for middle in middles}
     del reads[:]
-    for middle in range(1, N):
+    for middle in middles:
         one = bounds(middle)
         assert torch.equal(call(one), wanted[middle])
         del one
         gc.collect()
-    assert [x[1] for x in reads] == list(range(1, N))
+    assert [x[1] for x in reads] == list(middles)
 
 
 def test_more_tensors_than_are_kept(reads: list[list[int]]) -> None:

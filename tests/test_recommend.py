@@ -50,7 +50,8 @@ def _asked(use_case: str, length: int, machine: str, extra: tuple[tuple[str, Any
 
 
 def _answers(use_case: str, extra: dict[str, Any]) -> Iterator[Recommendation]:
-    for machine, length in itertools.product(MACHINES, LENGTHS.get(use_case, (4096, 2**17))):
+    # every machine, and every length on several
+    for machine, length in zip(MACHINES, itertools.cycle(LENGTHS.get(use_case, (4096, 2**17))), strict=False):
         yield _asked(use_case, length, machine, tuple(extra.items()))
 
 

@@ -35,9 +35,9 @@ class LongNetLM(Pretrained):
         device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
             and the single-process model.
 
-        The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
-        share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
-        without these, call ``average_gradients``. See ``models.sharded``. Dropout uses each process's own random generator.
+    The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
+    share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
+    without these, call ``average_gradients``. See ``models.sharded``. Dropout uses each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
     ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))

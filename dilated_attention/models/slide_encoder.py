@@ -123,8 +123,8 @@ class SlideEncoder(Pretrained):
         checkpoint_activations: keep only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
-        Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
-        length run in one batch.
+    Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
+    length run in one batch.
 
     >>> model = SlideEncoder(SlideEncoderConfig.gigapath()).eval()
     >>> tiles, coords, cu_seqlens = collate_slides([(tiles_a, coords_a), (tiles_b, coords_b)])
