@@ -244,7 +244,7 @@ if pid == 0:
         dilated_attention.ring_attention(q, q, q, timeout=20.0)
     except RingError as error:
         print(error)
-        ok = "forked" in str(error) and "spawn" in str(error) and time.monotonic() - began < 5
+        ok = "forked" in str(error) and "spawn" in str(error) and time.monotonic() - began < 15
         sys.stdout.flush()
         os._exit(0 if ok else 3)
     except BaseException as error:
