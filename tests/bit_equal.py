@@ -23,13 +23,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dilated_attention import (
-    attention,
     block_sparse_attention,
     block_sparse_dilated_attention,
     create_attention,
     create_model,
     decode_attention,
-    dilated_attention,
     ring_attention,
     ring_block_sparse_attention,
     ring_dilated_attention,
