@@ -60,16 +60,33 @@ def summed_cross_entropy(
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     single = hidden.shape[0] <= chunk
+    vocabulary, weight = weight.shape[0], _aligned(weight)
     total = hidden.new_zeros((), dtype=torch.float32)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         if single:
-            total = total + _sum(rows, weight, wanted, ignore_index)
+            total = total + _sum(rows, weight, wanted, vocabulary, ignore_index)
         else:
             # nothing inside is random, so the random state need not be saved and restored
-            total = total + checkpoint(_sum, rows, weight, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(_sum, rows, weight, wanted, vocabulary, ignore_index, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
-def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    logits = F.linear(hidden, weight)
+def _aligned(weight: torch.Tensor, multiple: int = 8) -> torch.Tensor:
+    """The weight with rows of zeros up to the next multiple, on a GPU.
+
+    Rows of logits then begin at multiples of 16 bytes. For the 100,277 words of a common vocabulary cuBLAS takes kernels that read them
+    element by element, which made two thirds of a training step of a small model.
+    """
+    missing = -weight.shape[0] % multiple
+    if not missing or weight.device.type != "cuda":
+        return weight
+    if torch.is_autocast_enabled("cuda") and weight.dtype is torch.float32:
+        # once, not for each chunk: autocast keeps casts of parameters alone
+        weight = weight.to(torch.get_autocast_dtype("cuda"))
+    return F.pad(weight, (0, 0, 0, missing))
+
+
+def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int, ignore_index: int) -> torch.Tensor:
+    """Of the first ``vocabulary`` rows of the weight."""
+    logits = F.linear(hidden, weight)[:, :vocabulary]
     return F.cross_entropy(logits.float(), targets.long(), ignore_index=ignore_index, reduction="sum")
