@@ -6,13 +6,16 @@ gradients of x and gate.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 
 from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.tiles.launch import Launch
 
 if TYPE_CHECKING:
     from dilated_attention.functional.lean_torch import Recipe
@@ -196,11 +199,11 @@ def prepare(
     z = torch.empty_like(x, dtype=recipe.dtype)
     if M and K:
         block, rows, warps = _tile(K, _FORWARD)
-        with on_device(x.device):
-            _prepare_kernel[(triton.cdiv(M, rows),)](
-                x, gate, weight, bias, z, normal, stats, M, recipe.eps, K, block, rows, recipe.activation, recipe.norm,
-                weight is not None, bias is not None, normal is not None, _is_short(x), num_warps=warps,
-            )  # fmt: skip
+        _run(
+            _prepare_kernel, triton.cdiv(M, rows), (x, gate, weight, bias, z, normal, stats), (M, recipe.eps), warps,
+            K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, KEEPS_NORMAL=normal is not None, SHORT=_is_short(x),
+        )  # fmt: skip
     return z
 
 
@@ -230,13 +233,38 @@ def prepare_backward(
     tiles = triton.cdiv(M, rows)
     programs = min(tiles, _programs(x.device, warps))
     shares = stats.new_empty(programs, 2, K)
-    with on_device(x.device):
-        _prepare_backward_kernel[(programs,)](
-            x, gate, weight, bias, stats, dz, z, dx, dgate, shares, M, tiles, K, block, rows, recipe.activation, recipe.norm,
-            weight is not None, bias is not None, needs_z, dz is not None, wide is not None, _is_short(x), _BACKWARD.stages,
-            num_warps=warps,
-        )  # fmt: skip
+    _run(
+        _prepare_backward_kernel, programs, (x, gate, weight, bias, stats, dz, z, dx, dgate, shares), (M, tiles), warps,
+        K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None, NEEDS_Z=needs_z, HAS_DZ=dz is not None, IS_NORMAL=wide is not None, SHORT=_is_short(x),
+        STAGES=_BACKWARD.stages,
+    )  # fmt: skip
     return z, dx, dgate, shares.sum(0)
+
+
+def _run(
+    kernel: Any, programs: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[float, ...], warps: int, **constants: Any
+) -> None:
+    """Launches the kernel on the device of the first tensor."""
+    first = cast(torch.Tensor, tensors[0])
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
+    launch = _launch(kernel, programs, first.device, dtypes, numbers, tuple(constants.items()), warps)
+    with on_device(first.device):
+        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, first.device.index)
+
+
+@functools.lru_cache(1024)
+def _launch(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    numbers: tuple[float, ...],
+    constants: tuple[tuple[str, Any], ...],
+    warps: int,
+) -> Launch:
+    """Returns the launch for arguments of these kinds; the compiled kernel that it keeps is loaded on ``device``."""
+    return Launch(kernel, programs, numbers, dict(constants), warps)
 
 
 def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:
@@ -268,7 +296,7 @@ def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _dropped_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, y_ptr, seed_ptr, path_ptr, out_ptr, num_elements, per_sample, scale,
+    y_ptr, x_ptr, seed_ptr, path_ptr, out_ptr, num_elements, per_sample, scale,
     THRESHOLD: tl.constexpr, HAS_X: tl.constexpr, HAS_PATH: tl.constexpr, IS_LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -302,9 +330,8 @@ def dropped(
     out = torch.empty_like(y, dtype=dtype)
     if y.numel():
         per_sample = y.numel() if path is None else y.numel() // path.numel()
-        with on_device(y.device):
-            _dropped_kernel[(triton.cdiv(y.numel(), _ELEMENTS),)](
-                x, y, seed, path, out, y.numel(), per_sample, scale, threshold, x is not None, path is not None,
-                per_sample >= 2**31 - _ELEMENTS, _ELEMENTS, num_warps=4,
-            )  # fmt: skip
+        _run(
+            _dropped_kernel, triton.cdiv(y.numel(), _ELEMENTS), (y, x, seed, path, out), (y.numel(), per_sample, scale), 4,
+            THRESHOLD=threshold, HAS_X=x is not None, HAS_PATH=path is not None, IS_LONG=per_sample >= 2**31 - _ELEMENTS, BLOCK=_ELEMENTS,
+        )  # fmt: skip
     return out

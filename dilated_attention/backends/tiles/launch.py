@@ -46,8 +46,8 @@ class Launch:
         self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[torch.Tensor]], device: int) -> None:
-        """Launches the kernel. ``pointers`` are those of ``tensors()``, on the current device."""
+    def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[Any]], device: int) -> None:
+        """Launches the kernel. ``pointers`` are those of ``tensors()``, on the current device; 0 for a tensor that is None."""
         aligned, compiled = all_aligned(pointers), self._compiled
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
