@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 
@@ -310,18 +311,25 @@ def test_cuda_compile_equals_eager() -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "tiles"])
-def test_backward_takes_out_in_any_layout(backend: str) -> None:
-    """Equal q, k, v, then another layout of out: torch keeps one cuDNN plan for both, built for the strides of the first."""
+@pytest.mark.parametrize("heads", [1, 4])
+def test_backward_takes_out_and_dout_in_any_layout(backend: str, heads: int) -> None:
+    """Equal q, k, v, then another layout of out or dout: torch keeps one cuDNN plan for all, built for the strides of the first."""
     need(backend)
     kernels, options = registry.get(backend), Options(scale=0.125)
-    q, k, v, dout = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse = kernels.forward(q, k, v, options)
-    wide = torch.zeros(2, 600, 8, 64, device="cuda", dtype=torch.bfloat16)[:, ::2, ::2]
-    wide.copy_(out)
-    heads_first = out.transpose(1, 2).contiguous().transpose(1, 2)
     expected = None
-    for layout in (out.contiguous(), wide, heads_first, out.contiguous()):
-        grads = kernels.backward(dout, q, k, v, layout, lse, options)
+    for layout, of_dout in itertools.product((torch.Tensor.contiguous, _wide, _heads_first), repeat=2):
+        grads = kernels.backward(of_dout(dout), q, k, v, layout(out), lse, options)
         expected = expected or grads
         for found, true in zip(grads, expected, strict=True):
             torch.testing.assert_close(found.float(), true.float(), atol=0.02, rtol=0.02)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    B, N, H, D = x.shape
+    return torch.full((B, 2 * N, 2 * H, D), torch.nan, device=x.device, dtype=x.dtype)[:, ::2, ::2].copy_(x)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

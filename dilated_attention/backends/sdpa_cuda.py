@@ -149,9 +149,9 @@ class SdpaCudnnBackend(Backend):
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        # torch caches one plan for all calls with equal q, k and v layouts, whatever the strides of out for which it was built; so out is
-        # always made contiguous. (This is the likely cause of an illegal memory access seen on torch 2.11.)
-        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out.contiguous()))
+        # torch caches one plan for all calls with equal q, k and v layouts, whatever the strides of out and dout for which it was built:
+        # another layout of either gave NaN and gradients of 1e19 on torch 2.11, or an illegal memory access. So both are made contiguous
+        heads_first = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
             lse.contiguous()[..., None],
