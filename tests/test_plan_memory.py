@@ -24,7 +24,7 @@ LENGTHS = {
     "dilated forward": 2**16,
     "dilated training": 2**15,
     "dilated bfloat16": 2**15,
-    "dense training": 2**8,
+    "dense training": 2**9,
     "block_sparse forward": 2**16,
     "block_sparse training": 2**15,
     "standard training": 2**11,

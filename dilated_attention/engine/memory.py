@@ -37,7 +37,7 @@ from dilated_attention.engine.families import Piece, make_pieces
 from dilated_attention.engine.parts import make_layers
 from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES
-from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys
+from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys, is_one_problem
 from dilated_attention.engine.tiles_layout import tiles_scratch
 from dilated_attention.engine.views import key_rows, launches, query_rows
 from dilated_attention.pattern import DilatedPattern
@@ -177,6 +177,12 @@ def attention_memory(
         grads.append(("lse of the chunks", B * cut.heads * cut.positions * a))
         grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, cut, B, D)))
         return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
+
+    if not key_padding_mask and is_one_problem(pattern, shape):
+        # the kernel's results are those of the call
+        whole_forward = [*common, ("out", Q * e), ("lse", R * a)]
+        whole_backward = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
+        return MemoryEstimate(inputs=inputs, forward=_non_zero(whole_forward), backward=_non_zero(whole_backward if needs_grad else []))
 
     running = list(_forward_launches(plan, queries, keys, max_bytes, sizes))
     rounded = Q * e if sizes.o != e else 0

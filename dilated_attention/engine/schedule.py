@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine import fused
 from dilated_attention.engine.chunks import LANES, Chunk, Cut, backward_layers_cut, make_cut, make_tiers, transient_budget
 from dilated_attention.engine.families import Piece, chunk_family, make_pieces
@@ -18,8 +18,10 @@ from dilated_attention.engine.nested import NestedFamily
 from dilated_attention.engine.parts import Layers, make_layers
 from dilated_attention.engine.plan import Shape, make_plan
 from dilated_attention.engine.run import PART_BYTES, Call, run_backward, run_forward
+from dilated_attention.engine.run import shares as compute_shares
 from dilated_attention.engine.tiles_choice import runs_on_tiles
 from dilated_attention.engine.tiles_layout import num_places
+from dilated_attention.engine.views import extent
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ def forward(
         from dilated_attention.engine import tiles
 
         return tiles.forward(shares, q, k, v, call, kept)
+    if kept is None and (options := _one_launch(pattern, shape, (q, k, v), call)) is not None:
+        out, lse = call.backend.forward(q, k, v, options)
+        return out.contiguous(), lse.contiguous()
     if not _is_fused(shape, q, call):
         out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
         return out, lse.transpose(1, 2).contiguous()
@@ -92,6 +97,30 @@ def _shares(
         # a single assignment: a thread that saw a preliminary None would take the other path, which keeps outputs in another order
         tables["shares"] = found
     return tables["shares"]  # type: ignore[no-any-return]
+
+
+def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
+    """Returns the options of the launch that computes a dense call, so that its results need no copy; None for any other call."""
+    facts = call.backend.facts
+    # backends that write into views given to them copy nothing on the other paths
+    if facts.writes_views or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
+        return None
+    if facts.max_batch is not None and tensors[0].shape[0] > facts.max_batch:
+        return None
+    if facts.max_extent is not None and any(extent(x) > facts.max_extent for x in tensors):
+        return None
+    return replace(call.options, causal=make_plan(pattern, shape).problems[0].causal)
+
+
+def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
+    """Whether the call is one dense problem of all queries, keys and heads."""
+    if pattern.num_branches > 1:
+        return False
+    plan = make_plan(pattern, shape)
+    problem = plan.problems[0] if len(plan.problems) == 1 and plan.covered else None
+    if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys or problem.band is not None:
+        return False
+    return (problem.k_start, problem.k_len) == (0, shape.keys[1])
 
 
 def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
@@ -201,6 +230,10 @@ def backward(
         from dilated_attention.engine import tiles
 
         return tiles.backward(shares, tensors, call, dlse, kept)
+    if kept is None and (options := _one_launch(pattern, shape, tensors, call)) is not None:
+        rows = tuple(None if x is None else x.transpose(1, 2) for x in (lse, dlse))
+        parts = compute_shares(call.backend, (dout, q, k, v, out, cast(torch.Tensor, rows[0])), options, rows[1])
+        return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
     if not _is_fused(shape, q, call):
         lse = lse.transpose(1, 2).contiguous()
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
