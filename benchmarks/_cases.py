@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.branches.plan import Shape, make_plan
 
 DENSE = ("flash4", "sdpa_cudnn", "flex")
 

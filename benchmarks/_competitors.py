@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import Options, registry
-from dilated_attention.engine.sampled import partners
+from dilated_attention.engine.reference_rows import partners
 
 MODULE = "torchscale/component/dilated_attention.py"
 HOW_TO_GET_IT = "other projects' sources are not in this repository: git clone https://github.com/microsoft/torchscale and give that folder as --torchscale"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.branches.plan import Shape, make_plan
 
 # forward + backward over forward
 TRAINING = 3.5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.functional.single import WHOLE_SEQUENCE
 
 DENSE = DilatedPattern((WHOLE_SEQUENCE,), (1,), "zero")

@@ -11,7 +11,7 @@ from _short_problem import Data, Problem, our_call
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.bench.correct import BOUNDS
+from dilated_attention.bench.accuracy.correctness import BOUNDS
 from dilated_attention.pattern import NOT_IN_BRANCH
 
 SEED = 20

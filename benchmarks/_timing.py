@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.sampled import sampled_gradients, sampled_rows
+from dilated_attention.engine.reference_rows import sampled_gradients, sampled_rows
 
 
 def interleaved(

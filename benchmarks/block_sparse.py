@@ -24,8 +24,8 @@ from _timing import inputs, machine, save, sustained
 from dilated_attention import BlockSparseAttention, attention
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Options
-from dilated_attention.backends.blocks import BlockLists
-from dilated_attention.engine.block_lists import block_lists, clear_block_lists
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BigBird, BlockPattern, GlobalLocal, LocalWindow, RandomBlocks, TopBlocks
 
 SHAPES = ((32768, 16, 128), (65536, 16, 64))
@@ -80,7 +80,7 @@ def flex_calls(lists: BlockLists, leaves: list[torch.Tensor], dout: torch.Tensor
     """(forward, backward) of FlexAttention over the same blocks, compiled, in its own layout."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    from dilated_attention.backends.padded import row_tables
+    from dilated_attention.backends.block_kernels.block_tables import row_tables
 
     (table,) = row_tables(lists)
     empty = tuple(torch.zeros_like(x) for x in table.partial)
@@ -212,8 +212,8 @@ def patterns_part(args: argparse.Namespace) -> None:
 
 def chosen_part(args: argparse.Namespace) -> None:
     """Blocks chosen by content at 10 %: choosing beside attending."""
-    from dilated_attention.engine.choose import choose_blocks_op
-    from dilated_attention.engine.kept import lists_of_kept
+    from dilated_attention.engine.blocks.bitmask import lists_of_kept
+    from dilated_attention.engine.blocks.selection import choose_blocks_op
 
     for N in args.lengths:
         for causal in (False, True):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from _timing import inputs, interleaved, machine, peak_extra, save
 
-from dilated_attention.engine.choose import block_means, choose_blocks_op
-from dilated_attention.engine.choose_grid import make_grid
-from dilated_attention.engine.kept import lists_of_kept
+from dilated_attention.engine.blocks.bitmask import lists_of_kept
+from dilated_attention.engine.blocks.selection import block_means, choose_blocks_op
+from dilated_attention.engine.blocks.selection_grid import make_grid
 from dilated_attention.pattern import TopBlocks
 
 
@@ -56,9 +56,9 @@ def measure(N: int, shape: str, pattern: TopBlocks, is_causal: bool, args: argpa
 
 def check(pattern: TopBlocks, is_causal: bool) -> None:
     """The choice of the kernels is that of plain torch, given the same scores, and every list that of plain torch."""
-    from dilated_attention.engine import choose as torch_choose
-    from dilated_attention.engine import choose_triton, kept_triton
-    from dilated_attention.engine.kept import _partial_deltas, _write_lists
+    from dilated_attention.engine.blocks import bitmask_triton, selection_triton
+    from dilated_attention.engine.blocks import selection as torch_choose
+    from dilated_attention.engine.blocks.bitmask import _partial_deltas, _write_lists
 
     N, H, D = 20_000, 4, 128
     q, k = inputs(N, H, D, count=2)
@@ -73,11 +73,11 @@ def check(pattern: TopBlocks, is_causal: bool) -> None:
     weights = None if pattern.mass is None else torch_choose.softmax_weights(scores, part)
     share = 0 if pattern.mass is None else torch_choose.share_units(pattern.mass)
     found, true = (torch.zeros((1, H, grid.num_rows, grid.words), dtype=torch.int32, device=q.device) for _ in range(2))
-    choose_triton.choose_rows(found, scores, weights, part, columns, share)
+    selection_triton.choose_rows(found, scores, weights, part, columns, share)
     torch_choose.choose_rows(true, scores, weights, part, columns, share)
     assert torch.equal(found, true), f"{pattern}: {int((found != true).sum())} words differ"
     deltas = _partial_deltas(*block) if is_causal else range(0)
-    for a, b in zip(kept_triton.write_lists(found, block, columns, 0, deltas), _write_lists(true, block, columns, 0, deltas), strict=True):
+    for a, b in zip(bitmask_triton.write_lists(found, block, columns, 0, deltas), _write_lists(true, block, columns, 0, deltas), strict=True):
         assert (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
 
 

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from _timing import machine
 
-from dilated_attention.backends import flash3
-from dilated_attention.engine import decode_select
-from dilated_attention.engine.decode import Cached
-from dilated_attention.engine.decode_runs import Runs, row_keys
-from dilated_attention.engine.sampled import partners
+from dilated_attention.backends.flash import flash3
+from dilated_attention.engine.decode import dispatch
+from dilated_attention.engine.decode.keys import Runs, row_keys
+from dilated_attention.engine.decode.row import Cached
+from dilated_attention.engine.reference_rows import partners
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Stepper, prefill
 from dilated_attention.models.summary import readable
@@ -213,7 +213,7 @@ def attention_calls(
             for layout, cached in layouts.items():
 
                 def call(cached: Cached = cached, runs: Runs = runs, decoder: str = decoder) -> Any:
-                    return decode_select.decode(q, cached, runs, dim**-0.5, decoder)
+                    return dispatch.decode(q, cached, runs, dim**-0.5, decoder)
 
                 calls[f"{name} ({decoder}{layout})"] = (call, read)
     return calls

@@ -19,8 +19,9 @@ import torch
 from _timing import inputs, interleaved, machine, sampled_error, save
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import Backend, Options, Request, detect, flash3, registry
-from dilated_attention.engine.plan import Shape, make_plan
+from dilated_attention.backends import Backend, Options, Request, detect, registry
+from dilated_attention.backends.flash import flash3
+from dilated_attention.engine.branches.plan import Shape, make_plan
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
 SHAPES = {

@@ -21,9 +21,10 @@ import torch
 from _timing import inputs, interleaved, machine, save
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.backends import Request, detect, flash3, flash3_fp8, registry
-from dilated_attention.backends.quantise import Quantised, quantise
-from dilated_attention.engine.sampled import sampled_rows
+from dilated_attention.backends import Request, detect, registry
+from dilated_attention.backends.flash import flash3, flash3_fp8
+from dilated_attention.backends.flash.fp8 import Quantised, quantise
+from dilated_attention.engine.reference_rows import sampled_rows
 
 LENGTHS, RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)
 HEADS = {64: 16, 128: 8}

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import triton
 
-from dilated_attention.engine.nested import NestedFamily, nested_family
-from dilated_attention.engine.nested_hopper import gluon_forward
-from dilated_attention.engine.nested_triton import triton_forward, why_not
+from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
+from dilated_attention.engine.kernels.nested_hopper import gluon_forward
+from dilated_attention.engine.kernels.nested_triton import triton_forward, why_not
 
 LENGTHS, RATES = [2048 * 2**i for i in range(5)], [2**i for i in range(5)]
 # (name, launcher, options), of which the first is what nested_forward runs

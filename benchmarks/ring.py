@@ -12,7 +12,7 @@ accuracy  relative errors against float64, of one GPU and of 2, 4, … ranks, an
 
 A contender that is wrong against float64 is shown as wrong and has no speed. FLOPs: 4·pairs·H·D forward, 3.5 times that with the
 backward. A time is the median of the slowest rank. With --json and --max-restarts, a contender that hangs or kills a process is named,
-and the rest goes on. Without a GPU everything runs over gloo, for a try: see tests/test_ring_benchmark.py.
+and the rest goes on. Without a GPU everything runs over gloo, for a try: see tests/scripts/test_ring_benchmark.py.
 """
 
 from __future__ import annotations

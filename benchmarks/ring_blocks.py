@@ -26,10 +26,10 @@ from _ring_world import Failed, World, facts, freed
 
 from dilated_attention import balanced_layout, block_sparse_attention, local_positions, ring_block_sparse_attention, shard_sequence
 from dilated_attention.distributed import Layout
-from dilated_attention.distributed.traffic import traffic
-from dilated_attention.engine.block_lists import block_lists, clear_block_lists
+from dilated_attention.distributed.comm.comm_stats import traffic
+from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockPattern, RandomBlocks, with_sparsity
-from dilated_attention.pattern.block_kept import unpacked
+from dilated_attention.pattern.blocks.kept_blocks import unpacked
 
 PATTERNS: dict[str, Callable[[float], BlockPattern]] = {
     "random": lambda density: RandomBlocks(density),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from _timing import machine, save
 
 from dilated_attention import DilatedPattern, ring_dilated_attention
-from dilated_attention.engine.sampled import partners
+from dilated_attention.engine.reference_rows import partners
 
 HEAD_DIM = 64
 

@@ -41,7 +41,7 @@ from _short_problem import Data, Problem
 from _short_truth import SEED, Truth
 from _timing import call_figures, captured, kernel_time, machine, save
 
-from dilated_attention.backends import flash3
+from dilated_attention.backends.flash import flash3
 
 # multiply-adds of a pair and channel, twice: two products forward, five more backward
 FLOPS = {"forward": 4, "both": 14}

@@ -32,8 +32,8 @@ from _torchscale_sources import GIGAPATH, find
 from torch import nn
 
 from dilated_attention import create_model
-from dilated_attention.backends import flash3
-from dilated_attention.modules._lean import plain_layers
+from dilated_attention.backends.flash import flash3
+from dilated_attention.modules._fused_layers import plain_layers
 
 TILES = (5308, 10001, 45681)
 Step = Callable[[], Any]

@@ -31,7 +31,7 @@ from _competitors import TorchScale, detached_rows, find_torchscale, flex_dense,
 from _timing import inputs, interleaved, machine, peak_extra, sampled_error, save
 
 from dilated_attention import BackendUnavailable, DilatedPattern, attention, dilated_attention
-from dilated_attention.engine.sampled import sampled_rows
+from dilated_attention.engine.reference_rows import sampled_rows
 
 Function = Callable[..., torch.Tensor]
 EQUAL: dict[str, Any] = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": "detached"}

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.distributed.layout import positions_of
+from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.factory import ATTENTION_PRESETS
 from dilated_attention.pattern import NOT_IN_BRANCH, BigBird, BlockPattern, GlobalLocal, LocalWindow, Pattern, RandomBlocks, Strided
 

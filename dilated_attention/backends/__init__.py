@@ -1,22 +1,22 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from dilated_attention.backends import preference
+from dilated_attention.backends import tuning_table
 from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request, reasons_of
-from dilated_attention.backends.cudnn_blocks import CudnnBlocksBackend
-from dilated_attention.backends.flash2 import Flash2Backend
-from dilated_attention.backends.flash3 import Flash3Backend
-from dilated_attention.backends.flash3_fp8 import Flash3Fp8Backend
-from dilated_attention.backends.flash4 import Flash4Backend
-from dilated_attention.backends.flex import FlexBackend
-from dilated_attention.backends.gluon_blocks import GluonBlocksBackend
+from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
+from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
+from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
+from dilated_attention.backends.flash.flash2 import Flash2Backend
+from dilated_attention.backends.flash.flash3 import Flash3Backend
+from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
+from dilated_attention.backends.flash.flash4 import Flash4Backend
+from dilated_attention.backends.flash.xformers import XformersBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
-from dilated_attention.backends.math import MathBackend
-from dilated_attention.backends.sdpa_cpu import SdpaCpuBackend
-from dilated_attention.backends.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 from dilated_attention.backends.selection import NESTED, NESTED_FACTS, BackendUnavailable, Registry, registry
-from dilated_attention.backends.triton_blocks import TritonBlocksBackend
-from dilated_attention.backends.triton_tiles import TilesBackend
-from dilated_attention.backends.xformers import XformersBackend
+from dilated_attention.backends.tiles.backend import TilesBackend
+from dilated_attention.backends.torch_ops.flex import FlexBackend
+from dilated_attention.backends.torch_ops.math import MathBackend
+from dilated_attention.backends.torch_ops.sdpa_cpu import SdpaCpuBackend
+from dilated_attention.backends.torch_ops.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 
 registry.register(Flash4Backend())
 registry.register(Flash3Backend())
@@ -34,7 +34,7 @@ registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no table of measured times has a row (see preference.py; shipped/ holds the package's tables). Hopper: by
+# The orders that apply where no table of measured times has a row (see tuning_table.py; shipped/ holds the package's tables). Hopper: by
 # the H200 figures in each backend's `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the
 # FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
 # Volta and Turing have no flash kernels.
@@ -75,8 +75,8 @@ __all__ = [
     "Registry",
     "Request",
     "detect",
-    "preference",
     "reasons_of",
     "refresh",
     "registry",
+    "tuning_table",
 ]

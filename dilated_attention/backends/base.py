@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention.backends.blocks import BlockLists
+from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.dropout import Words, words_of
 from dilated_attention.backends.hardware import Hardware
 from dilated_attention.fork import cached_property

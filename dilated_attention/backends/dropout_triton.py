@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words
 
 # words per program: four per thread

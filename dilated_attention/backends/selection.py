@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
-from dilated_attention.backends import hardware, preference
+from dilated_attention.backends import hardware, tuning_table
 from dilated_attention.backends.base import HALVES, Backend, Facts, Request
 from dilated_attention.pattern.checks import shown
 
@@ -81,7 +81,7 @@ class Registry:
         """Returns all names in order of preference for this request."""
         return self.ranking(request).names
 
-    def ranking(self, request: Request) -> preference.Ranking:
+    def ranking(self, request: Request) -> tuning_table.Ranking:
         """Returns ``order`` with the reason for each name's place: a table measured here, the shipped one, or the architecture's order."""
         hardware = request.hardware
         places = [hardware.architecture]
@@ -90,10 +90,10 @@ class Registry:
         places.append(hardware.device_type)
         kinds = [request.kind, *(["blocks"] if request.beside_exchange else [])]
         first = next((self._orders[place, kind] for kind in kinds for place in places if (place, kind) in self._orders), ())
-        return preference.rank(request, first, self.names())
+        return tuning_table.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:
-        """Returns (name, reasons against it) in order of preference."""
+        """Returns (name, reasons against it) in order of tuning_table."""
         return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
 
     def check_name(self, name: object) -> None:
@@ -149,7 +149,7 @@ class Registry:
 
 def _generation() -> int:
     # both numbers only grow, so their sum changes with either
-    return preference.generation() + hardware.generation()
+    return tuning_table.generation() + hardware.generation()
 
 
 registry = Registry()

@@ -1,6 +1,6 @@
 """Reproducible benchmarks: suites of fair, checked measurements, with tables and plots. ``python -m dilated_attention bench``."""
 
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.runner import Outcome, run
 from dilated_attention.bench.suite import Group, Session, Suite
 

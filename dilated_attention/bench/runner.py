@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention.bench.attempt import is_out_of_memory, release
-from dilated_attention.bench.joined import joined, stem
-from dilated_attention.bench.rows import Results, Row, machine
+from dilated_attention.bench.measure.rank_sync import Broken
+from dilated_attention.bench.measure.skip import is_out_of_memory, release
+from dilated_attention.bench.report.merge_results import joined, stem
+from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.together import Broken
 from dilated_attention.files import write_text
 
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.rows import Results, Row
-from dilated_attention.bench.tables import Table
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True)

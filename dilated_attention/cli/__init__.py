@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.backends.preference import PreferenceError
+from dilated_attention.backends.tuning_table import PreferenceError
 from dilated_attention.cli import bench, info, plan, recommend, show
 from dilated_attention.cli.arguments import UsageError, as_flags
 

@@ -17,8 +17,8 @@ import torch
 
 from dilated_attention.bench import Outcome, Session, Suite, run
 from dilated_attention.bench.arguments import UsageError, positive
-from dilated_attention.bench.problem import DTYPES
 from dilated_attention.bench.suites import SUITES
+from dilated_attention.bench.workloads.problem import DTYPES
 from dilated_attention.cli import tune
 
 _OUTPUT = Path("bench-results")

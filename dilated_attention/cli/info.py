@@ -10,7 +10,7 @@ import sys
 import torch
 
 import dilated_attention
-from dilated_attention.backends import PACKAGES, PRECISIONS, preference
+from dilated_attention.backends import PACKAGES, PRECISIONS, tuning_table
 from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, count, size
 from dilated_attention.factory import EXAMPLES, Hardware, detect, explain_backend
 from dilated_attention.functional import explain_decode
@@ -103,9 +103,9 @@ def _described(hardware: Hardware) -> str:
 
 def _preference(hardware: Hardware) -> str:
     """Describes the table of measured times in use, if any."""
-    here = preference.measured_here(hardware)
+    here = tuning_table.measured_here(hardware)
     if here is not None:
         return f"measured here ({here.path}, {here.date})"
-    shipped = preference.shipped(hardware.architecture)
+    shipped = tuning_table.shipped(hardware.architecture)
     text = f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"
-    return f"{text}; nothing measured here: {preference.RERUN}" if hardware.versions else text
+    return f"{text}; nothing measured here: {tuning_table.RERUN}" if hardware.versions else text

@@ -8,7 +8,7 @@ import json
 from dilated_attention.cli.arguments import add_json, gib_of, size
 from dilated_attention.pattern.checks import shown
 from dilated_attention.planning import USE_CASES, recommend
-from dilated_attention.planning.case import KINDS
+from dilated_attention.planning.advice.use_case import KINDS
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dilated_attention.backends import preference
+from dilated_attention.backends import tuning_table
 from dilated_attention.cli.arguments import UsageError, positive, size
 from dilated_attention.factory import detect, list_backends, tune
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.backends or () if name not in list_backends()]
     if unknown:
         raise UsageError(f"--backends has {', '.join(unknown)}; expected some of {', '.join(list_backends())}")
-    path = args.output or preference.cache_path(hardware)
+    path = args.output or tuning_table.cache_path(hardware)
     default = tune.default_sweep(hardware)
     sweep = replace(
         default,
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
         seconds=default.seconds if args.seconds is None else args.seconds,
     )
     table = tune.measure(sweep, device=args.device, progress=lambda line: print(line, file=sys.stderr, flush=True))
-    preference.save(table, path)
-    preference.refresh()
+    tuning_table.save(table, path)
+    tuning_table.refresh()
     if args.json:
-        rows = [preference.as_dict(row) for row in table.rows]
+        rows = [tuning_table.as_dict(row) for row in table.rows]
         print(json.dumps({"file": str(path), "source": table.source, "date": table.date, "rows": rows}, indent=2, ensure_ascii=False))
         return 0
     print(tune.winners(table))
     print(f"written to {path}")
-    if path != preference.cache_path(hardware):
-        print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {preference.cache_path(hardware)}")
+    if path != tuning_table.cache_path(hardware):
+        print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {tuning_table.cache_path(hardware)}")
     return 0

@@ -3,21 +3,21 @@
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
 
-On a GPU (``schedule.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued, so the layers of
-the other lane are in the allocator's reserve (as measured by ``tests/test_gpu_engine.py`` and benchmarks/extreme.py):
+On a GPU (``branches/strategy.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued, so the layers of
+the other lane are in the allocator's reserve (as measured by ``tests/gpu/test_engine.py`` and benchmarks/extreme.py):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, the chunk's lse, and what a launch sums
               in float32: dq, and also dk and dv where query heads share them (FlashAttention's kernels)
 
-On a GPU where a pass runs on tiles (``tiles_choice.py``), with P places in all branches except the direct one, which has rate 1
-(``tiles_layout.py``):
+On a GPU where a pass runs on tiles (``kernels/tiles_choice.py``), with P places in all branches except the direct one, which has rate 1
+(``kernels/tiles_layout.py``):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·4 + B·H·P·(D·e + 4)
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·4 + dq, dk, dv (Q + 2K)·e + dq, dk, dv at the places, each P·D·e per head, and
               8 bytes (16 with dropout) for each head and each place of all branches
 
-On a CPU (``run.py``):
+On a CPU (``branches/sequential.py``):
 
     forward   inputs (Q + 2K)·e + out Q·a + lse R·a + the results of one launch and of the previous one
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse 3·R·a + dq, dk, dv (Q + 2K)·a + the results of two launches
@@ -32,14 +32,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.chunks import Cut, make_tiers
-from dilated_attention.engine.families import Piece, make_pieces
-from dilated_attention.engine.parts import make_layers
-from dilated_attention.engine.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.run import PART_BYTES
-from dilated_attention.engine.schedule import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys, is_one_problem
-from dilated_attention.engine.tiles_layout import tiles_scratch
-from dilated_attention.engine.views import key_rows, launches, query_rows
+from dilated_attention.engine.branches.branch_buffers import make_layers
+from dilated_attention.engine.branches.chunking import Cut, make_tiers
+from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
+from dilated_attention.engine.branches.sequential import PART_BYTES
+from dilated_attention.engine.branches.strategy import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys, is_one_problem
+from dilated_attention.engine.branches.views import key_rows, launches, query_rows
+from dilated_attention.engine.kernels.nested_selection import Piece, make_pieces
+from dilated_attention.engine.kernels.tiles_layout import tiles_scratch
 from dilated_attention.pattern import DilatedPattern
 
 # kernels pad the rows of their sums to a multiple of this
@@ -129,10 +129,10 @@ def attention_memory(
         dtype: dtype of q, k, v.
         device_type: ``"cpu"`` or ``"cuda"``; it determines how much one launch may return.
         is_causal, key_padding_mask: as in the call.
-        nested: the forward visits pairs of nested branches once (``families.py``) where branches nest, and has no parts for them.
+        nested: the forward visits pairs of nested branches once (``kernels/nested_selection.py``) where branches nest, and has no parts for them.
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
-        kept: bytes of the per-branch outputs that the forward keeps for the backward (``needs.kept_bytes``).
+        kept: bytes of the per-branch outputs that the forward keeps for the backward (``requirements.kept_bytes``).
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))

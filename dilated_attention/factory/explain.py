@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import NESTED, NESTED_FACTS, PRECISIONS, BackendUnavailable, Hardware, Request, detect, reasons_of, registry
-from dilated_attention.engine import tiles_choice
+from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.pattern.block import checked_block_size
+from dilated_attention.pattern.blocks.base import checked_block_size
 from dilated_attention.pattern.checks import one_of
 
 

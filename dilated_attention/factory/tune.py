@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention.backends import Backend, Hardware, Options, Request, detect, preference, registry
+from dilated_attention.backends import Backend, Hardware, Options, Request, detect, registry, tuning_table
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.preference import Row, Table, Timing
+from dilated_attention.backends.tuning_table import Row, Table, Timing
 
 Tensors = tuple[torch.Tensor, ...]
 # errors of a kernel library that cannot compute a problem after all; a sweep continues without it
@@ -120,7 +120,7 @@ def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress:
     rows.sort(key=lambda row: (row.dtype, row.which, row.causal, row.head_dim, row.length))
     return Table(
         architecture=hardware.architecture,
-        environment=preference.environment(hardware),
+        environment=tuning_table.environment(hardware),
         date=datetime.date.today().isoformat(),
         source=f"{hardware.name or hardware.device_type}, {hardware.versions[0]}, bench --tune, {done} of {len(points)} points",
         rows=tuple(rows),

@@ -9,11 +9,11 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import validation as check
-from dilated_attention.engine import block_flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.block_dilated_op import BLOCK_DILATED_OPS
-from dilated_attention.engine.block_op import BLOCK_OPS
-from dilated_attention.engine.choose import choose_blocks_op
-from dilated_attention.engine.gradients import call_op
+from dilated_attention.engine.blocks.selection import choose_blocks_op
+from dilated_attention.engine.ops import block_flops  # noqa: F401  registers the formulas of the ops
+from dilated_attention.engine.ops.block_dilated import BLOCK_DILATED_OPS
+from dilated_attention.engine.ops.block_sparse import BLOCK_OPS
+from dilated_attention.engine.ops.gradients import call_op
 from dilated_attention.functional.single import autocast, checked_options, flat_offsets
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple, shown

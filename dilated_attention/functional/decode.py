@@ -8,11 +8,11 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import Hardware, Request, detect
-from dilated_attention.engine import decode_select as select
-from dilated_attention.engine.decode import Cached
-from dilated_attention.engine.decode_runs import row_keys
-from dilated_attention.engine.decode_select import Explained
-from dilated_attention.engine.transforms import refuse_transforms
+from dilated_attention.engine.decode import dispatch as select
+from dilated_attention.engine.decode.dispatch import Explained
+from dilated_attention.engine.decode.keys import row_keys
+from dilated_attention.engine.decode.row import Cached
+from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.engine.prepare import document_ranges, without_autocast
-from dilated_attention.engine.transforms import refuse_transforms
-from dilated_attention.engine.weights import KeySide
+from dilated_attention.engine.attention_rows import KeySide
+from dilated_attention.engine.ops.prepare import document_ranges, without_autocast
+from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.single import autocast
 from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks

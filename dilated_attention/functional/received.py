@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.engine.transforms import refuse_transforms
+from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.maps import WAY_OUT, checked_patterns
 from dilated_attention.functional.single import attention, autocast, dilated_attention

@@ -9,10 +9,10 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.distributed.group import members_named, members_of
-from dilated_attention.distributed.layout import LAYOUTS
-from dilated_attention.distributed.op import ring_attention_op
-from dilated_attention.distributed.route import EXCHANGES, why_no_heads
+from dilated_attention.distributed.comm.group import members_named, members_of
+from dilated_attention.distributed.exchange.op import ring_attention_op
+from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
+from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.functional.single import WHOLE_SEQUENCE, autocast, flat_offsets
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of

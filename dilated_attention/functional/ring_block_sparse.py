@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.blocks_op import ring_block_sparse_attention_op
-from dilated_attention.distributed.dealt import Layout, layout_name
+from dilated_attention.distributed.block_exchange.op import ring_block_sparse_attention_op
+from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.ring import group_name_of
 from dilated_attention.functional.single import autocast, checked_options

@@ -10,10 +10,10 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
-from dilated_attention.engine import flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.eager import is_eager
-from dilated_attention.engine.op import DilatedCall, dilated_attention_op
-from dilated_attention.engine.resolve import resolve, state
+from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
+from dilated_attention.engine.ops.dilated import DilatedCall, dilated_attention_op
+from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.engine.ops.resolve import resolve, state
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of, plain_ints
 

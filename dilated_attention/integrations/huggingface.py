@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.layout import local_positions, shard_sequence
+from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
 from dilated_attention.integrations import _hf_refusals
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask

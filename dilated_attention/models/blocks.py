@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.functional.dropped import add_dropped
-from dilated_attention.models.cache_use import LayerUse
+from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.kv_cache.decode_step import LayerUse
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
@@ -18,7 +18,7 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
-from dilated_attention.modules._lean import is_lean, linear_layers
+from dilated_attention.modules._fused_layers import is_lean, linear_layers
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.models.cache import Cache, KVCache
-from dilated_attention.models.paged_cache import PagedKVCache
+from dilated_attention.models.kv_cache.cache import Cache, KVCache
+from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.tokens import check_range, check_tokens, num_ids
 from dilated_attention.pattern.checks import as_int, shown
 

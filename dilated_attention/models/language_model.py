@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models.cache import Cache, Requests
-from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.kv_cache.cache import Cache, Requests
+from dilated_attention.models.kv_cache.decode_step import Use
 from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dilated_attention.distributed.group import members_named
+from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.models.loss import summed_cross_entropy
 from dilated_attention.pattern.checks import shown

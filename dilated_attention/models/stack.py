@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.models.blocks import Block, make_norm
-from dilated_attention.models.cache import Cache, Requests
-from dilated_attention.models.cache_use import Use
 from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.kv_cache.cache import Cache, Requests
+from dilated_attention.models.kv_cache.decode_step import Use
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
 

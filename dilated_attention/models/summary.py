@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.decode_runs import row_keys
+from dilated_attention.engine.decode.keys import row_keys
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int

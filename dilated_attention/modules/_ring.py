@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.group import members_named
-from dilated_attention.distributed.handshake import agree
-from dilated_attention.distributed.layout import LAYOUTS, positions_of
-from dilated_attention.distributed.route import EXCHANGES
+from dilated_attention.distributed.comm.group import members_named
+from dilated_attention.distributed.comm.handshake import agree
+from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
+from dilated_attention.distributed.sharding.layout import LAYOUTS, positions_of
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.pattern.checks import as_int, one_of
 

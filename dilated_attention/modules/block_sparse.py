@@ -14,7 +14,7 @@ from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.modules._maps import AttentionMaps
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
-from dilated_attention.pattern.block_density import KINDS
+from dilated_attention.pattern.blocks.density import KINDS
 from dilated_attention.pattern.checks import one_of, shown
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.distributed.dealt import Layout, short_name
+from dilated_attention.distributed.sharding.custom_layout import Layout, short_name
 from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
 from dilated_attention.modules._ring import RingSettings

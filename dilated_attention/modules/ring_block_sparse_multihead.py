@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.distributed.dealt import Layout
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
 from dilated_attention.pattern.checks import as_int

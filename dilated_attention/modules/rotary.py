@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.transforms import each
+from dilated_attention.engine.ops.transforms import each
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension

@@ -1,17 +1,17 @@
 """Patterns define which queries attend to which keys. They are frozen, validated records that can count and draw themselves."""
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.block import BlockPattern
-from dilated_attention.pattern.block_compose import Intersection, PerHead, Union
-from dilated_attention.pattern.block_density import Sparsity, with_sparsity
-from dilated_attention.pattern.block_flex import from_block_mask, to_block_mask
-from dilated_attention.pattern.block_function import MaskFunction
-from dilated_attention.pattern.block_global import BigBird, GlobalLocal
-from dilated_attention.pattern.block_level import Axial, BlockTensor, DilatedBlocks, Strided
-from dilated_attention.pattern.block_random import RandomBlocks
-from dilated_attention.pattern.block_window import Causal, Document, LocalWindow
+from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.compose import Intersection, PerHead, Union
+from dilated_attention.pattern.blocks.content import ChosenBlocks, TopBlocks
+from dilated_attention.pattern.blocks.density import Sparsity, with_sparsity
+from dilated_attention.pattern.blocks.flex_mask import from_block_mask, to_block_mask
+from dilated_attention.pattern.blocks.function import MaskFunction
+from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
+from dilated_attention.pattern.blocks.random import RandomBlocks
+from dilated_attention.pattern.blocks.whole_blocks import Axial, BlockTensor, DilatedBlocks, Strided
+from dilated_attention.pattern.blocks.window import Causal, Document, LocalWindow
 from dilated_attention.pattern.checks import MAX_LENGTH
-from dilated_attention.pattern.content import ChosenBlocks, TopBlocks
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
 from dilated_attention.pattern.spec import pattern_from_spec
 

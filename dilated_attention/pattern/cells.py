@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.block import BlockPattern
-from dilated_attention.pattern.block_kept import block_pairs
+from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.kept_blocks import block_pairs
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 

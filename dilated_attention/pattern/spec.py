@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dilated_attention.files import parse_json
-from dilated_attention.pattern.block import BlockPattern
+from dilated_attention.pattern.blocks.base import BlockPattern
 
 OBJECT = "object:"
 _CLASS = "pattern"

@@ -1,12 +1,12 @@
 """Planning: estimates what a call or a model costs before anything is allocated, and recommends settings for a use case."""
 
-from dilated_attention.planning.attention_plan import AttentionPlan
-from dilated_attention.planning.gpus import GPUS, Gpu, detected_gpu, find_gpu
-from dilated_attention.planning.model_plan import ModelPlan, plan_model
-from dilated_attention.planning.module_plan import module_memory
-from dilated_attention.planning.plan import plan_attention
-from dilated_attention.planning.recommend import USE_CASES, recommend
-from dilated_attention.planning.recommendation import Recommendation, Setting
+from dilated_attention.planning.advice.answer import Recommendation, Setting
+from dilated_attention.planning.advice.recommend import USE_CASES, recommend
+from dilated_attention.planning.estimate.attention_plan import AttentionPlan
+from dilated_attention.planning.estimate.gpus import GPUS, Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.estimate.plan import plan_attention
+from dilated_attention.planning.whole_models.model_plan import ModelPlan, plan_model
+from dilated_attention.planning.whole_models.module_plan import module_memory
 
 __all__ = [
     "GPUS",

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dilated_attention.models.summary import USABLE, readable
-from dilated_attention.planning.problem import RINGS
+from dilated_attention.planning.estimate.problem import RINGS
 
 if TYPE_CHECKING:
-    from dilated_attention.planning.attention_plan import AttentionPlan
-    from dilated_attention.planning.model_plan import ModelPlan
+    from dilated_attention.planning.estimate.attention_plan import AttentionPlan
+    from dilated_attention.planning.whole_models.model_plan import ModelPlan
 
 
 def plan_text(plan: AttentionPlan) -> str:

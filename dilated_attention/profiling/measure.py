@@ -13,10 +13,10 @@ from typing import Any, overload
 
 import torch
 
-from dilated_attention.engine.need import Need
-from dilated_attention.engine.room import room_of, size_text
-from dilated_attention.engine.shortage import allocator_settings
-from dilated_attention.engine.watched import watchers
+from dilated_attention.engine.oom.device_memory import room_of, size_text
+from dilated_attention.engine.oom.report import allocator_settings
+from dilated_attention.engine.oom.requirement import Need
+from dilated_attention.engine.ops.op_hooks import watchers
 from dilated_attention.profiling.ledger import Ledger, replay
 from dilated_attention.profiling.profile import MemoryProfile, SeenCall
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dilated_attention.engine.need import Need
-from dilated_attention.engine.room import size_text
+from dilated_attention.engine.oom.device_memory import size_text
+from dilated_attention.engine.oom.requirement import Need
 
 # rows of the printed table; ``ops`` contains all
 _SHOWN = 12

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def phases(several: bool, processes: int) -> dict[str, list[str]]:
         pools = [str(path) for path in sorted((ROOT / "tests/gpus").glob("test_*.py")) if f"tests/gpus/{path.name}" not in own]
         return {"pools": ["-m", "gpus", "-n", "3", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "3", *own]}
     # the others need not even be imported, a dozen times
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    files = [str(path) for path in sorted((ROOT / "tests").glob("*/test_*.py")) if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
     beside = ["-n", str(processes), "--dist", "loadgroup"] if processes > 1 else []
     return {"side by side": ["-m", "gpu and not alone", *beside, *files], "alone": ["-m", "gpu and alone", *files]}
 

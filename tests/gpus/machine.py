@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pool, pool_of
+from tests.helpers.pool import Pool, pool_of
 
 ON_CPU = os.environ.get("DILATED_GPUS_ON_CPU") == "1"
 COUNT = 4 if ON_CPU else torch.cuda.device_count()

@@ -10,9 +10,9 @@ import torch
 import torch._dynamo
 
 from dilated_attention import RingMultiheadDilatedAttention, shard_sequence
+from tests.distributed.test_ring_ecosystem import CHECKS, mesh_of, run_check, step_of
 from tests.gpus.machine import needs, pool
-from tests.pool import here, patience
-from tests.test_ring_ecosystem import CHECKS, mesh_of, run_check, step_of
+from tests.helpers.pool import here, patience
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.gpus.machine import COUNT, ON_CPU
-from tests.test_examples import EXAMPLES, run, torchrun, write_text
-from tests.test_examples import SMALL as SMALL_TEXT
-from tests.test_genome import SMALL as SMALL_GENOME
-from tests.test_genome import write_fasta
-from tests.test_readme import PROGRAMS
+from tests.scripts.test_examples import EXAMPLES, run, torchrun, write_text
+from tests.scripts.test_examples import SMALL as SMALL_TEXT
+from tests.scripts.test_genome import SMALL as SMALL_GENOME
+from tests.scripts.test_genome import write_fasta
+from tests.scripts.test_readme import PROGRAMS
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(400)]
 

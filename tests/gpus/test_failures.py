@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu_failures import MODES, launch
 from tests.gpus.machine import COUNT
+from tests.helpers.gpu_failures import MODES, launch
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(300)]
 

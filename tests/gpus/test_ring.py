@@ -17,11 +17,11 @@ from dilated_attention import attention, dilated_attention, ring_attention, ring
 from dilated_attention.backends import Request, detect, registry
 from dilated_attention.testing import RESULTS, Result, inputs, largest, max_error, results
 from dilated_attention.testing.check import truth_and_bounds
-from tests import ring_cases, ring_chosen
 from tests.gpus.machine import DEVICE, ON_CPU, pool, share, worlds
-from tests.pool import here, patience
-from tests.ring_cases import WHOLE, Kernel, Spread, draw, positions, together, with_changes
-from tests.ring_chosen import spread_of
+from tests.helpers import ring_cases, ring_chosen
+from tests.helpers.pool import here, patience
+from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions, together, with_changes
+from tests.helpers.ring_chosen import spread_of
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]
 

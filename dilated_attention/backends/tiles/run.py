@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.blocks import on_device
+from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
@@ -189,10 +189,10 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
     """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
     if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not HAS_GLUON:
         return None
-    from dilated_attention.backends.tiles import gluon_run
+    from dilated_attention.backends.tiles.hopper import launches
 
-    size = gluon_run.sizes(which, p.head_dim)
-    return None if size is None or gluon_run.why_not(p, tensors, flags) else gluon_run.launch(p, which, size, numbers, flags)
+    size = launches.sizes(which, p.head_dim)
+    return None if size is None or launches.why_not(p, tensors, flags) else launches.launch(p, which, size, numbers, flags)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:

@@ -15,15 +15,24 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accurate import INVARIANCES, KINDS, PLAIN, backends, errors, errors_in_8_bits, invariances, repeats
+from dilated_attention.bench.accuracy.dense_float64 import RESULTS
+from dilated_attention.bench.accuracy.repeatability import (
+    INVARIANCES,
+    KINDS,
+    PLAIN,
+    backends,
+    errors,
+    errors_in_8_bits,
+    invariances,
+    repeats,
+)
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.exact import RESULTS
-from dilated_attention.bench.plots import Line, Plot, short
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.report.plots import Line, Plot, short
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, absent, figure, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import Table, absent, figure, pivot
-from dilated_attention.bench.tiny_loss import losses
+from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.tiny_loss import losses
 
 PARTS = ("error", "loss", "repeat", "invariance")
 GRADIENTS = ("dq", "dk", "dv")

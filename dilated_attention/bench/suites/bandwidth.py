@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench import kernels
-from dilated_attention.bench.attempt import attempt
-from dilated_attention.bench.contenders import DENSE, MODULES, Contender
-from dilated_attention.bench.measure import measure
-from dilated_attention.bench.passes import FLOPS, PASSES
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure.contest import measure
+from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.measure.timing import interleaved
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, absent, figure
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import Table, absent, figure
-from dilated_attention.bench.timing import interleaved
+from dilated_attention.bench.workloads import kernels
+from dilated_attention.bench.workloads.contenders import DENSE, MODULES, Contender
+from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.planning import detected_gpu
 
 # excluded: 8-bit products, which have a different limit, and pairs chosen by the data, whose number is not known beforehand

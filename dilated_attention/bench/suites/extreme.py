@@ -1,4 +1,4 @@
-"""The longest sequence that fits, by kind of attention: the suite, its tables and its plots. ``bench/longest.py`` searches."""
+"""The longest sequence that fits, by kind of attention: the suite, its tables and its plots. ``bench/measure/max_length.py`` searches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dilated_attention.bench.arguments import UsageError, size
-from dilated_attention.bench.longest import KINDS, Limits, search
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure.max_length import KINDS, Limits, search
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, figure
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import Table, figure
+from dilated_attention.bench.workloads.problem import Problem
 
 PASSES = ("forward", "both")
 

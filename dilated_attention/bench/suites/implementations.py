@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.arguments import UsageError, size
-from dilated_attention.bench.attempt import attempt
-from dilated_attention.bench.contenders import MODULES, MULTIHEAD, SDPA, Contender, dense
-from dilated_attention.bench.foreign import foreign
-from dilated_attention.bench.measure import measure
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rings import RINGS
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure.contest import measure
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import ESTIMATED, Table, figure
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import ESTIMATED, Table, figure
+from dilated_attention.bench.workloads.contenders import MODULES, MULTIHEAD, SDPA, Contender, dense
+from dilated_attention.bench.workloads.external import foreign
+from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import RINGS
 
 ATTENTION = dense("auto", "this library's dense attention, on the backend that it prefers here")
 DENSE = (MULTIHEAD[0], SDPA, Contender(name="attention", what=ATTENTION.what, make=ATTENTION.make, pattern=ATTENTION.pattern))

@@ -15,27 +15,27 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.bench import model_memory
+from dilated_attention.bench.accuracy.contender_check import check
+from dilated_attention.bench.accuracy.correctness import WHOLE, Attend, wrong
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.attempt import Attempt, attempt, release
-from dilated_attention.bench.checked import check
-from dilated_attention.bench.children import Peak, in_child, why_no_children
-from dilated_attention.bench.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
-from dilated_attention.bench.correct import WHOLE, Attend, wrong
-from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.problem import Problem, geometric
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure.skip import Attempt, attempt, release
+from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites.memory_report import PASSES, plots, tables
-from dilated_attention.bench.tables import Table
-from dilated_attention.engine.block_lists import clear_block_lists
+from dilated_attention.bench.workloads import model_memory
+from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
+from dilated_attention.bench.workloads.problem import Problem, geometric
+from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
 from dilated_attention.planning import detected_gpu, find_gpu
-from dilated_attention.planning.attention import memory_of
-from dilated_attention.planning.plan import longest_of, pairs_of
-from dilated_attention.planning.problem import Problem as Planned
-from dilated_attention.planning.problem import make_problem
+from dilated_attention.planning.estimate.memory import memory_of
+from dilated_attention.planning.estimate.plan import longest_of, pairs_of
+from dilated_attention.planning.estimate.problem import Problem as Planned
+from dilated_attention.planning.estimate.problem import make_problem
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
 # memory of common GPUs: from 8 GB in a laptop to the 141 of an H200
@@ -274,7 +274,7 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
 
 def _attend_of(planned: Planned) -> Attend:
     from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
-    from dilated_attention.planning.attention import standard_attention
+    from dilated_attention.planning.estimate.memory import standard_attention
 
     if planned.kind == "standard":
         return functools.partial(standard_attention, is_causal=True)

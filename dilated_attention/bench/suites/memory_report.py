@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench import model_memory
-from dilated_attention.bench.contenders import DENSE, STANDARD
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.rows import Results, Row
-from dilated_attention.bench.tables import Table, absent, figure, pivot
-from dilated_attention.planning.plan import MOST_POSITIONS
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, absent, figure, pivot
+from dilated_attention.bench.workloads import model_memory
+from dilated_attention.bench.workloads.contenders import DENSE, STANDARD
+from dilated_attention.planning.estimate.plan import MOST_POSITIONS
 
 _DENSE_KERNELS = {contender.name for contender in DENSE if contender is not STANDARD}
 PASSES = ("forward", "training")

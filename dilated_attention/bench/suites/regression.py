@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
+from dilated_attention.bench.accuracy.contender_check import check
+from dilated_attention.bench.accuracy.correctness import wrong
 from dilated_attention.bench.arguments import UsageError
-from dilated_attention.bench.attempt import attempt
-from dilated_attention.bench.baseline import REPEATS, SLOWER, Check, hardware_of, judged, measured, slug, state_of
-from dilated_attention.bench.checked import check
-from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, Contender
-from dilated_attention.bench.correct import wrong
-from dilated_attention.bench.passes import call_of
-from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row, machine
+from dilated_attention.bench.measure.forward_backward import call_of
+from dilated_attention.bench.measure.reference_timing import Figures, change, sampled, verdict
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.report.baseline import REPEATS, SLOWER, Check, hardware_of, judged, measured, slug, state_of
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row, machine
+from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import regression_report as report
-from dilated_attention.bench.tables import Table
-from dilated_attention.bench.yardstick import Figures, change, sampled, verdict
+from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, Contender
+from dilated_attention.bench.workloads.problem import Problem
 
 CORE = "core"
 BASELINES = Path("benchmarks") / "baselines"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilated_attention.bench.baseline import FASTER, SAME, SLOWER, state_of
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.rows import Results, Row
-from dilated_attention.bench.tables import Table, figure
+from dilated_attention.bench.report.baseline import FASTER, SAME, SLOWER, state_of
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, figure
 
 
 def tables(results: Results) -> list[Table]:

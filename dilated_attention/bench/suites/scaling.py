@@ -15,18 +15,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench import measure, passes, spread
+from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.attempt import attempt
-from dilated_attention.bench.contenders import Contender, block_sparse, dense
-from dilated_attention.bench.correct import Attend
-from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure import contest, forward_backward
+from dilated_attention.bench.measure.rank_sync import Together
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import scaling_report as report
-from dilated_attention.bench.tables import Table
-from dilated_attention.bench.together import Together
+from dilated_attention.bench.workloads import sharded
+from dilated_attention.bench.workloads.contenders import Contender, block_sparse, dense
+from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.profiling import profile_memory
@@ -44,7 +45,7 @@ def contenders(unit: int) -> tuple[Contender, ...]:
     """Returns dense attention, and two kinds whose work grows with N: their shortest segment and their window are fixed."""
 
     def dilated(problem: Problem) -> Attend:
-        lengths, rates = spread.branches(problem, unit)
+        lengths, rates = sharded.branches(problem, unit)
         module = create_attention("dilated", segment_lengths=lengths, dilation_rates=rates)
         return functools.partial(module, is_causal=problem.is_causal)
 
@@ -54,12 +55,12 @@ def contenders(unit: int) -> tuple[Contender, ...]:
             name="DilatedAttention",
             what=f"LongNet's branches: w = {unit:,} · 4^i, r = 4^i",
             make=dilated,
-            pattern=lambda problem: DilatedPattern(*spread.branches(problem, unit)),
+            pattern=lambda problem: DilatedPattern(*sharded.branches(problem, unit)),
         ),
         block_sparse(
             "BlockSparseAttention window",
             f"keys within {unit // 2:,} positions on either side",
-            lambda problem: spread.window(problem, unit),
+            lambda problem: sharded.window(problem, unit),
         ),
     )
 
@@ -134,7 +135,7 @@ def _group(session: Session, part: str, problem: Problem) -> Group:
 def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Row]:
     extra = {"part": "length"} if part == "length" else {"part": "batch", "mode": part}
     compared = {contender.name: contender for contender in contenders(unit)}
-    rows = measure.measure(compared.values(), problem, passes=PASSES, seconds=seconds, memory=True, longest=_LONGEST, extra=extra)
+    rows = contest.measure(compared.values(), problem, passes=PASSES, seconds=seconds, memory=True, longest=_LONGEST, extra=extra)
     if part == "length" and problem.device.type == "cpu":
         rows = [_with_memory(row, compared[row.name], problem) for row in rows]
     pairs = {name: contender.pairs(problem) for name, contender in compared.items()}
@@ -147,7 +148,7 @@ def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
         return row
 
     def peak() -> int | None:
-        call = passes.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
+        call = forward_backward.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
         # a first call, so that what is created only once does not count
         call()
         # silences its start and stop messages on stderr
@@ -173,7 +174,7 @@ def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:
 
 def _of_processes(session: Session) -> list[Group]:
     groups = []
-    for kind in spread.kinds(_unit(session)):
+    for kind in sharded.kinds(_unit(session)):
         is_dense = kind.name == "ring_attention"
         if session.full:
             total, each = (2**16, 2**14) if is_dense else (2**19, 2**17)
@@ -188,5 +189,5 @@ def _of_processes(session: Session) -> list[Group]:
     return groups
 
 
-def _spread(session: Session, kind: spread.Kind, whole: Problem, own: Problem, mode: str) -> list[Row]:
-    return spread.measure(kind, whole, own, mode, Together(session), seconds=session.seconds, timeout=session.options.timeout)
+def _spread(session: Session, kind: sharded.Kind, whole: Problem, own: Problem, mode: str) -> list[Row]:
+    return sharded.measure(kind, whole, own, mode, Together(session), seconds=session.seconds, timeout=session.options.timeout)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.rows import Results, Row
-from dilated_attention.bench.tables import Table, figure, pivot
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, figure, pivot
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 MODES = {

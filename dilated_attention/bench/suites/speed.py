@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender
-from dilated_attention.bench.measure import duration, measure
-from dilated_attention.bench.passes import FLOPS, PASSES
-from dilated_attention.bench.peaks import explained, gpu_of, utilisation
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.problem import Problem
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.measure.contest import duration, measure
+from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
+from dilated_attention.bench.measure.utilization import explained, gpu_of, utilisation
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.tables import Table, pivot
+from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender
+from dilated_attention.bench.workloads.problem import Problem
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD)}
 OURS = tuple(contender.name for contender in (*MODULES, *MULTIHEAD))

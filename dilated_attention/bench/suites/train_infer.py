@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from dilated_attention.bench import generating, training
 from dilated_attention.bench.arguments import size
-from dilated_attention.bench.language import KINDS, Shape
-from dilated_attention.bench.plots import Plot
-from dilated_attention.bench.rows import Results, Row
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import train_infer_report as report
-from dilated_attention.bench.tables import Table
+from dilated_attention.bench.workloads import generating, training
+from dilated_attention.bench.workloads.language import KINDS, Shape
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 

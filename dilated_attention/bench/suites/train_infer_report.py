@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dilated_attention.bench.plots import Line, Plot
-from dilated_attention.bench.rows import Results, Row
-from dilated_attention.bench.tables import Table, pivot
+from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table, pivot
 
 PLACE = "requests × positions"
 GENERATING = {"prefill": "reading a prompt", "decode": "writing behind a prompt"}

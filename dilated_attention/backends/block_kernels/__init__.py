@@ -1,0 +1,1 @@
+"""Kernels that compute lists of kept blocks."""

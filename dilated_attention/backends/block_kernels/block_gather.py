@@ -1,0 +1,334 @@
+"""Block lists on dense kernels: query blocks with equally many keys form a batch of dense problems of equal size.
+
+A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back.
+Memory: one copy of the inputs, heads first, and one piece. A dense kernel is a pair of functions of queries (P, L, G, D), keys and
+values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.base import Backend, Dropout, Options, accumulation_dtype
+from dilated_attention.backends.block_lists import WORD, BlockLists
+from dilated_attention.backends.nonfinite import contained_backward, contained_forward
+
+# bytes of keys, values and pairs of one piece. On a CPU it fits near the caches (2 to 64 MiB differ by less than the timings vary); on a
+# GPU larger pieces mean fewer launches
+_PIECE_BYTES = 8 * 2**20
+_PIECE_BYTES_GPU = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """P problems of L queries and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
+
+    Args:
+        heads, kv_heads: (1 or P, G) and (1 or P, K) heads of each problem.
+        entries: (P, blocks) indices of ``columns`` in the lists.
+        has_pairs: whether some pairs in its blocks are masked.
+    """
+
+    batch: torch.Tensor
+    rows: torch.Tensor
+    heads: torch.Tensor
+    kv_heads: torch.Tensor
+    columns: torch.Tensor
+    entries: torch.Tensor
+    num_queries: int
+    num_keys: int
+    has_pairs: bool
+
+
+class GatheringBackend(Backend):
+    """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) that also computes block lists and confines non-finite numbers.
+
+    All four dense functions take ``pairs`` as an additional last argument: bool (P, L or 1, S), True where the pair is kept.
+    """
+
+    @abstractmethod
+    def raw_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` for finite inputs."""
+
+    @abstractmethod
+    def raw_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``backward`` for finite inputs."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return contained_forward(self.raw_forward, q, k, v, options, pairs)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
+
+    @torch.no_grad()
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        B, Nq, H, _ = q.shape
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+        if q.is_meta:
+            return out, lse
+        masks = _Masks(lists, options, B)
+        queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in pieces(q, k, lists, options):
+            inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
+            part_out, part_lse = self.forward(*inputs, masks.options(piece), masks.pairs(piece))
+            _put(out, part_out, lists, piece)
+            _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
+        return out, lse
+
+    @torch.no_grad()
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
+        dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
+        if q.is_meta:
+            return dq, dk.result(), dv.result()
+        masks = _Masks(lists, options, q.shape[0])
+        # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
+        dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
+        keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in pieces(q, k, lists, options):
+            inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
+            part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
+            part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
+            dq_share, dk_share, dv_share = self.backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+            _put(dq, dq_share.to(q.dtype), lists, piece)
+            dk.add(dk_share, piece)
+            dv.add(dv_share, piece)
+        return dq, dk.result(), dv.result()
+
+
+def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[Piece]:
+    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
+    assert not options.causal and options.mask.band is None, "lists say themselves where they end"
+    B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
+    assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
+    starts, num_keys = lists.row_starts.long().cpu(), _keys_of_rows(lists).cpu()
+    masked = _rows_with_pairs(lists, options.mask.padding).expand(B, -1).cpu()
+    together = lists.num_heads == 1
+    budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
+    kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
+    last = lists.num_queries % lists.q_block
+    # dropout by position takes one set of heads for all problems of a piece
+    for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
+        batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
+        index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
+        # one number encodes all that must be equal in a piece: the keys, whether pairs are masked, whether it is the ragged last block
+        kind = num_keys[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
+        order = kind.argsort(stable=True)
+        kinds, members = kind[order].unique_consecutive(return_counts=True)
+        for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
+            S, has_pairs, L = value // 4, bool(value & 2), last if value & 1 else lists.q_block
+            if S == 0:
+                continue
+            size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
+            for part in group.split(max(1, budget // size)):
+                entries = (starts[index[part], None] + torch.arange(-(-S // lists.k_block))).to(device)
+                head = torch.arange(H)[None] if together else heads[part, None]
+                kv_head = torch.arange(K)[None] if together else head // (H // K)
+                yield Piece(
+                    batch=batch[part].to(device),
+                    rows=rows[part].to(device),
+                    heads=head.to(device),
+                    kv_heads=kv_head.to(device),
+                    columns=lists.columns[entries].long(),
+                    entries=entries,
+                    num_queries=L,
+                    num_keys=S,
+                    has_pairs=has_pairs,
+                )
+
+
+def _keys_of_rows(lists: BlockLists) -> torch.Tensor:
+    """Returns (groups · rows,) int64: the number of keys in each row's blocks; the last key block may be shorter."""
+    last = lists.num_columns - 1
+    sizes = torch.where(lists.columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
+    return _sum_rows(lists, sizes[None])[0]
+
+
+def _rows_with_pairs(lists: BlockLists, padding: torch.Tensor | None) -> torch.Tensor:
+    """Returns bool (B or 1, groups · rows): whether a block of the row has a mask or padding."""
+    special = torch.zeros_like(lists.columns, dtype=torch.bool) if lists.masks is None else lists.masks >= 0
+    special = special[None]
+    if padding is not None:
+        room = lists.num_columns * lists.k_block - lists.num_keys
+        padded = torch.nn.functional.pad(padding, (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
+        special = special | padded[:, lists.columns.long()]
+    return _sum_rows(lists, special) > 0
+
+
+def _sum_rows(lists: BlockLists, values: torch.Tensor) -> torch.Tensor:
+    """Sums (…, entries) over each row's entries, in int64."""
+    sums = torch.nn.functional.pad(values.long().cumsum(-1), (1, 0))
+    return sums[:, lists.row_starts.long()].diff()
+
+
+def _one_dim(lse: torch.Tensor) -> torch.Tensor:
+    """Views (B, H, N) as (B, N, H, 1)."""
+    return lse.transpose(1, 2)[..., None]
+
+
+def _of_all(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """Views (B or 1, N) as (B, N, 1, 1)."""
+    return x.expand(batch, -1)[..., None, None]
+
+
+class _Blocks:
+    """x (B, N, H, D) split into blocks, heads first, which kernels read fastest; the values past the end are undefined."""
+
+    def __init__(self, x: torch.Tensor, block: int) -> None:
+        B, N, self.heads, self.dim = x.shape
+        self.count = -(-N // block)
+        x = x.transpose(1, 2)
+        if N % block:
+            padded = x.new_empty((B, self.heads, self.count * block, self.dim))
+            padded[:, :, :N] = x
+            x = padded
+        self.flat = x.contiguous().view(B * self.heads * self.count, block * self.dim)
+        # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
+        self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
+
+    def of_rows(self, piece: Piece) -> torch.Tensor:
+        return self._gather(piece.batch, piece.heads, piece.rows[:, None], piece.num_queries)
+
+    def of_columns(self, piece: Piece) -> torch.Tensor:
+        return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
+
+    def _gather(self, batch: torch.Tensor, heads: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+        """Gathers (P, length, G or K, D), or one head where all heads share x."""
+        heads = torch.zeros_like(heads[:1, :1]) if self.heads == 1 else heads
+        index = (batch[:, None, None] * self.heads + heads[:, :, None]) * self.count + blocks[:, None]
+        if index.numel() > self.scratch.shape[0]:
+            self.scratch = self.flat.new_empty((index.numel(), self.flat.shape[1]))
+        found = self.scratch[: index.numel()]
+        torch.index_select(self.flat, 0, index.flatten(), out=found)
+        return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
+
+
+def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Piece) -> None:
+    """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
+    whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
+    if piece.num_queries == block:
+        x[:, : whole * block].unflatten(1, (whole, block))[batch, piece.rows[:, None], :, piece.heads] = values.transpose(1, 2)
+    else:
+        x[:, whole * block :][batch, :, piece.heads] = values.transpose(1, 2)
+
+
+class _Sums:
+    """The gradient of keys or values (B, N, K, D), summed over pieces. It is heads first where each head has its own lists."""
+
+    def __init__(self, x: torch.Tensor, lists: BlockLists, options: Options) -> None:
+        B, self.num_keys, self.heads, D = x.shape
+        self.together = lists.num_heads == 1
+        shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
+        if not self.together:
+            shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
+        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
+        # index_put_ sorts by index, where index_add_ uses atomics
+        self.sorts = options.deterministic and x.is_cuda
+
+    def add(self, values: torch.Tensor, piece: Piece) -> None:
+        """Adds (P, S, K, D) to the key blocks of ``piece``."""
+        columns, block = self.total.shape[2:4]
+        whole, ragged = divmod(piece.num_keys, block)
+        values = values.to(self.total.dtype)
+        unit = piece.batch if self.together else piece.batch * self.heads + piece.kv_heads[:, 0]
+        blocks = self.total.flatten(0, 2)
+        if whole:
+            index = unit[:, None] * columns + piece.columns[:, :whole]
+            self._add(blocks, index.flatten(), values[:, : whole * block].unflatten(1, (whole, block)).flatten(0, 1))
+        if ragged:
+            self._add(blocks[:, :ragged], unit * columns + columns - 1, values[:, whole * block :])
+
+    def _add(self, total: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        if self.sorts:
+            total.index_put_((index,), values, accumulate=True)
+        else:
+            total.index_add_(0, index, values)
+
+    def result(self) -> torch.Tensor:
+        if self.together:
+            return self.total[:, 0].flatten(1, 2)[:, : self.num_keys]
+        return self.total[..., 0, :].flatten(2, 3)[:, :, : self.num_keys].transpose(1, 2).contiguous()
+
+
+class _Masks:
+    """The masks and the dropout of single pairs in ``lists`` and ``options``, for one piece at a time."""
+
+    def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
+        self.lists, self.scale, self.deterministic, self.dropout = lists, options.scale, options.deterministic, options.dropout
+        padding = options.mask.padding
+        self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
+        if options.dropout is not None:
+            self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
+            self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
+
+    def pairs(self, piece: Piece) -> torch.Tensor | None:
+        """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
+        if not piece.has_pairs:
+            return None
+        lists, kept = self.lists, None
+        if lists.masks is not None:
+            ids, which = lists.masks[piece.entries].unique(return_inverse=True)
+            words = lists.bits[ids.clamp(min=0).long()]
+            bits = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=words.dtype)) & 1
+            tiles = bits.bool().flatten(2) | (ids < 0)[:, None, None]
+            kept = tiles[which].transpose(1, 2).flatten(2)[:, : piece.num_queries, : piece.num_keys]
+        if self.padding is None:
+            return kept
+        real = ~self.padding.of_columns(piece)[:, None, :, 0, 0]
+        return real if kept is None else kept & real
+
+    def options(self, piece: Piece) -> Options:
+        """Returns the options that a dense kernel needs in addition to the pairs."""
+        dropout = self.dropout
+        if dropout is not None:
+            batch, heads = dropout.batch[piece.batch], dropout.heads[piece.heads[0]]
+            queries, keys = self.queries.of_rows(piece)[..., 0, 0], self.keys.of_columns(piece)[..., 0, 0]
+            dropout = Dropout(dropout.probability, dropout.seed, batch, heads, queries, keys)
+        return Options(scale=self.scale, dropout=dropout, deterministic=self.deterministic)

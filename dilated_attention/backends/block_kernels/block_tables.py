@@ -1,0 +1,124 @@
+"""Block lists in the form that flash-attn-4 and flex_attention take: one row of indices per block, padded to the longest.
+
+A padded table needs rows × longest list: at a million positions, one block that keeps everything (a global one) would make it 256 MiB.
+So blocks with long lists and blocks with short ones get separate tables, in runs of neighbours, and groups are processed a few at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.block_lists import BlockLists
+
+# the largest size of one table; it holds all groups if they fit
+TABLE_BYTES = 128 * 2**20
+# a list counts as long if it has more than this many times the mean
+_LONG = 4
+_MOST_RUNS = 8
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
+
+    Args:
+        heads: the range of heads; (0, 1) where all heads share one list.
+        partial, full: (counts, indices) int32 of the blocks with a mask of pairs, and of the blocks kept whole.
+    """
+
+    heads: tuple[int, int]
+    start: int
+    end: int
+    partial: tuple[torch.Tensor, torch.Tensor]
+    full: tuple[torch.Tensor, torch.Tensor]
+
+
+def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[Table, ...]:
+    """Returns tables of the key blocks of every query block.
+
+    Args:
+        together: the number of heads that share a key head and so must stay in one table.
+        uncut: put all query blocks in one table if it is not too large, however different their lists are; for launches that cost
+            more than padding.
+    """
+    return _kept(lists, ("row_tables", together, uncut), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
+
+
+def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
+    """Returns tables of the query blocks of every key block."""
+    by_column = lists.by_column
+    return _kept(lists, ("column_tables", together, False), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
+
+
+def _kept(
+    lists: BlockLists, key: tuple[str, int, bool], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
+) -> tuple[Table, ...]:
+    """Builds the tables once and stores them in the ``cache`` of these lists."""
+    found = lists.cache.get(key)
+    if found is None:
+        found = lists.cache[key] = tuple(_tables(lists, starts, others, masks, blocks, *key[1:]))
+    return found
+
+
+def _tables(
+    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int, together: int, uncut: bool
+) -> Iterator[Table]:
+    groups = (lists.num_batch, lists.num_heads)
+    counts = starts.diff().view(*groups, blocks)
+    longest = counts.amax((0, 1))
+    small = lists.num_groups * blocks * int(longest.max()) * 4 <= TABLE_BYTES
+    for start, end in [(0, blocks)] if uncut and small else _runs(longest):
+        width = int(longest[start:end].max())
+        per_head = max(1, groups[0] * (end - start) * width * 4)
+        step = groups[1] if groups[1] == 1 else max(together, TABLE_BYTES // per_head // together * together)
+        for first in range(0, groups[1], step):
+            heads = (first, min(first + step, groups[1]))
+            yield _table(lists, starts, others, masks, blocks, heads, start, end)
+
+
+def _runs(longest: torch.Tensor) -> list[tuple[int, int]]:
+    """Returns ranges of neighbouring blocks with lists of similar length, or one range if there are too many or nothing is gained."""
+    lengths = longest.cpu().double()
+    blocks = lengths.shape[0]
+    if blocks < 64 or float(lengths.max()) <= _LONG * float(lengths.mean()):
+        return [(0, blocks)]
+    long = lengths > _LONG * lengths.mean()
+    bounds = [0, *(torch.nonzero(long[1:] != long[:-1]).flatten() + 1).tolist(), blocks]
+    return list(itertools.pairwise(bounds)) if len(bounds) - 1 <= _MOST_RUNS else [(0, blocks)]
+
+
+def _table(
+    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int,
+    heads: tuple[int, int], start: int, end: int,
+) -> Table:  # fmt: skip
+    """Builds one table by scattering every entry to its place."""
+    shape = (lists.num_batch, heads[1] - heads[0], end - start)
+    grid = torch.arange(lists.num_batch * lists.num_heads * blocks, device=starts.device).view(lists.num_batch, lists.num_heads, blocks)
+    chosen = grid[:, heads[0] : heads[1], start:end].flatten()
+    lengths = (starts[1:] - starts[:-1])[chosen].long()
+    row = torch.repeat_interleave(torch.arange(chosen.shape[0], device=starts.device), lengths)
+    offset = torch.arange(row.shape[0], device=starts.device) - (lengths.cumsum(0) - lengths)[row]
+    entry = starts[chosen].long()[row] + offset
+    other = others[entry]
+    whole = torch.ones_like(other, dtype=torch.bool) if masks is None else masks[entry] < 0
+    most = lists.num_columns if starts is lists.row_starts else lists.num_rows
+    return Table(heads, start, end, _side(row, other, ~whole, shape, most), _side(row, other, whole, shape, most))
+
+
+def _side(
+    row: torch.Tensor, other: torch.Tensor, kept: torch.Tensor, shape: tuple[int, int, int], most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Builds (counts, indices) of the ``kept`` entries. ``most``: blocks on the other side, the widest table that libraries accept."""
+    row, other = row[kept], other[kept]
+    counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
+    # rounds the width up, so that similar widths share whatever is compiled per shape
+    longest = int(counts.max()) if counts.numel() else 0
+    width = max(1, min(-(-longest // 16) * 16, most))
+    place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
+    indices = torch.zeros((counts.shape[0], width), dtype=torch.int32, device=row.device)
+    indices[row, place] = other.to(torch.int32)
+    return counts.to(torch.int32).view(shape), indices.view(*shape, width)

@@ -1,0 +1,66 @@
+"""Converts block lists to FlexAttention's BlockMask, which has padded tables of both directions instead of CSR lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.block_lists import BlockLists
+
+
+def block_mask(lists: BlockLists) -> Any:
+    """Returns the BlockMask of ``lists`` with masks "none" or "interval"; batch and head dimensions are 1 where all share a list.
+
+    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
+    """
+    if "flex" not in lists.cache:
+        lists.cache["flex"] = _build(lists)
+    return lists.cache["flex"]
+
+
+@torch.inference_mode(False)
+def _build(lists: BlockLists) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    assert lists.mask_kind in ("none", "interval"), lists.mask_kind
+    by_column = lists.by_column
+    mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
+    # ragged blocks at the end are listed like any other: the kernels check the end of both kinds
+    rows = _tables(lists.row_starts, lists.columns, lists.masks, lists)
+    columns = _tables(by_column.starts, by_column.rows, by_column.masks, lists)
+    sizes = (lists.q_block, lists.k_block)
+    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
+
+
+def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | None, lists: BlockLists) -> tuple[torch.Tensor | None, ...]:
+    """Returns (counts, table, counts of whole blocks, their table) of a CSR list, int32.
+
+    Counts are (batch, heads, rows), tables (batch, heads, rows, width). Both tables have one width, since some of torch's kernels read both
+    with one stride. Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
+    """
+    starts = starts.long()
+    row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
+    kinds = [torch.ones_like(values, dtype=torch.bool)] if masks is None else [masks >= 0, masks < 0]
+    before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
+    # at least one entry, since kernels read the first one before the count
+    width = max(1, *(int(x.diff().max()) for x in before))
+    tables: list[torch.Tensor | None] = []
+    for chosen, first in zip(kinds, before, strict=True):
+        table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
+        place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
+        table[row[chosen], place] = values[chosen]
+        shape = (lists.num_batch, lists.num_heads, -1)
+        tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
+    return (*tables, *[None] * (4 - len(tables)))
+
+
+def _every_pair(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx >= 0
+
+
+def _in_interval(low: torch.Tensor, high: torch.Tensor) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx >= low[q_idx]) & (kv_idx < high[q_idx])
+
+    return mask_mod

@@ -1,0 +1,95 @@
+"""FlashAttention-2 of the compiled package ``flash-attn``: as bundled in torch (``sdpa_flash``), but with a determinism argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.mask_convert import window_sizes
+
+
+class Flash2Backend(Backend):
+    """``flash_attn.flash_attn_interface._flash_attn_forward`` and ``_flash_attn_backward`` of flash-attn 2.7 and later.
+
+    Its own dropout draws per launch, not by position, so two branches would drop different elements; it is not used.
+    """
+
+    name = "flash2"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        package="flash-attn-2",
+        install='pip install "dilated-attention[flash2]" (compiles flash-attn)',
+        capabilities=((8, 0), (12, 1)),
+        head_dim_multiple=8,
+        window=True,
+        native_window=True,
+        max_batch=65_535,
+        aligned_last=True,
+        source="written to the interface of flash-attn 2.8.3; its kernels were run here only as torch bundles them",
+    )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = _sides(options, q, k)
+        out, lse, *_ = _interface()._flash_attn_forward(
+            q,
+            k,
+            v,
+            0.0,
+            options.scale,
+            causal=options.causal,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert dlse is None
+        left, right = _sides(options, q, k)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        _interface()._flash_attn_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            dq,
+            dk,
+            dv,
+            0.0,
+            options.scale,
+            options.causal,
+            left,
+            right,
+            0.0,
+            None,
+            options.deterministic,
+        )
+        return dq, dk, dv
+
+
+def _sides(options: Options, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _interface() -> Any:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface

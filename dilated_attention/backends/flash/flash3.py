@@ -1,0 +1,125 @@
+"""FlashAttention-3 through its registered ops ``torch.ops.flash_attn_3``.
+
+They come from a built flash_attn_interface, or from the library in the xformers 0.0.34 wheel, loaded with ``torch.ops.load_library``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.hardware import refresh
+from dilated_attention.backends.mask_convert import window_sizes
+
+
+class Flash3Backend(WritingBackend):
+    """``flash_attn_3::fwd`` and ``::bwd`` (Hopper): external out and lse, strided views, windows, grouped heads.
+
+    The bundled build has head dims 64, 96, 128, 192 and 256. The kernels accept others (multiples of 8) by rounding up
+    internally, which costs the arithmetic of the next larger one.
+    """
+
+    name = "flash3"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        package="flash-attn-3",
+        install="build flash_attn_interface, or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers 0.0.34 wheel",
+        capabilities=((9, 0), (9, 0)),
+        head_dim_multiple=8,
+        window=True,
+        native_window=True,
+        max_batch=65_535,
+        aligned_last=True,
+        writes_views=True,
+        source="H200, library of xformers 0.0.34: 514/518 TFLOP/s forward/backward at D = 64, 668/598 at 128",
+    )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        if request.deterministic and request.needs_grad and request.head_dim > 192:
+            return [f"its deterministic backward ends at head_dim 192, not {request.head_dim}"]
+        return []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        return _forward(q, k, v, options, None)
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        lse.copy_(_forward(q, k, v, options, out)[1])
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        assert dlse is None
+        left, right = _sides(options, q, k)
+        _ops().bwd(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            # without output buffers the bundled build returns nothing useful
+            *grads,
+            *(None,) * 6,
+            options.scale,
+            options.causal,
+            left,
+            right,
+            0.0,
+            options.deterministic,
+            0,
+        )
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = _sides(options, q, k)
+    none = (None,) * 3
+    out, lse, *_ = _ops().fwd(
+        q, k, v, *none, out, *(None,) * 16, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0
+    )
+    return out, lse
+
+
+def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> None:
+    """Registers ``flash_attn_3::fwd`` and ``::bwd`` from a built library, such as ``xformers/flash_attn_3/_C.so`` of xformers 0.0.34.
+
+    Args:
+        path: the shared library.
+        cuda_runtime: the libcudart it was linked against, if that is not the one in torch (xformers 0.0.34: libcudart.so.12).
+    """
+    for file in (path, cuda_runtime):
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"{file} is no file; expected the path of a shared library")
+    if cuda_runtime is not None:
+        ctypes.CDLL(str(cuda_runtime), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(path))
+    refresh()
+
+
+def _sides(options: Options, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _ops() -> Any:
+    if not hasattr(torch.ops.flash_attn_3, "fwd"):
+        importlib.import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3

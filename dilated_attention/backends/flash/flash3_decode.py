@@ -1,0 +1,41 @@
+"""FlashAttention-3's forward for one query per request, over a paged or contiguous cache; each row reads all positions up to its length."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Facts
+from dilated_attention.backends.flash.flash3 import Flash3Backend, _ops
+
+FACTS = Facts(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    package="flash-attn-3",
+    install=Flash3Backend.facts.install,
+    capabilities=((9, 0), (9, 0)),
+    head_dim_multiple=8,
+    backward=False,
+    source="splits a row's keys over programs and merges them; takes page tables",
+)
+
+
+def decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, *, table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out (B, H, D), lse (B, H)) of q (B, H, D) over the first ``lengths`` (B,) int32 slots of each request.
+
+    Args:
+        k, v: (B, C, K, D), or (pages, page size, K, D) with a table.
+        table: (B, pages of a request) int32.
+    """
+    left, causal, softcap, window = None, False, 0.0, -1
+    out, lse, *_ = _ops().fwd(
+        q[:, None], k, v, None, None, None, None,
+        # cu_seqlens of q, k and new keys; used rows of q and of k; maximum lengths of q and k
+        None, None, None, None, lengths, None, None,
+        table, None, left, None, None, None, None, None, None,
+        scale, causal, window, window, 0, softcap, True, None,
+        # num_splits 0: the library chooses
+        0, None, 0,
+    )  # fmt: skip
+    return out[:, 0], lse[:, :, 0]

@@ -1,0 +1,123 @@
+"""FlashAttention-3's fp8 (e4m3) forward: ``torch.ops.fa3_fwd`` from the package fa3-fwd, installed or loaded by path."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.flash.fp8 import Quantised, quantise, restore_
+from dilated_attention.backends.hardware import refresh
+
+# keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
+# and −1 in the other, the relative error is 2.0 in one sum, 0.22 at 8192 and 0.18 at 4096; the last two add 8 and 16 % to the time
+# (H200, D = 128)
+KEYS_A_SUM = 8192
+# the most splits that the library's combining kernel accepts
+_MOST_SPLITS = 128
+# the largest size of the float32 results of all splits of a launch
+_SPLIT_BYTES = 2**30
+_LEAST_ROWS = 1024
+
+
+class Flash3Fp8Backend(Backend):
+    """``fa3_fwd::fwd`` on e4m3 copies of q, k and v (Hopper, forward only); the kernel rounds out to bfloat16.
+
+    Each launch quantises its own views, with one scale for every problem (segment) and key/value head. Coarser scales, per head or per
+    tensor, have errors just as small: e4m3 is a floating-point format, and only values 2^15 times smaller than the largest are lost. Two
+    other effects matter:
+
+    * The tensor cores sum 8-bit products with less precision than float32, and a sum of values with the same sign is too small, the more
+      so the more terms it has: values of mean 1 came out 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the values is
+      subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
+    * A constant in the keys costs mantissa bits that the scores need, so their mean is subtracted too.
+
+    Measured on an H200 by benchmarks/fp8_forward.py: the total time breaks even at 32,768 dense keys and is better beyond (131,072:
+    1.08 times the speed of the fastest bf16 at D = 64, 1.14 at 128). On segments of 2048 rows it is never better: quantising them takes
+    longer than the faster products save.
+    """
+
+    name = "flash3_fp8"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        precisions=frozenset({"fp8"}),
+        package="flash-attn-3-fp8",
+        install="pip install --no-deps fa3-fwd, or dilated_attention.backends.flash.flash3_fp8.load_library() on its _C.abi3.so",
+        capabilities=((9, 0), (9, 0)),
+        head_dim_multiple=16,
+        backward=False,
+        max_batch=65_535,
+        source="H200, fa3-fwd 0.0.3, dense 131,072 keys, quantising included: 590 TFLOP/s at D = 64, 798 at 128",
+    )
+
+    def __init__(self, quantise: Callable[..., Quantised] = quantise, keys_a_sum: int = KEYS_A_SUM) -> None:
+        """Accepts another ``quantise`` (with the same signature) and number of keys per sum, for benchmarks and tests."""
+        self._quantise = quantise
+        self._keys_a_sum = keys_a_sum
+
+    def more_reasons(self, request: Request) -> list[str]:
+        reasons = []
+        if request.needs_grad and request.precision == "fp8":
+            reasons.append('its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"')
+        if request.hardware.device_type == "cuda" and "triton" not in request.hardware.packages:
+            reasons.append("triton is not installed: pip install triton")
+        return reasons
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
+        assert not options.causal or L == S
+        q8 = self._quantise(q, K)
+        k8, v8 = (self._quantise(x, K, centre=True) for x in (k, v))
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
+        num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
+        rows = L if num_splits == 1 else max(_LEAST_ROWS, _SPLIT_BYTES // (num_splits * P * G * D * 4))
+        for start in range(0, L, rows):
+            end = min(start + rows, L)
+            # a causal launch aligns its last row with its last key
+            keys = end if options.causal else S
+            _, part_lse, *_ = _ops().fwd(
+                q8.y[:, start:end],
+                k8.y[:, :keys],
+                v8.y[:, :keys],
+                *(None,) * 3,
+                out[:, start:end],
+                *(None,) * 13,
+                q8.descale,
+                k8.descale,
+                v8.descale,
+                options.scale,
+                options.causal,
+                *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
+            )
+            lse[:, :, start:end] = part_lse
+        if k8.mean is not None and v8.mean is not None:
+            restore_(out, lse, q, k8.mean, v8.mean, options.scale)
+        return out.to(q.dtype), lse
+
+    def backward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("flash3_fp8 has no backward, and selection never asks it for one")
+
+
+def load_library(path: str | Path) -> None:
+    """Registers ``fa3_fwd::fwd`` from ``fa3_fwd/_C.abi3.so`` of the package fa3-fwd, if that is unpacked rather than installed."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is no file; expected the path of a shared library")
+    torch.ops.load_library(str(path))
+    if not hasattr(torch.ops.fa3_fwd, "fwd"):
+        raise ValueError(f"{path} registers no fa3_fwd::fwd; expected fa3_fwd/_C.abi3.so of the package fa3-fwd")
+    refresh()
+
+
+def _ops() -> Any:
+    if not hasattr(torch.ops.fa3_fwd, "fwd"):
+        # loaded by path, since its Python module imports another one that the package does not contain
+        spec = importlib.util.find_spec("fa3_fwd")
+        folders = [] if spec is None else list(spec.submodule_search_locations or ())
+        torch.ops.load_library(str(next(file for folder in folders for file in Path(folder).glob("_C*.so"))))
+    return torch.ops.fa3_fwd

@@ -1,0 +1,163 @@
+"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.backends.flash import flash4_blocks
+from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
+from dilated_attention.backends.mask_convert import window_sizes
+
+
+class Flash4Backend(WritingBackend):
+    """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
+
+    They are never called through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has since grown, and flex's FLASH backend
+    returns lse · ln 2 on 2.11 and 2.12. On Hopper the backward of 4.0.0b36 is wrong (relative error near 1 in dq, with grouped heads in
+    dk and dv too) at head dims that round up to 16, 48, 80 or 112, measured at every multiple of 8; the forward is right at all of them.
+    The forward returns 2 to 5 values depending on the release; the first two are out and lse.
+    """
+
+    name = "flash4"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES,
+        package="flash-attn-4",
+        install='pip install --pre "flash-attn-4[cu13]"',
+        capabilities=((8, 0), (12, 1)),
+        head_dim_multiple=8,
+        window=True,
+        native_window=True,
+        lse_grad=True,
+        max_batch=65_535,
+        aligned_last=True,
+        block_sizes=frozenset({(64, 64), (64, 128), (128, 64), (128, 128)}),
+        block_masks=frozenset({"none", "interval"}),
+        writes_views=True,
+        source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
+    )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        capability = request.hardware.capability
+        if capability is None:
+            return []
+        reasons = []
+        major = capability[0]
+        tile = -(-request.head_dim // 16) * 16
+        if request.needs_grad and major == 9 and tile < 128 and tile % 32:
+            reasons.append(
+                f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)"
+            )
+        if request.needs_grad and major == 8:
+            reasons.append("has no backward on compute capability 8.x")
+        if request.needs_grad and major == 12 and (request.deterministic or request.window):
+            reasons.append("its backward on compute capability 12.x is dense and not deterministic")
+        if major in (10, 11) and request.head_dim > 128 and request.head_dim != 256:
+            reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {request.head_dim}")
+        if request.head_dim < 8:
+            reasons.append(f"head_dim is at least 8, not {request.head_dim}")
+        if request.blocks is not None:
+            reasons += flash4_blocks.block_reasons(request)
+        return reasons
+
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options)
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        # the kernel requires lse rows with stride 1
+        rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        interface = _interface()
+
+        def call() -> None:
+            interface._flash_attn_fwd(
+                q,
+                k,
+                v,
+                softmax_scale=options.scale,
+                causal=options.causal,
+                window_size_left=left,
+                window_size_right=right,
+                return_lse=True,
+                out=out,
+                lse=rows,
+            )
+
+        replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
+        if rows is not lse:
+            lse.copy_(rows)
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+    ) -> None:
+        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        dq, dk, dv = grads
+        interface = _interface()
+
+        def call() -> None:
+            interface._flash_attn_bwd(
+                q,
+                k,
+                v,
+                out,
+                dout,
+                lse,
+                softmax_scale=options.scale,
+                causal=options.causal,
+                window_size_left=left,
+                window_size_right=right,
+                deterministic=options.deterministic,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                dlse=dlse,
+            )
+
+        if options.deterministic:
+            # the semaphores must start as zeros, which a replay does not ensure
+            call()
+            return
+        tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
+        settings = (options.scale, options.causal, left, right, dlse is not None)
+        replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
+
+
+@functools.lru_cache(maxsize=1)
+def _interface() -> Any:
+    from flash_attn.cute import interface
+
+    return interface

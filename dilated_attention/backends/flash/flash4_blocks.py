@@ -1,0 +1,156 @@
+"""FlashAttention-4's block-sparse kernels on Hopper: which block lists they accept, and the launches of both passes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import Options, Request
+from dilated_attention.backends.block_kernels.block_tables import Table, column_tables, row_tables
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
+
+
+def block_reasons(request: Request) -> list[str]:
+    """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
+    assert request.blocks is not None
+    capability = request.hardware.capability
+    reasons = []
+    if capability is None or capability[0] != 9:
+        reasons.append("its lists of blocks are tried on compute capability 9.0 alone")
+    if request.head_dim > 128:
+        reasons.append(f"with lists of blocks head_dim is at most 128, not {request.head_dim}")
+    if request.needs_grad:
+        q_block, k_block = request.blocks
+        if k_block != 128 or (request.head_dim <= 64 and q_block != 128):
+            least = "128x128" if request.head_dim <= 64 else "64x128 or 128x128"
+            reasons.append(f"its backward of head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
+        if request.deterministic:
+            reasons.append("its backward over lists of blocks is not deterministic here")
+    return reasons
+
+
+def forward_blocks(
+    interface: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    mask_mod, interval = _interval(lists)
+    for table in row_tables(lists, q.shape[2] // k.shape[2]):
+        rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
+        heads, kv_heads = _heads(table, lists, q, k)
+        tensors = [q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]]
+        whole = rows.stop - rows.start == q.shape[1] and heads == slice(0, q.shape[2])
+        # the kernel requires a dense lse
+        part = (
+            lse if whole else torch.empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start), dtype=lse.dtype, device=q.device)
+        )
+        sparse = _tensors(interface, table, lists, tensors[0].shape[0], heads.stop - heads.start)
+        aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
+
+        call = functools.partial(
+            interface._flash_attn_fwd,
+            *tensors[:3],
+            softmax_scale=options.scale,
+            return_lse=True,
+            out=tensors[3],
+            lse=part,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        given = (*tensors, part, *sparse[:4], *(aux or ()))
+        replay_forward(interface, given, (options.scale, lists.q_block, lists.k_block, mask_mod is None), call)
+        if part is not lse:
+            lse[:, heads, rows] = part
+    return out, lse
+
+
+def backward_blocks(
+    interface: Any,
+    tensors: tuple[torch.Tensor, ...],
+    lists: BlockLists,
+    options: Options,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes (dq, dk, dv). ``tensors`` are dout, q, k, v, out, lse. dq is float32 where it is the sum of several launches."""
+    dout, q, k, v, out, lse = tensors
+    tables = column_tables(lists, q.shape[2] // k.shape[2])
+    cut = len({table.start for table in tables}) > 1
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut else None
+    mask_mod, interval = _interval(lists)
+    for table in tables:
+        rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
+        heads, kv_heads = _heads(table, lists, q, k)
+        mine = [q[:, :, heads], k[:, rows, kv_heads], v[:, rows, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads].contiguous()]
+        grads = [dq[:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
+        more = [] if dlse is None else [dlse[:, heads].contiguous()]
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
+        # the kernel counts keys from the first key of the launch
+        aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
+
+        call = functools.partial(
+            interface._flash_attn_bwd,
+            *mine,
+            softmax_scale=options.scale,
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            dlse=more[0] if more else None,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        settings = (options.scale, lists.q_block, lists.k_block, mask_mod is None, bool(more))
+        replay_backward(q, k)(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)
+        if total is not None:
+            total[:, :, heads] += grads[0]
+    return dq if total is None else total, dk, dv
+
+
+def _heads(table: Table, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) -> tuple[slice, slice]:
+    """Returns the query and key heads of a table."""
+    H, K = q.shape[2], k.shape[2]
+    if lists.num_heads == 1:
+        return slice(0, H), slice(0, K)
+    first, last = table.heads
+    group = H // K
+    assert first % group == 0 and last % group == 0, "tables are cut between key heads"
+    return slice(first, last), slice(first // group, last // group)
+
+
+def _tensors(interface: Any, table: Table, lists: BlockLists, batch: int, heads: int) -> Any:
+    """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
+    sides = []
+    for counts, indices in (table.partial, table.full):
+        sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
+    return _sparse_tensors()(*sides, block_size=(lists.q_block, lists.k_block))
+
+
+def _interval(lists: BlockLists) -> tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]:
+    if lists.masks is None:
+        return None, None
+    assert lists.interval is not None, "asked for none but interval masks"
+    if "whole blocks" not in lists.cache:
+        # the kernels also read the bounds of the missing rows of the last block
+        missing = lists.num_rows * lists.q_block - lists.num_queries
+        lists.cache["whole blocks"] = tuple(torch.nn.functional.pad(x, (0, missing)).contiguous() for x in lists.interval)
+    return _mask_mod(), lists.cache["whole blocks"]
+
+
+@functools.lru_cache(maxsize=1)
+def _sparse_tensors() -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    return BlockSparseTensorsTorch
+
+
+@functools.lru_cache(maxsize=1)
+def _mask_mod() -> Any:
+    from dilated_attention.backends.flash.flash4_mask import interval_mask
+
+    return interval_mask

@@ -1,0 +1,81 @@
+"""Quantisation to 8-bit floats (e4m3: 4 exponent and 3 mantissa bits, largest number 448), one scale per problem and group of heads.
+
+    y = round((x − c) · 448 / amax),    descale = amax / 448,    mean = avg(x − y · descale),    x ≈ mean + y · descale
+
+c is each channel's average over the rows, or 0. Removing a constant does not change the attention: softmax is invariant to one in its
+scores, and one in the values passes through. So ``restore_`` adds scale·q·mean(k) to lse and mean(v) to out, in float32. The
+returned mean is that of y *as rounded*: after a shift, rounding may be biased to one side, and an error common to all rows adds up.
+
+Only finite elements enter c and amax. A NaN or an infinity becomes e4m3's NaN, so it is not lost and does not affect a scale.
+
+Shape letters: P problems, L rows, G heads, K scales per problem (groups of G/K neighbouring heads), D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# the reciprocal of a smaller amax is not representable in float32; such values become zeros
+SMALLEST_AMAX = 1e-30
+
+
+class Quantised(NamedTuple):
+    """y (P, L, G, D) e4m3, contiguous · descale (P, K) float32 · mean (P, K, D) float32, None where c is 0."""
+
+    y: torch.Tensor
+    descale: torch.Tensor
+    mean: torch.Tensor | None
+
+
+def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
+    """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
+    if x.device.type == "cuda":
+        # imported here, since not every machine has Triton
+        from dilated_attention.backends.flash.fp8_triton import quantise_triton
+
+        return quantise_triton(x, num_scales, centre=centre)
+    return quantise_torch(x, num_scales, centre=centre)
+
+
+def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
+    """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
+    if q.device.type == "cuda":
+        from dilated_attention.backends.flash.fp8_triton import restore_triton_
+
+        return restore_triton_(out, lse, q, k_mean, v_mean, scale)
+    return restore_torch_(out, lse, q, k_mean, v_mean, scale)
+
+
+def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
+    """The reference definition of ``quantise`` in plain torch.
+
+    ``dtype=torch.float32`` omits the rounding, for tests of the kernels in Triton's interpreter, which rounds to e4m3 wrongly where a
+    mantissa carries.
+    """
+    P, L, G, D = x.shape
+    groups = x.reshape(P, L, num_scales, G // num_scales, D).float()
+    finite = groups.abs() < torch.inf
+    average = torch.where(finite, groups, 0.0).mean(dim=(1, 3)) if centre else groups.new_zeros(P, num_scales, D)
+    groups = groups - average[:, None, :, None, :]
+    amax = torch.where(finite, groups.abs(), 0.0).amax(dim=(1, 3, 4)).clamp_min(SMALLEST_AMAX)
+    # E4M3_MAX / amax with a Python number would round twice: torch computes 448 · (1 / amax)
+    factor = torch.full_like(amax, E4M3_MAX) / amax
+    descale = amax / E4M3_MAX
+    # rounding may carry the largest element past 448, and torch's cast turns values too far beyond it into NaN
+    scaled = (groups * factor[:, None, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    y = torch.where(finite, scaled, torch.nan).to(dtype)
+    left = torch.where(finite, y.float(), 0.0).mean(dim=(1, 3)) * descale[:, :, None]
+    return Quantised(y.reshape(P, L, G, D), descale, average - left if centre else None)
+
+
+def restore_torch_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
+    """The reference definition of ``restore_`` in plain torch."""
+    P, L, G, D = q.shape
+    K = k_mean.shape[1]
+    q = q.reshape(P, L, K, G // K, D)
+    lse += scale * torch.einsum("plkgd,pkd->pkgl", q.float(), k_mean).reshape(P, G, L)
+    out.copy_((out.view(q.shape).float() + v_mean[:, None, :, None, :]).view(P, L, G, D))

@@ -1,0 +1,55 @@
+"""Converts masks to the forms that kernel libraries take (additive bias, window sizes), once, at the boundary to the library."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.backends.base import Options
+from dilated_attention.backends.torch_ops.math import band_mask
+
+
+def additive_bias(
+    q: torch.Tensor, k: torch.Tensor, options: Options, *, pad_keys_to: int = 1
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, rows left without keys (P, L)); (None, None) without a mask.
+
+    Args:
+        pad_keys_to: the last dimension is a slice of one padded to a multiple of this, for kernels that require aligned rows.
+    """
+    padding, band = options.mask.padding, options.mask.band
+    if padding is None and band is None:
+        return None, None
+    P, L, S = q.shape[0], q.shape[1], k.shape[1]
+    if band is not None:
+        assert not options.causal, "a band says by itself where it ends"
+        blocked = ~band_mask(band, L, S, q.device)[None]
+        if padding is not None:
+            blocked = blocked | padding[:, None, :]
+        empty_PL = blocked.all(-1)
+    else:
+        assert padding is not None
+        blocked = padding[:, None, :]
+        # causal: row i sees the keys up to i, so it is empty if all of those are padding
+        empty_PL = padding.to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
+    width = -(-S // pad_keys_to) * pad_keys_to
+    bias = torch.zeros((*blocked.shape[:-1], width), dtype=q.dtype, device=q.device)[..., :S].masked_fill_(blocked, -torch.inf)
+    return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)
+
+
+def clear_empty_rows(out_PLGD: torch.Tensor, lse_PGL: torch.Tensor, empty_PL: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sets out to 0 and lse to −inf in rows without keys, whatever the kernel wrote there."""
+    if empty_PL is None:
+        return out_PLGD, lse_PGL
+    return out_PLGD.masked_fill(empty_PL[:, :, None, None], 0.0), lse_PGL.masked_fill(empty_PL[:, None, :], -torch.inf)
+
+
+def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    """Returns (left, right) in flash-attn's convention: relative to the diagonal that ends at the last query and last key."""
+    if options.mask.band is None:
+        return None, None
+    lowest, highest = options.mask.band
+    diagonal = num_keys - num_queries
+    left = None if lowest is None else diagonal - lowest
+    right = None if highest is None else highest - diagonal
+    assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal lies in the band"
+    return left, right

@@ -1,0 +1,1 @@
+"""The kernels over a table of tiles for Hopper, in Gluon."""

@@ -1,0 +1,277 @@
+"""The forward over a table of tiles on Hopper: the kernel of ``forward.py`` with the same arguments, a producer and two consumers.
+
+A consumer is a warpgroup with 64 queries. It starts the scores of the next block of keys together with p·v of the last one, and computes
+the exponentials while p·v runs.
+"""
+
+# mypy does not know the types of kernels
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from dilated_attention.backends.tiles.hopper.kernel_rows import (
+    COPIERS,
+    LN_2,
+    copy_offsets,
+    copy_rows,
+    exp2,
+    query_row,
+    scores,
+    store_tile,
+)
+from dilated_attention.backends.tiles.rows import VARYING
+
+
+@gluon.jit
+def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.constexpr, FLAGS: gl.constexpr):
+    """The producer: loads the queries of each tile, then blocks of keys and values."""
+    q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr = inputs
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
+    q_smem, k_smem, v_smem = buffers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
+    group = shape[3]
+    LEFT: gl.constexpr = FLAGS[0]
+    RIGHT: gl.constexpr = FLAGS[1]
+    CUT: gl.constexpr = FLAGS[2]
+    GROUPS: gl.constexpr = q_smem.shape[0]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK: gl.constexpr = k_smem.shape[1]
+    COLUMNS: gl.constexpr = k_smem.shape[2]
+    stage = 0
+    phase = 1
+    tile_phase = 1
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, _part, _places = query_row(
+            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+        )
+        mbarrier.wait(tile_empty, tile_phase)
+        tile_phase ^= 1
+        q_base = q_ptr + batch * q_b + head.to(gl.int64) * q_h + row * q_n
+        q_offsets = copy_offsets(rate * q_n, 64, COLUMNS)
+        for g in gl.static_range(GROUPS):
+            copy_rows(q_smem.index(g), q_base + 64 * g * rate * q_n, q_offsets, high - i0 - 64 * g, D)
+        async_copy.mbarrier_arrive(tile_full, increment_count=False)
+        kv_head = (head // group).to(gl.int64)
+        position = first.to(gl.int64) + begin * rate
+        k_at = k_ptr + batch * k_b + kv_head * k_h + position * k_n
+        v_at = v_ptr + batch * v_b + kv_head * v_h + position * v_n
+        k_offsets = copy_offsets(rate * k_n, BLOCK, COLUMNS)
+        v_offsets = copy_offsets(rate * v_n, BLOCK, COLUMNS)
+        rest = count - begin
+        for _ in range(steps):
+            mbarrier.wait(k_empty.index(stage), phase)
+            copy_rows(k_smem.index(stage), k_at, k_offsets, rest, D)
+            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            mbarrier.wait(v_empty.index(stage), phase)
+            copy_rows(v_smem.index(stage), v_at, v_offsets, rest, D)
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            k_at += BLOCK * rate * k_n
+            v_at += BLOCK * rate * v_n
+            rest -= BLOCK
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Computes one step of the online softmax for keys [a, a + BLOCK): (weights, factor of the previous sums, row maximum, row sum)."""
+    BLOCK: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    masked = a + BLOCK > count
+    if RIGHT:
+        masked = masked | (a + BLOCK - 1 > i0 + right)
+    if LEFT:
+        masked = masked | (a < i0 + 63 - left)
+    if masked:
+        j = gl.expand_dims(a + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)), 0)
+        good = j < count
+        if RIGHT or LEFT:
+            i = gl.expand_dims(i0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
+            if RIGHT:
+                good = good & (j <= i + right)
+            if LEFT:
+                good = good & (j >= i - left)
+        s = gl.where(good, s, -float("inf"))
+    highest = gl.maximum(m, gl.max(s, 1) * scale)
+    # a row that has seen no key yet
+    shift = gl.where(highest == -float("inf"), 0.0, highest)
+    p = exp2(s * scale - gl.expand_dims(shift, 1))
+    alpha = exp2(m - shift)
+    return p, alpha, highest, total * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total_tiles, num_queries, part_rows, direct, scale,
+    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Consumer warpgroup PART: computes 64 queries."""
+    rows_ptr, offsets_ptr = inputs
+    out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
+    o_b, o_n, o_h = strides
+    q_smem, k_smem, v_smem = buffers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
+    num_heads = shape[1]
+    left, right = bounds
+    LEFT: gl.constexpr = FLAGS[0]
+    RIGHT: gl.constexpr = FLAGS[1]
+    CUT: gl.constexpr = FLAGS[2]
+    ZERO_KEYS: gl.constexpr = FLAGS[3]
+    GROUPS: gl.constexpr = q_smem.shape[0]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK: gl.constexpr = k_smem.shape[1]
+    COLUMNS: gl.constexpr = k_smem.shape[2]
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+    stage = 0
+    phase = 0
+    tile_phase = 0
+    for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
+        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, places = query_row(
+            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+        )
+        i0 += PART * 64
+        row += PART * 64 * rate
+        part += PART * 64
+        mbarrier.wait(tile_full, tile_phase)
+        tile_phase ^= 1
+        fence_async_shared()
+        q0 = q_smem.index(PART).slice(0, D0, dim=1)
+        q1 = q0
+        if D1 > 0:
+            q1 = q_smem.index(PART).slice(D0, D1, dim=1)
+        a = begin
+        mbarrier.wait(k_full.index(stage), phase)
+        fence_async_shared()
+        s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
+        o = gl.zeros([64, COLUMNS], gl.float32, o_layout)
+        m = gl.full([64], -float("inf"), gl.float32, by_row)
+        total = gl.zeros([64], gl.float32, by_row)
+        s = warpgroup_mma_wait(0, deps=(s_running,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
+        weights = gl.convert_layout(p.to(dtype), p_layout)
+        last = stage
+        last_phase = phase
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        mbarrier.wait(k_full.index(stage), phase, pred=steps > 1)
+        for t in range(1, steps):
+            a += BLOCK
+            fence_async_shared()
+            s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
+            mbarrier.wait(v_full.index(last), last_phase)
+            fence_async_shared()
+            o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s_running,))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
+            now = stage
+            now_phase = phase
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+            # The branch of this wait, and passing the weights through the next wait, keep ptxas from sinking the softmax below that wait.
+            mbarrier.wait(k_full.index(stage), phase, pred=t + 1 < steps)
+            o, p, weights = warpgroup_mma_wait(0, deps=(o_running, p, weights))
+            mbarrier.arrive(v_empty.index(last), count=1)
+            o = o * gl.expand_dims(gl.convert_layout(alpha, o_row), 1)
+            weights = gl.convert_layout(p.to(dtype), p_layout)
+            last = now
+            last_phase = now_phase
+        mbarrier.arrive(tile_empty, count=1)
+        mbarrier.wait(v_full.index(last), last_phase)
+        fence_async_shared()
+        o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
+        if ZERO_KEYS:
+            # keys of score 0 and value 0
+            num_zeros = (places - count).to(gl.float32)
+            higher = gl.where(num_zeros > 0, gl.maximum(m, 0.0), m)
+            alpha = gl.where(higher == -float("inf"), 0.0, exp2(m - gl.where(higher == -float("inf"), 0.0, higher)))
+            total = total * alpha + gl.where(num_zeros > 0, num_zeros * exp2(-higher), 0.0)
+            m = higher
+        empty = total == 0
+        share = 1 / gl.where(empty, 1.0, total)
+        if ZERO_KEYS:
+            share = share * alpha
+        row_lse = gl.where(empty, -float("inf"), (m + gl.log2(gl.where(empty, 1.0, total))) * LN_2)
+        head_row = batch * num_heads + head
+        out_base = parts_ptr + (head_row * part_rows + part) * D
+        out_step = rate * 0 + D
+        lse_base = part_lse_ptr + head_row * part_rows + part
+        if branch == direct:
+            out_base = out_ptr + batch * o_b + head.to(gl.int64) * o_h + row * o_n
+            out_step = rate * o_n
+            lse_base = lse_ptr + head_row * num_queries + row
+        local = gl.arange(0, 64, layout=by_row)
+        gl.store(lse_base + local, row_lse, mask=local < high - i0)
+        o = warpgroup_mma_wait(0, deps=(o_running,))
+        mbarrier.arrive(v_empty.index(last), count=1)
+        store_tile(out_base, out_step, high - i0, o * gl.expand_dims(gl.convert_layout(share, o_row), 1), D)
+
+
+@gluon.jit(do_not_specialize=[*VARYING, "total"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr, words_b_ptr,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
+    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold, keep_scale,
+    total,
+    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, ZERO_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Computes 64 queries per warpgroup."""
+    GROUPS: gl.constexpr = 2
+    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, ZERO_KEYS)
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, COLUMNS], tile_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(tile_full, count=COPIERS)
+    mbarrier.init(tile_empty, count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=COPIERS)
+        mbarrier.init(v_full.index(i), count=COPIERS)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    part0: gl.constexpr = 0
+    part1: gl.constexpr = 1
+    buffers = (q_smem, k_smem, v_smem)
+    barriers = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
+    shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
+    bounds = (left, right)
+    strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h)
+    out_strides = (o_b, o_n, o_h)
+    inputs = (q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr)
+    outputs = (out_ptr, lse_ptr, parts_ptr, part_lse_ptr)
+    tables = (rows_ptr, offsets_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
+            (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
+            (_produce, (inputs, strides, shape, bounds, buffers, barriers, total, D, FLAGS)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Launches of the Hopper kernels over a table of tiles, which replace those of ``run.py`` if ``why_not`` gives no reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
+from dilated_attention.backends.tiles.launch import Launch
+
+if TYPE_CHECKING:
+    from dilated_attention.backends.tiles.run import Prepared
+
+_KERNELS = {"forward": forward_kernel.forward_kernel, "query": query_kernel.query_kernel, "key": key_kernel.key_kernel}
+
+
+class HopperSizes(NamedTuple):
+    """Rows per stage of the ring, and stages (at least 3 in the backward, whose consumers hold two and wait for a third)."""
+
+    block: int
+    stages: int
+
+
+# rows per program: two warpgroups of 64
+_ROWS = 128
+# By kernel and head dim rounded up, only where the Gluon kernel is faster than the Triton one on an H200 with Triton 3.6
+# (benchmarks/results/2026-11-22-h200-tiles-gluon.md)
+_SIZES = {
+    ("key", 48): HopperSizes(64, 4),
+    ("key", 64): HopperSizes(64, 4),
+    ("key", 128): HopperSizes(32, 3),
+    ("query", 128): HopperSizes(64, 3),
+    ("forward", 128): HopperSizes(128, 2),
+}
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
+    """Builds the launch of a Hopper kernel.
+
+    Args:
+        numbers: the numbers of the kernel that this one replaces.
+        flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
+    """
+    of_keys = which == "key"
+    table = p.table(of_keys, _ROWS)
+    total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
+    kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
+    constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
+    return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
+
+
+def sizes(which: str, head_dim: int) -> HopperSizes | None:
+    """Returns the sizes for kernel ``which`` ("forward", "query", "key"), or None if Triton's is faster or nothing was measured."""
+    return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
+
+
+def why_not(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
+    """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
+    reasons = []
+    if flags.get("DROPOUT") and p.shared and p.group > 1:
+        reasons.append(f"drops pairs of one query head at a time: needs as many key/value heads, got {p.group} query heads to each")
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
+    if p.head_dim % 16 or p.head_dim > 128:
+        reasons.append(f"needs a head dim that is a multiple of 16 and at most 128, got {p.head_dim}")
+    rate = max(rate for _, rate in p.call.walk.branches)
+    for x in tensors:
+        if any(stride % 16 for stride in x.stride()[:3]):
+            reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
+        elif _ROWS * rate * x.stride(1) >= 2**31:
+            reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
+    return reasons

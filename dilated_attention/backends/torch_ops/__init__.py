@@ -1,0 +1,1 @@
+"""Attention kernels that come with torch, and plain torch."""

@@ -1,0 +1,228 @@
+"""torch's FlexAttention, compiled by Triton: for any mask, float32, and head dims that flash kernels refuse."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.block_kernels.flex_tables import block_mask
+from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists
+from dilated_attention.backends.mask_convert import clear_empty_rows
+
+# limit of recompiles for one kind of call: a batch, head count or length of 1 and each new stride order cost one; torch's default is 8
+_RECOMPILE_LIMIT = 64
+_BLOCK = 128
+
+
+class FlexBackend(Backend):
+    """``torch.nn.attention.flex_attention`` with its Triton kernels; lse is differentiable there.
+
+    Flex does not expose its backward as a function. To get the contribution of a part to a merged softmax, its autograd is used instead:
+    with w = exp(lse_part − lse), the part's out gets the gradient w·dout and its lse gets w·(rowsum(dout ∘ (out_part − out)) + dlse),
+    which is the derivative of the merge. This costs an additional forward.
+    """
+
+    name = "flex"
+    facts = Facts(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES | {torch.float32},
+        capabilities=((7, 0), (12, 1)),
+        key_mask=True,
+        window=True,
+        lse_grad=True,
+        max_batch=65_535,
+        max_extent=2**31,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset({"none", "interval"}),
+        package="triton",
+        install="pip install triton",
+        source="H200, torch 2.11, triton 3.6",
+    )
+
+    def more_reasons(self, request: Request) -> list[str]:
+        return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = _flex(q, k, v, options)
+        out = out.transpose(1, 2)
+        empty = (lse == -torch.inf).all(1) if not options.mask.is_trivial else None
+        return clear_empty_rows(out, lse, empty)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _part_backward(dout, q, k, v, out, lse, options, dlse)
+
+    def forward_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = _flex(q, k, v, options, lists)
+        # with lists per head, different rows are empty in each head
+        return out.transpose(1, 2).masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
+
+    def backward_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lists: BlockLists,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
+
+
+def _part_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    dlse: torch.Tensor | None,
+    lists: BlockLists | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with _autograd_inside_an_op():
+        inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+        part_out, part_lse = _flex(*inputs, options, lists)
+        out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
+        with torch.no_grad():
+            weight = (part_lse - lse).exp()
+            difference = part_out.float() - out_PGLD.float()
+            lse_grad = (dout_PGLD.float() * difference).sum(-1)
+            if dlse is not None:
+                lse_grad = lse_grad + dlse
+            out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
+        grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+    return grads[0], grads[1], grads[2]
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lists: BlockLists | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out (P, G, L, D), lse (P, G, L))."""
+    band = (None, 0) if options.causal else options.mask.band
+    if lists is not None:
+        assert band is None, "lists say themselves where they end"
+        mask, name = block_mask(lists), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
+    elif band is not None:
+        mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"
+    else:
+        mask, name = None, "full"
+    padding = options.mask.padding
+    score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
+    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, score_mod is None, q.requires_grad)
+    # torch's default tiles may be 128 wide, which does not divide blocks of 64; with autotuning it measures its other tile sizes
+    search = lists is not None and min(lists.q_block, lists.k_block) < _BLOCK
+    # torch's kernel for few queries reads the list of only one query block
+    kernel = None if lists is None else {"FORCE_USE_FLEX_ATTENTION": True}
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        out, aux = _compiled(kind, search)(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=score_mod,
+            block_mask=mask,
+            scale=options.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            kernel_options=kernel,
+            return_aux=_lse_only(),
+        )
+    return out, aux.lse
+
+
+@contextmanager
+def _autograd_inside_an_op() -> Iterator[None]:
+    """Enables autograd inside the context: a custom op otherwise runs below it."""
+    keys = torch._C.DispatchKey
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude), torch.enable_grad():
+        yield
+
+
+def _call_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, **settings)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
+    """Returns one compiled function for each kind of call.
+
+    Dynamo counts recompiles per code object, so each function gets its own: a process that meets many shapes would otherwise use up one
+    function's limit.
+    """
+    function = types.FunctionType(_call_flex.__code__.replace(co_name=f"flex_{hash(kind) & 0xFFFFFF:x}"), _call_flex.__globals__)
+    # with fullgraph this raises past the limit, where a plain compile would silently materialise every score
+    return torch.compile(function, fullgraph=True, dynamic=True, options={"max_autotune": True} if search else None)
+
+
+@functools.cache
+def _lse_only() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
+    """Returns the band as a BlockMask, with lists computed from the blocks' corners: create_block_mask would materialise every pair."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    lowest = -num_queries if band[0] is None else band[0]
+    highest = num_keys if band[1] is None else band[1]
+    q_first = torch.arange(0, num_queries, _BLOCK, device=device)[:, None]
+    k_first = torch.arange(0, num_keys, _BLOCK, device=device)[None, :]
+    q_last, k_last = (q_first + _BLOCK - 1).clamp(max=num_queries - 1), (k_first + _BLOCK - 1).clamp(max=num_keys - 1)
+    visited = (k_last - q_first >= lowest) & (k_first - q_last <= highest)
+    full = visited & (k_first - q_last >= lowest) & (k_last - q_first <= highest)
+    # a ragged last block counts as masked, since kernels skip bounds checks in full blocks
+    full &= (q_first + _BLOCK <= num_queries) & (k_first + _BLOCK <= num_keys)
+    # the closure holds tensors, since every value of an integer would compile a separate kernel
+    low, high = torch.tensor(lowest, device=device), torch.tensor(highest, device=device)
+
+    def in_band(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx - q_idx >= low) & (kv_idx - q_idx <= high)
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(visited & ~full), *_ordered(full), BLOCK_SIZE=_BLOCK, mask_mod=in_band, seq_lengths=(num_queries, num_keys)
+    )
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool (rows, columns) → (count, indices with those of the set columns first), with the batch and head dimensions that flex expects."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    indices = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], indices[None, None]
+
+
+def _padding_score(padding: torch.Tensor) -> Any:
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(padding[b, kv_idx], -float("inf"), score)
+
+    return score_mod

@@ -1,0 +1,146 @@
+"""Attention in plain torch for every device, dtype and option: the fallback where no kernel library can, and the reference for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dilated_attention.backends.base import ALL_FLOATS, Facts, Options, accumulation_dtype
+from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
+from dilated_attention.backends.block_lists import BLOCK_SIZES
+from dilated_attention.backends.dropout import keep_mask
+
+# scores of one block of query rows: small enough to stay near the caches and to bound memory at any length
+_BLOCK_BYTES = 32 * 2**20
+
+
+class MathBackend(GatheringBackend):
+    """Materialises the scores of one block of rows at a time: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
+
+    name = "math"
+    facts = Facts(
+        devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
+        dtypes=ALL_FLOATS,
+        key_mask=True,
+        window=True,
+        dropout=True,
+        lse_grad=True,
+        aligned_last=True,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset({"none", "interval", "bits"}),
+        rocm=True,
+        source="plain torch; no limits of its own",
+    )
+
+    def raw_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` with ``pairs``, a mask of kept pairs in addition to the masks in ``options``."""
+        P, L, G, D = q.shape
+        acc = accumulation_dtype(q.dtype)
+        out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
+        lse = torch.empty((P, G, L), dtype=acc, device=q.device)
+        k_PGDS, v_PGSD = _heads_first(k, G, acc).transpose(-1, -2), _heads_first(v, G, acc)
+        for rows in _row_blocks(q, k):
+            s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
+            lse_PGL = s_PGLS.logsumexp(-1)
+            # acc cannot hold these scores; NaN keeps them apart from −inf (a row without keys) and +inf (an idle row of a backward)
+            lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
+            p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
+            if options.dropout is not None:
+                p_PGLS *= keep_mask(options.dropout, rows)
+                p_PGLS /= 1 - options.dropout.probability
+            out[:, rows] = (p_PGLS @ v_PGSD).transpose(1, 2).to(q.dtype)
+            lse[:, :, rows] = lse_PGL
+        return out, lse
+
+    def raw_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        P, L, G, D = q.shape
+        K, S = k.shape[2], k.shape[1]
+        acc = accumulation_dtype(q.dtype)
+        k_PGSD, v_PGSD = _heads_first(k, G, acc), _heads_first(v, G, acc)
+        dq = torch.empty((P, L, G, D), dtype=acc, device=q.device)
+        dk_PGSD = torch.zeros((P, G, S, D), dtype=acc, device=q.device)
+        dv_PGSD = torch.zeros_like(dk_PGSD)
+        for rows in _row_blocks(q, k):
+            q_PGLD = q[:, rows].transpose(1, 2).to(acc)
+            do_PGLD = dout[:, rows].transpose(1, 2).to(acc)
+            delta_PGL = (do_PGLD * out[:, rows].transpose(1, 2).to(acc)).sum(-1)
+            if dlse is not None:
+                delta_PGL = delta_PGL - dlse[:, :, rows].to(acc)
+            s_PGLS = self._scores(q, k_PGSD.transpose(-1, -2), rows, options, pairs)
+            p_PGLS = (s_PGLS - lse[:, :, rows, None].to(acc)).exp_()
+            dp_PGLS = do_PGLD @ v_PGSD.transpose(-1, -2)
+            if options.dropout is not None:
+                kept_PGLS = keep_mask(options.dropout, rows).to(acc) / (1 - options.dropout.probability)
+                dp_PGLS *= kept_PGLS
+                dv_PGSD += (p_PGLS * kept_PGLS).transpose(-1, -2) @ do_PGLD
+            else:
+                dv_PGSD += p_PGLS.transpose(-1, -2) @ do_PGLD
+            ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None]) * options.scale
+            dq[:, rows] = (ds_PGLS @ k_PGSD).transpose(1, 2)
+            dk_PGSD += ds_PGLS.transpose(-1, -2) @ q_PGLD
+        # sums the contributions of the query heads that share a key/value head
+        dk, dv = (x.unflatten(1, (K, G // K)).sum(2).transpose(1, 2) for x in (dk_PGSD, dv_PGSD))
+        return dq, dk, dv
+
+    def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+        q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
+        # scales before or after the product, so that no intermediate result is larger than the score
+        s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
+        # a score this low has the weight 0 next to any other key; −inf is reserved for masked keys
+        s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
+        band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
+        if band is not None:
+            s_PGLS.masked_fill_(~band_mask(band, q.shape[1], k_PGDS.shape[-1], q.device, rows), -torch.inf)
+        if options.mask.padding is not None:
+            s_PGLS.masked_fill_(options.mask.padding[:, None, None, :], -torch.inf)
+        if pairs is not None:
+            kept = pairs if pairs.shape[1] == 1 else pairs[:, rows]
+            s_PGLS.masked_fill_(~kept[:, None], -torch.inf)
+        return s_PGLS
+
+
+def band_mask(
+    band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)
+) -> torch.Tensor:
+    """Returns a bool mask (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
+    difference = torch.arange(num_keys, device=device)[None, :] - torch.arange(num_rows, device=device)[rows, None]
+    lowest, highest = band
+    allowed = torch.ones_like(difference, dtype=torch.bool)
+    if lowest is not None:
+        allowed &= difference >= lowest
+    if highest is not None:
+        allowed &= difference <= highest
+    return allowed
+
+
+def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    P, L, G, _ = q.shape
+    bytes_per_row = max(1, P * G * k.shape[1]) * 4
+    block = max(1, min(L, _BLOCK_BYTES // bytes_per_row))
+    for start in range(0, L, block):
+        yield slice(start, min(start + block, L))
+
+
+def _heads_first(x: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """(P, S, K, D) → (P, G, S, D), each key/value head repeated for its group of query heads."""
+    x = x.transpose(1, 2).to(dtype)
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """Replaces an lse of −inf by 0: a row without keys has scores of −inf, and subtracting 0 keeps its weights at exp(−inf) = 0."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

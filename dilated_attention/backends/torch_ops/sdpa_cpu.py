@@ -1,0 +1,88 @@
+"""torch's own CPU flash attention, through the aten ops that return lse and accept it in the backward."""
+
+from __future__ import annotations
+
+import torch
+
+from dilated_attention.backends.base import ALL_FLOATS, Facts, Options
+from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
+from dilated_attention.backends.block_lists import BLOCK_SIZES
+from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
+from dilated_attention.backends.nonfinite import all_finite
+from dilated_attention.backends.torch_ops.math import MathBackend
+
+_MATH = MathBackend()
+
+
+class SdpaCpuBackend(GatheringBackend):
+    """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
+
+    The op has pitfalls, each guarded here and tested: a call without any keys kills the process; a last stride ≠ 1 is silently wrong;
+    masks must be additive and of q's dtype; a row without keys gets lse 0, and so does a row whose scores are all NaN, with out 0; q · k
+    and sums of values overflow where scores and outputs do not. Rows that may be affected by the last three are left to ``MathBackend``.
+    """
+
+    name = "sdpa_cpu"
+    facts = Facts(
+        devices=frozenset({"cpu"}),
+        dtypes=ALL_FLOATS,
+        key_mask=True,
+        window=True,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset({"none", "interval", "bits"}),
+        source="measured on torch 2.13, CPU: strided views as fast as contiguous ones; random blocks at 10 % density 7 times as fast as dense",
+    )
+
+    def raw_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
+        assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        if pairs is None:
+            bias, empty_PL = additive_bias(q, k, options)
+        else:
+            assert options.mask.is_trivial
+            bias, empty_PL = _bias_of_pairs(pairs, q.dtype), ~pairs.any(-1)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
+        )
+        out, lse = clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
+        # lse 0 may come from a single key with the score 0, or from NaN scores
+        doubtful = lse == 0
+        spoilt = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
+        if bool((doubtful | spoilt).any()):
+            exact_out, exact_lse = _MATH.raw_forward(q, k, v, options, pairs)
+            # if keys or values are not finite, they are the cause of a non-finite row, which must stay visible
+            doubtful |= spoilt & all_finite(k, v)
+            out = torch.where(doubtful.transpose(1, 2)[..., None], exact_out, out)
+            lse = torch.where(doubtful, exact_lse, lse)
+        return out, lse
+
+    def raw_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert dlse is None
+        bias = additive_bias(q, k, options)[0] if pairs is None else _bias_of_pairs(pairs, q.dtype)
+        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
+        )
+        dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        if not all_finite(dq, dk, dv):
+            exact = _MATH.raw_backward(dout, q, k, v, out, lse, options, None, pairs)
+            dq, dk, dv = (torch.where(x.isfinite(), x, y.to(x.dtype)) for x, y in zip((dq, dk, dv), exact, strict=True))
+        return dq, dk, dv
+
+
+def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts bool (P, L or 1, S) to a bias (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
+    return torch.where(pairs, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))[:, None]

@@ -1,0 +1,1 @@
+"""Checks of results against float64, and of their repeatability."""

@@ -1,0 +1,1 @@
+"""Time, memory and limits of functions, measured fairly."""

@@ -1,0 +1,97 @@
+"""Forward, backward or both of a contender, called on several sets of inputs in turn, so that caches do not distort the times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dilated_attention.bench.accuracy.correctness import Attend
+from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.workloads.contenders import Contender
+from dilated_attention.bench.workloads.problem import Problem
+
+PASSES = ("forward", "backward", "both")
+# FLOPs per pair and head dimension: two matrix products forward, five backward
+FLOPS = {"forward": 4, "backward": 10, "both": 14}
+# bytes that a graph may hold while the others take their turns
+HEAVY = 2**30
+
+
+def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+    """Returns x, or q, k and v."""
+    return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
+    """Returns a call of one pass on the next set of inputs; results are dropped at once. The backward runs on graphs made beforehand.
+
+    ``shared``: the sets of inputs that the calls of one problem share; {} at first.
+    """
+    share(contender, problem, shared)
+    kind = _kind(contender)
+    sets, (dout,) = shared[kind], shared[f"dout of {kind}"]
+    number = 0
+
+    def following() -> int:
+        nonlocal number
+        number = (number + 1) % len(sets)
+        return number
+
+    if which == "forward":
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend(*sets[following()])
+
+        return forward
+    if which == "both":
+
+        def both() -> None:
+            leaves = sets[following()]
+            torch.autograd.grad(attend(*leaves), leaves, dout)
+
+        return both
+    if which != "backward":
+        raise Refused(f"pass {which!r}; expected one of {', '.join(PASSES)}")
+    before = allocated(problem.device)
+    outs = [attend(*sets[0])]
+    if allocated(problem.device) - before < HEAVY:
+        outs += [attend(*leaves) for leaves in sets[1:]]
+
+    def backward() -> None:
+        at = following() % len(outs)
+        torch.autograd.grad(outs[at], sets[at], dout, retain_graph=True)
+
+    return backward
+
+
+def share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
+    """Creates the inputs that contenders of this kind cycle through, once."""
+    kind = _kind(contender)
+    if kind not in shared:
+        shared[kind] = [inputs_of(contender, part_of(contender, problem), i) for i in range(sets_of(problem))]
+    if f"dout of {kind}" not in shared:
+        dout = part_of(contender, problem).draw(problem.num_heads, 1000)
+        shared[f"dout of {kind}"] = [dout.flatten(2) if contender.inputs == "x" else dout]
+
+
+def part_of(contender: Contender, problem: Problem) -> Problem:
+    """Returns the part of the problem that this process holds."""
+    return problem if contender.local is None else contender.local(problem)
+
+
+def _kind(contender: Contender) -> str:
+    return contender.inputs if contender.local is None else f"{contender.inputs} in parts"
+
+
+def sets_of(problem: Problem) -> int:
+    """Returns the number of input sets: eight small ones, two where one exceeds any cache, one where memory is scarce (from 4 GiB on)."""
+    if problem.bytes >= 4 * 2**30:
+        return 1
+    return max(2, min(8, 2**28 // max(problem.bytes, 1)))

@@ -1,0 +1,166 @@
+"""Time and memory of functions that take turns, so that a change of clock rate or load affects all of them equally.
+
+On a GPU a turn is ``triton.testing.do_bench``: CUDA events, with the cache emptied before each call. On a CPU it is a
+``torch.utils.benchmark.Timer``. A long call is timed once per turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import benchmark
+
+from dilated_attention.bench.measure.skip import settle
+
+# seconds of a call beyond which it is timed once per turn: do_bench calls a function six times before it measures, Timer twice. Within a
+# hundredth of that time a GPU's cache is refilled, and its launch latency is negligible
+_LONG = {"cuda": 0.005, "cpu": 0.05}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Times of one call in milliseconds: median, 10th and 90th percentile, and the number of turns or calls they are based on."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """Creates a timing from times in milliseconds."""
+        ordered = sorted(times)
+        last = len(ordered) - 1
+        return cls(
+            ms=statistics.median(ordered), low_ms=ordered[round(0.1 * last)], high_ms=ordered[round(0.9 * last)], samples=len(ordered)
+        )
+
+    @property
+    def spread(self) -> float:
+        """(90th − 10th percentile) / median."""
+        return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
+
+    def values(self) -> dict[str, float]:
+        return {"ms": self.ms, "low_ms": self.low_ms, "high_ms": self.high_ms, "samples": self.samples}
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    seconds: float = 0.5,
+    least: int = 3,
+    most: int = 20,
+    warm: bool = False,
+    agree: Callable[[float], float] | None = None,
+) -> dict[str, Timing]:
+    """Times every function in turn, repeatedly, for about ``seconds`` each, and at least ``least`` turns.
+
+    Args:
+        functions: results are discarded. Each is called twice before it is timed: the first call may compile.
+        device: what they run on.
+        most: maximum number of turns.
+        warm: whether they were called before; they are then called only once before they are timed.
+        agree: returns the first process's number on all processes, where functions exchange data between processes: all processes then
+            call them equally often, one by one.
+    """
+    if not functions:
+        return {}
+    once: dict[str, float] = {}
+    for name, function in functions.items():
+        if not warm:
+            function()
+        once[name] = one_call(function, device) if agree is None else agree(one_call(function, device))
+    longest = max(once.values())
+    turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+            mine = min(seconds / turns, 0.1)
+            samples[name] += _turn(function, device, once[name], mine) if agree is None else _counted(function, device, once[name], mine)
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 10
+) -> dict[str, Timing]:
+    """Like ``interleaved``, but by the wall clock, for long work such as a training step: host time counts, and no cache is emptied.
+
+    A sample is a turn: several consecutive calls where they are short, so that the host may run ahead of the device as in normal use.
+
+    Args:
+        functions: already called, so that nothing compiles any more; each is called once more before it is timed.
+    """
+    if not functions:
+        return {}
+    once = {name: one_call(function, device) for name, function in functions.items()}
+    turns = max(least, min(most, int(seconds / max(max(once.values()), 1e-9))))
+    counts = {name: max(1, int(seconds / turns / max(each, 1e-9))) for name, each in once.items()}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+
+            def several(function: Callable[[], Any] = function, count: int = counts[name]) -> None:
+                for _ in range(count):
+                    function()
+
+            samples[name].append(1000 * one_call(several, device) / counts[name])
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def one_call(function: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds of one call by the wall clock, including waiting for the device."""
+    synchronise(device)
+    start = time.perf_counter()
+    function()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def _turn(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    """Returns the milliseconds of some calls."""
+    if device.type != "cuda":
+        if once >= _LONG["cpu"]:
+            return [1000 * one_call(function, device)]
+        timer = benchmark.Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+        return [1000 * timer.timeit(max(1, int(seconds / max(once, 1e-9)))).median]
+    with torch.cuda.device(device):
+        if once < _LONG["cuda"]:
+            from triton.testing import do_bench
+
+            return list(do_bench(function, warmup=1, rep=max(1, int(1000 * seconds)), return_mode="all"))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return [float(start.elapsed_time(end))]
+
+
+def _counted(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    """Returns the milliseconds of a number of calls that depends only on ``once``."""
+    return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(seconds / max(once, 1e-9)))))]
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
+    """Returns the peak bytes of a call beyond those before it, results included; None off CUDA, where PyTorch does not count them."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    settle(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = function()
+    torch.cuda.synchronize(device)
+    del kept
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,1 @@
+"""Rows of results, and tables, plots and baselines made from them."""

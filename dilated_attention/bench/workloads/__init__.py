@@ -1,0 +1,1 @@
+"""What benchmarks run: contenders, problems, models."""

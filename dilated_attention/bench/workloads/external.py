@@ -1,0 +1,83 @@
+"""Third-party attention as a contender: ``name=module.path:function``, checked like this library's own before it is timed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench.accuracy.correctness import Attend
+from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.workloads.contenders import Contender, dense_pattern, dilated_pattern
+from dilated_attention.bench.workloads.problem import Problem
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """``function``: problem → callable of q, k, v (B, N, H, D) that returns out (B, N, H, D). It may raise anything where it cannot run."""
+
+    name: str
+    target: str
+    function: Callable[[Problem], Any]
+
+    def make(self, problem: Problem) -> Attend:
+        attend = self.function(problem)
+        if not callable(attend):
+            raise Refused(f"{self.target} returned {type(attend).__name__}; expected a callable of q, k, v (B, N, H, D)")
+
+        def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = attend(q, k, v)
+            if not isinstance(out, torch.Tensor) or out.shape != q.shape:
+                got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+                raise Refused(f"{self.target} gave {got}; expected out of q's shape {tuple(q.shape)}")
+            return out
+
+        return checked
+
+    def contender(self, problem: Problem) -> Contender:
+        """Creates a contender, checked against dense attention or ``problem``'s dilated branches, whichever is closer at a short length.
+
+        A contender whose results have no gradient competes in the forward only.
+        """
+        small = problem.reduced(correctness.WHOLE)
+        attend = self.make(small)
+        patterns = (dense_pattern, dilated_pattern)
+        errors = [correctness.whole_errors(attend, pattern(small), small, gradients=False)["out"] for pattern in patterns]
+        # NaN is closer to neither
+        nearer = dilated_pattern if errors[1] < errors[0] else dense_pattern
+        return Contender(
+            name=self.name,
+            what=f"{self.target}, held to {'dilated' if nearer is dilated_pattern else 'dense'} attention",
+            make=self.make,
+            pattern=nearer,
+            trains=attend(*replace(small, num_positions=min(64, small.num_positions)).qkv()).requires_grad,
+        )
+
+
+def foreign(text: str) -> Foreign:
+    """Parses ``name=module.path:function``.
+
+    Raises:
+        argparse.ArgumentTypeError: another format, a module that cannot be imported, or no such function in it.
+    """
+    name, _, target = text.partition("=")
+    module, _, function = target.partition(":")
+    if not (name and module and function):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {error}; the module must be importable here: run in its folder, or set PYTHONPATH"
+        ) from error
+    made = getattr(found, function, None)
+    if not callable(made):
+        raise argparse.ArgumentTypeError(f"{text!r}: {module} has no function {function!r}")
+    return Foreign(name, target, made)

@@ -1,0 +1,159 @@
+"""Language models of known shapes with random weights, trained and decoded with dense, dilated and block-sparse attention.
+
+The kinds of attention have no parameters of their own, so their models share every parameter. They process the same tokens, in turns.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.report.rows import Row
+from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.fork import cached_property
+from dilated_attention.models import KVCache, LongNetConfig, LongNetLM
+from dilated_attention.models.generation import Stepper, prefill
+from dilated_attention.pattern import LocalWindow
+
+KINDS = ("dense", "dilated", "block_sparse")
+# layers of the models compared with float64; each adds its own rounding
+_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: a preset, with fields changed where a run uses a reduced model.
+
+    Args:
+        preset: of ``factory.presets``.
+        changes: fields that differ.
+        small: whether windows and segments are short, too.
+    """
+
+    preset: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    small: bool = False
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the measured model, which shows a reduction: ``"gpt2-124m cut to 2 × 128"``."""
+        config = self.config
+        return self.preset if not self.changes else f"{self.preset} cut to {config.num_layers} × {config.embed_dim}"
+
+    @cached_property
+    def config(self) -> LongNetConfig:
+        """Returns the configuration with dense attention."""
+        return self.model("dense", device="meta").config
+
+    @cached_property
+    def parameters(self) -> int:
+        """Returns the number of parameters."""
+        return self.model("dense", device="meta").num_parameters
+
+    def kind(self, name: str) -> dict[str, Any]:
+        """Returns the configuration fields of a kind of attention."""
+        if name == "dense":
+            return {"attention": "dense"}
+        if name == "block_sparse":
+            return {"attention": "block_sparse", "block_pattern": LocalWindow((self.window - 1, 0), block_size=64 if self.small else 128)}
+        return {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {}
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    @property
+    def window(self) -> int:
+        """Returns the number of keys of a query in block-sparse attention, including itself."""
+        return 256 if self.small else 1024
+
+    def legend(self, kind: str) -> str:
+        """Describes what a query attends to."""
+        if kind == "dense":
+            return "all keys before it"
+        if kind == "block_sparse":
+            return f"the last {self.window:,} keys"
+        config = self.model(kind, device="meta").config
+        return "segments/rates " + ", ".join(f"{w:,}/{r}" for w, r in zip(config.segment_lengths, config.dilation_rates, strict=True))
+
+    def model(self, kind: str, **options: Any) -> LongNetLM:
+        return cast(LongNetLM, create_model(self.preset, **self.changes | self.kind(kind), **options))
+
+
+def family(shape: Shape, kinds: tuple[str, ...], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:
+    """Returns a model for each kind, all sharing the same parameters."""
+    torch.manual_seed(0)
+    first = shape.model(kinds[0], device=device, dtype=dtype, **options)
+    found = {kinds[0]: first}
+    for kind in kinds[1:]:
+        found[kind] = shape.model(kind, device="meta", dtype=dtype, **options)
+        found[kind].load_state_dict(first.state_dict(keep_vars=True), assign=True)
+        assert all(a is b for a, b in zip(first.parameters(), found[kind].parameters(), strict=True))
+    return found
+
+
+def check(shape: Shape, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the model's head dim.
+
+    ``"logits"``; ``"gradient"`` of the first layer's query weight, whose backward passes through everything; ``"decoded"``: logits of
+    tokens decoded with a cache, against those of the whole sequence. The context is longer than the window and the first segment. Computed
+    once per process.
+    """
+    return dict(_checked(shape.preset, shape.head_dim, shape.small, kind, device, dtype))
+
+
+@functools.cache
+def _checked(preset: str, head_dim: int, small: bool, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    width = 2 * head_dim
+    grouped = cast(LongNetConfig, MODEL_PRESETS[preset]).num_kv_heads is not None
+    narrow = {"vocab_size": 256, "num_layers": _LAYERS, "num_heads": 2, "embed_dim": width, "ffn_dim": 4 * width}
+    shape = Shape(preset, narrow | {"num_kv_heads": 1 if grouped else None}, small)
+    torch.manual_seed(1)
+    model = shape.model(kind, device=device, dtype=dtype)
+    exact = shape.model(kind, device="cpu", dtype=torch.float64, backend="math")
+    exact.load_state_dict({name: x.detach().cpu().double() for name, x in model.state_dict().items()})
+    length, new = (600, 4) if small else (2560, 4)
+    tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(2))
+    found, true = _results(model, tokens.to(device)), _results(exact, tokens)
+    model.eval()
+    with torch.no_grad():
+        cache = KVCache(model.config, 1, length, device=device, dtype=dtype)
+        here = tokens.to(device)
+        decoded = [prefill(model, here[:, : length - new], cache)]
+        step = Stepper(model, cache)
+        decoded += [step(here[:, i : i + 1]).clone() for i in range(length - new, length)]
+    return {
+        "logits": correctness.relative(found[0], true[0]),
+        "gradient": correctness.relative(found[1], true[1]),
+        "decoded": correctness.relative(torch.stack(decoded, 1).cpu(), true[0][:, length - new - 1 :]),
+    }
+
+
+def _results(model: LongNetLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits, and the gradient of a weight, on the CPU."""
+    logits = model(tokens)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
+    attention: Any = model.decoder.blocks[0].attention
+    (gradient,) = torch.autograd.grad(loss, [attention.q_proj.weight])
+    return logits.detach().cpu(), gradient.cpu()
+
+
+def right(
+    shape: Shape, kinds: tuple[str, ...], names: tuple[str, ...], case: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Returns rows with a note for kinds that are wrong or refused, and the errors of the others by ``names``."""
+    rows, errors = [], {}
+    for kind in kinds:
+        checked = attempt(functools.partial(check, shape, kind, device, dtype))
+        found = {name: (checked.value or {})[name] for name in names if checked.value}
+        note = checked.note or correctness.wrong(found, _LAYERS * correctness.BOUNDS[dtype])
+        if note:
+            rows.append(Row(name=kind, case=case | {"attention": shape.legend(kind)}, errors=found, note=note))
+        else:
+            errors[kind] = found
+    return rows, errors

@@ -1,0 +1,199 @@
+"""Determines which key rows each rank needs for a block pattern; every rank computes this for all ranks from the pattern alone.
+
+A rank needs a key block if one of its query blocks keeps it for one of a step's heads, and then it needs all rows of the block. A step
+is a group of key/value heads. It brings all keys that its heads need into one buffer, so that a row's softmax is computed in one launch
+and nothing has to be merged. Blocks are counted from the first position of each document; they need not end where a rank's rows end.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern.blocks.base import Entries
+from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
+
+
+@dataclass(frozen=True)
+class BlockJob:
+    """What is computed, and which rank holds what; equal on all ranks.
+
+    Args:
+        documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
+        holdings: the position ranges that each rank holds, ascending.
+    """
+
+    pattern: BlockPattern
+    documents: tuple[Range, ...]
+    holdings: tuple[tuple[Range, ...], ...]
+    num_heads: int
+    num_kv_heads: int
+    is_causal: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.holdings)
+
+    @property
+    def seq_len(self) -> int:
+        return self.documents[-1][1] if self.documents else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The key blocks of all documents, one after the other, and where every position is stored.
+
+    Args:
+        starts, ends: (C,) positions of each block.
+        first: the index of each document's first block, followed by C.
+        of_position: (N,) the block of each position.
+        rank_of_position, row_of_position: (N,) which rank holds each position, and as which of its rows.
+        positions: the positions of each rank's rows.
+    """
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    first: tuple[int, ...]
+    of_position: torch.Tensor
+    rank_of_position: torch.Tensor
+    row_of_position: torch.Tensor
+    positions: tuple[torch.Tensor, ...]
+
+    def holders(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (C,) the lowest and the highest rank that holds rows of each block."""
+        shape = self.starts.shape
+        low = torch.full(shape, 2**31 - 1).scatter_reduce(0, self.of_position, self.rank_of_position, "amin")
+        high = torch.full(shape, -1).scatter_reduce(0, self.of_position, self.rank_of_position, "amax")
+        return low, high
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """Args:
+    kept: bool (W, K or 1, C): whether a rank needs a key block for a key/value head; 1 if all heads have the same list.
+    pairs: (W, K or 1) float64: number of pairs in the kept blocks, over all query heads of a key/value head.
+    digest: hash of all kept blocks if patterns cannot be compared otherwise; else "".
+    """
+
+    kept: torch.Tensor
+    pairs: torch.Tensor
+    digest: str
+
+    def of_heads(self, heads: Range) -> torch.Tensor:
+        """Returns ``kept`` for key/value heads [first, last), bool (W, C)."""
+        return self.kept[:, 0] if self.kept.shape[1] == 1 else self.kept[:, slice(*heads)].any(1)
+
+
+@functools.lru_cache(maxsize=4)
+def columns_of(job: BlockJob) -> Columns:
+    block, N = job.pattern.k_block, job.seq_len
+    first, starts, ends = [0], [], []
+    for start, end in job.documents:
+        mine = torch.arange(start, end, block)
+        starts.append(mine)
+        ends.append((mine + block).clamp(max=end))
+        first.append(first[-1] + mine.shape[0])
+    none = torch.zeros(0, dtype=torch.int64)
+    all_starts, all_ends = torch.cat([none, *starts]), torch.cat([none, *ends])
+    of_position = torch.repeat_interleave(all_ends - all_starts)
+    ranks, rows = torch.full((N,), -1), torch.full((N,), -1)
+    positions = []
+    for rank, spans in enumerate(job.holdings):
+        held = torch.cat([none, *(torch.arange(*span) for span in spans)])
+        ranks[held] = rank
+        rows[held] = torch.arange(held.shape[0])
+        positions.append(held)
+    assert bool((rows >= 0).all()) and sum(len(x) for x in positions) == N, "every position is held once"
+    return Columns(all_starts, all_ends, tuple(first), of_position, ranks, rows, tuple(positions))
+
+
+@functools.lru_cache(maxsize=32)
+@torch.no_grad()
+def needs_of(job: BlockJob, device: torch.device) -> Needs:
+    """Computes the needs of all ranks.
+
+    Args:
+        device: where the blocks are listed; the result is on the CPU.
+    """
+    columns = columns_of(job)
+    # a pattern that is given by a density may differ between heads at one length but not at another
+    per_head = any(job.pattern.at(end - start).per_head for start, end in job.documents)
+    groups = job.num_heads if per_head else 1
+    C = columns.starts.shape[0]
+    kept = torch.zeros((job.size, groups, C), dtype=torch.bool, device=device)
+    pairs = torch.zeros((job.size, groups), dtype=torch.float64, device=device)
+    digest = hashlib.sha256() if job.pattern.lives_here else None
+    for index, (start, end) in enumerate(job.documents):
+        rows = torch.stack([_rows_held(job, spans, start, end) for spans in job.holdings]).to(device)
+        for first_row, entries in entries_of(job, end - start, device):
+            column = columns.first[index] + entries.column
+            # keys of whole blocks, because kernels compute whole blocks
+            area = (end - start - entries.column * job.pattern.k_block).clamp(max=job.pattern.k_block).double()
+            if digest is not None:
+                said = torch.stack([entries.group, entries.row, entries.column, entries.full.long()])
+                digest.update(f"{first_row}:".encode() + said.cpu().numpy().tobytes())
+            for rank in range(job.size):
+                held = rows[rank][entries.row]
+                mine = held > 0
+                if entries.num_groups == groups:
+                    kept[rank, entries.group[mine], column[mine]] = True
+                    pairs[rank].index_add_(0, entries.group, held * area)
+                else:
+                    kept[rank, :, column[mine]] = True
+                    pairs[rank] += (held * area).sum()
+    kept, pairs = kept.cpu(), pairs.cpu()
+    ratio = job.num_heads // job.num_kv_heads
+    if groups > 1:
+        kept, pairs = kept.unflatten(1, (job.num_kv_heads, ratio)).any(2), pairs.unflatten(1, (job.num_kv_heads, ratio)).sum(2)
+    else:
+        pairs = pairs * ratio
+    return Needs(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
+
+
+def _rows_held(job: BlockJob, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
+    """Returns how many positions of each query block of the document a rank holds, (query blocks of the document,)."""
+    block = job.pattern.q_block
+    held = torch.zeros(-(-(end - start) // block), dtype=torch.int64)
+    for low, high in spans:
+        low, high = max(low, start) - start, min(high, end) - start
+        if low < high:
+            rows = torch.arange(low // block, -(-high // block))
+            held[rows] += (rows * block + block).clamp(max=high) - (rows * block).clamp(min=low)
+    return held
+
+
+def entries_of(job: BlockJob, length: int, device: torch.device) -> Iterator[tuple[int, Entries]]:
+    """Yields (first row, kept blocks) of a document, for some query blocks at a time."""
+    job.pattern.check(length, job.num_heads)
+    pattern = job.pattern.at(length)
+    pattern = pattern.causal() if job.is_causal else pattern
+    heads = tuple(range(job.num_heads)) if pattern.per_head else (0,)
+    whole = pattern.grid(length, None, device)
+    step = max(1, int(BLOCKS_AT_ONCE / (max(pattern.cost(whole), 1.0) * len(heads))))
+    for first in range(0, whole.num_rows, step):
+        grid = pattern.grid(length, (first, min(first + step, whole.num_rows)), device)
+        yield first, pattern.entries_of_heads(grid, heads)
+
+
+def joined(spans: tuple[tuple[int, int, int], ...]) -> tuple[Range, ...]:
+    """Merges neighbouring runs of positions and drops empty ones.
+
+    Raises:
+        AssertionError: if the runs do not ascend; blocks of such a layout would not be in order.
+    """
+    found: list[Range] = []
+    for start, stop, step in spans:
+        if start >= stop:
+            continue
+        assert step == 1 and (not found or found[-1][1] <= start), "runs of positions, ascending"
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)

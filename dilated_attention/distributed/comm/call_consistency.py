@@ -1,0 +1,188 @@
+"""Checks that all ranks make the same call, and determines the length of the shared sequence."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.comm.call_order import Form
+from dilated_attention.distributed.comm.group import Members
+from dilated_attention.distributed.comm.handshake import agree
+from dilated_attention.distributed.comm.session import session_of
+from dilated_attention.distributed.exchange.cost import device_memory
+from dilated_attention.distributed.sharding.custom_layout import short_name
+from dilated_attention.distributed.sharding.layout import local_length
+from dilated_attention.engine.ops.prepare import Settings
+from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
+
+Tensors = tuple[torch.Tensor, ...]
+# kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
+MOST_KINDS = 4096
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """The arguments of a distributed call that a single-process call does not have.
+
+    Args:
+        seq_len: the length of the whole sequence; −1 if the ranks have to ask each other.
+        lse_grad: whether lse may get a gradient, on some ranks or all.
+    """
+
+    group_name: str
+    layout: str
+    exchange: str
+    seq_len: int
+    ranks_per_node: int
+    timeout: float
+    lse_grad: bool
+
+
+def agreed_length(
+    members: Members,
+    tensors: Tensors,
+    padding: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    pattern: DilatedPattern,
+    settings: Settings,
+    ring: RingCall,
+    kernels: Callable[[], str],
+) -> tuple[int, int]:
+    """Returns (N, number of this call) once all ranks are known to make the same call; see ``begin_forward``.
+
+    Args:
+        kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text.
+    """
+    q, k, _ = tensors
+    documents = documents_of(members, cu_seqlens)
+    # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
+    shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
+    dense = pattern.segment_lengths[0] >= MAX_LENGTH
+
+    def same() -> dict[str, object]:
+        return {
+            "function": "ring_attention" if dense else "ring_dilated_attention",
+            **same_of_tensors(tensors, padding, documents),
+            "segment_lengths": str(list(pattern.segment_lengths)),
+            "dilation_rates": str(list(pattern.dilation_rates)),
+            "head_offsets": str(pattern.head_offsets),
+            "branch_heads": pattern.branch_heads,
+            "tail": pattern.tail,
+            "window": str(settings.window or None),
+            "is_causal": settings.is_causal,
+            "scale": settings.scale,
+            "dropout_p": settings.dropout_p,
+            "mixture_grad": "detached" if settings.detached else "exact",
+            "deterministic": settings.deterministic,
+            "requires_grad": settings.needs_grad,
+            "layout": ring.layout,
+            "exchange": ring.exchange,
+            "ranks_per_node": ring.ranks_per_node or "None",
+            "return_lse": ring.lse_grad,
+            "kernels": kernels(),
+            "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
+        }
+
+    return begin_forward(members, kind, same, q.shape[1], ring)
+
+
+def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Returns the bounds of the packed documents, for comparison between ranks.
+
+    A single process compares nothing, so it returns None and does not synchronize with the GPU that holds ``cu_seqlens``.
+    """
+    return None if cu_seqlens is None or members.size == 1 else tuple(cu_seqlens.tolist())
+
+
+def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: tuple[int, ...] | None) -> dict[str, object]:
+    """Returns the properties of the tensors that must be equal on all ranks, by name."""
+    q, k, _ = tensors
+    return {
+        "q.shape[0]": q.shape[0],
+        "q.shape[2]": q.shape[2],
+        "k.shape[2]": k.shape[2],
+        "q.shape[3]": q.shape[3],
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        # it limits how much may be received at once, which must be the same on all ranks
+        "device memory, GiB": device_memory(q.device) >> 30,
+        "key_padding_mask": "given" if padding is not None else "None",
+        "cu_seqlens": "None" if documents is None else _shortened(documents),
+    }
+
+
+def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str, object]], rows: int, ring: RingCall) -> tuple[int, int]:
+    """Returns (N, number of this call on the group) once ``same`` is known to be equal on all ranks.
+
+    The ranks perform a handshake at the first call of a ``kind``, or at every call if N is not given. If ranks make different calls of
+    kinds they agreed on earlier, ``compare`` finds out during these calls or soon after.
+
+    Args:
+        rows: number of rows that this rank holds.
+    """
+    if members.group is None:
+        return _checked_length(ring, [rows]), 0
+    session = session_of(members, ring.timeout)
+    session.check()
+    form = agreed_form(members, kind) if ring.seq_len >= 0 else None
+    seq_len = ring.seq_len
+    if form is None:
+        number, arguments = session.calls, {name: str(value) for name, value in same().items()}
+        held = [own["rows"] for own in agree(members, arguments, {"rows": rows}, ring.timeout)]
+        seq_len = _checked_length(ring, held)
+        form = Form(number, arguments)
+        if ring.seq_len >= 0:
+            remember(members, kind, form)
+    return seq_len, session.order.enter_forward(form)
+
+
+def begin_backward(members: Members, number: int, timeout: float) -> None:
+    """Records that this rank runs the backward of call ``number``, for comparison with the other ranks.
+
+    Raises:
+        RingError: if the group has failed.
+    """
+    if members.group is not None:
+        session = session_of(members, timeout)
+        session.check()
+        session.order.enter_backward(number)
+
+
+def agreed_form(members: Members, kind: object) -> Form | None:
+    """Returns what the group's ranks agreed on at their first call of this kind; None if they have not made one."""
+    assert members.group is not None, "one process agrees with itself"
+    return _agreed.get(members.group, {}).get(kind)
+
+
+def remember(members: Members, kind: object, form: Form) -> None:
+    assert members.group is not None, "one process agrees with itself"
+    agreed = _agreed.setdefault(members.group, {})
+    if len(agreed) >= MOST_KINDS:
+        agreed.clear()
+    agreed[kind] = form
+
+
+# one dictionary per group: its ranks make the same calls, so they clear it at the same call; in a dictionary shared between groups,
+# calls of another group would shift that moment on some ranks
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Form]] = weakref.WeakKeyDictionary()
+
+
+def _shortened(documents: tuple[int, ...]) -> str:
+    text = str(list(documents))
+    return text if len(text) <= 200 else f"{text[:160]} … ({len(documents) - 1} documents, hash {hash(documents) & 0xFFFFFFFF:08x})"
+
+
+def _checked_length(ring: RingCall, rows: list[int]) -> int:
+    seq_len = ring.seq_len if ring.seq_len >= 0 else sum(rows)
+    expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
+    if rows != expected:
+        raise ValueError(
+            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: cut it by shard_sequence "
+            "with the same layout and seq_len"
+        )
+    return seq_len

@@ -1,0 +1,215 @@
+"""Communication volume in closed form: the bytes that a call on a sharded sequence must exchange, from its arguments alone.
+
+The formulas do not use the plans; tests compare measured bytes with them.
+
+With n of N positions on a rank, W ranks, H heads, K key/value heads, head dim D, batch B, s bytes per element, f bytes per element of a
+sum (8 for float64, else 4), and R(r) the rows of other ranks that rank r's queries see, a rank receives
+
+    all_gather, ring   2·R·K·D·B·s forward; full: R = N − n; causal: R = (end of its last run) − n; window: the rows within its reach
+                       outside its own runs
+    all_to_all         q, k, v: (N − n)·(H/W + 2·max(K/W, 1))·D·B·s; out and lse back: n·(H − H/W)·(D·s + f)·B
+    dilated            for each branch (w, r) with w > n: 2·K·min(H/K, r)·D·B·s·(w − n)/r, or if causal only the segment's positions
+                       before it; nothing for a branch with w ≤ n (contiguous, segments aligned with ranks, r | n, offsets h mod r)
+
+A backward receives the keys and values again. It sends back a contribution to dK and dV (on a CPU in the accumulation dtype) for each
+row and each run of its queries that saw the row: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag rank may see the same
+keys (the last rank's two runs are one). In a dilated branch with H < r², each query head has a contribution of its own:
+2·H·D·B·f·(w − n)/r.
+
+    blocks             2·R·D·B·s forward, R: rows of other ranks in the key blocks that its queries keep, counted for each key/value head;
+                       what one head needs counts for all heads of its step. The backward receives the same again, and 2·R·D·B·f go back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import spans
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.pattern import BlockPattern
+
+# (reader, holder) → (rows × heads received, rows × heads for which gradient contributions go back)
+Seen = Callable[[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes that one rank exchanges."""
+
+    forward_sent: int
+    forward_received: int
+    backward_sent: int
+    backward_received: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that bytes depend on. ``itemsize`` and ``sum_itemsize`` are the bytes of an element and of an element of a sum."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    itemsize: int
+    sum_itemsize: int
+
+
+def dense_bytes(
+    seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, is_causal: bool, window: tuple[int | None, int | None] | None = None
+) -> Bytes:
+    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; contiguous or zigzag layout."""
+    runs = [_runs(seq_len, r, size, layout) for r in range(size)]
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0
+
+    def reach(run: Range) -> Range:
+        return 0 if left is None else max(0, run[0] - left), seq_len if right is None else min(seq_len, run[1] + right)
+
+    def seen(reader: int, holder: int) -> tuple[int, int]:
+        """Returns rows × key/value heads of ``holder`` that ``reader`` sees, counted once, and counted for each run that sees them."""
+        once = each = 0
+        for start, stop in runs[holder]:
+            parts = [(max(start, low), min(stop, high)) for low, high in map(reach, runs[reader])]
+            parts = sorted(part for part in parts if part[0] < part[1])
+            each += sum(high - low for low, high in parts)
+            end = start
+            for low, high in parts:
+                once += max(0, high - max(low, end))
+                end = max(end, high)
+        return once * sizes.kv_heads, each * sizes.kv_heads
+
+    return _of_keys(size, rank, sizes, seen)
+
+
+def dilated_bytes(
+    seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: Sizes, *, is_causal: bool
+) -> Bytes:
+    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r.
+
+    Requires n = N/W; every w divides n or is a multiple of n; the rates of the latter divide n; and rates and H/K divide one another.
+    """
+    n = seq_len // size
+    total = Bytes(0, 0, 0, 0)
+    for length, rate in zip(lengths, rates, strict=True):
+        if length <= n:
+            assert n % length == 0
+            continue
+        assert length % n == 0 and n % rate == 0
+        team = length // n
+
+        # for each key/value head, the rows at each offset that its query heads have
+        heads = sizes.kv_heads * min(sizes.heads // sizes.kv_heads, rate)
+        # r launches of heads with equal offset, or H/r launches of heads with different ones if fewer: then one contribution per query head
+        shares = sizes.heads if sizes.heads < rate * rate else heads
+
+        def seen(reader: int, holder: int, team: int = team, rows: int = n // rate, taken: Range = (heads, shares)) -> tuple[int, int]:
+            together = reader // team == holder // team and (holder < reader or not is_causal)
+            return (rows * taken[0], rows * taken[1]) if together else (0, 0)
+
+        total = _sum(total, _of_keys(size, rank, sizes, seen))
+    return total
+
+
+def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, lse_grad: bool = False) -> Bytes:
+    """Returns the bytes of all_to_all: each rank gets some heads of the whole sequence, and the results go back.
+
+    A striped sequence is exchanged like any other.
+
+    Args:
+        lse_grad: whether the call returned lse; then its gradient is exchanged, as zeros where a rank has none.
+    """
+    held = sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
+    others = seq_len - held
+    heads, kv_heads = sizes.heads // size, max(1, sizes.kv_heads // size)
+    element, sums = sizes.head_dim * sizes.itemsize, sizes.head_dim * sizes.sum_itemsize
+    # bytes per row of one rank that another rank computes
+    inputs = (heads + 2 * kv_heads) * element
+    outputs = heads * (element + sizes.sum_itemsize)
+    # dout, out, lse, and the gradient of lse
+    more = heads * (2 * element + (1 + lse_grad) * sizes.sum_itemsize)
+    # ranks that share a key/value head each return a contribution to its gradients
+    back = heads * element + 2 * kv_heads * (sums if sizes.kv_heads < size else element)
+    away, here = held * (size - 1) * sizes.batch, others * sizes.batch
+    return Bytes(
+        forward_sent=away * inputs + here * outputs,
+        forward_received=here * inputs + away * outputs,
+        backward_sent=away * (inputs + more) + here * back,
+        backward_received=here * (inputs + more) + away * back,
+    )
+
+
+def block_bytes(
+    pattern: BlockPattern,
+    seq_len: int,
+    size: int,
+    rank: int,
+    layout: str | Layout,
+    sizes: Sizes,
+    *,
+    is_causal: bool,
+    head_steps: tuple[int, ...] | None = None,
+) -> Bytes:
+    """Returns the bytes of ``ring_block_sparse_attention`` for one document, from the pattern's definition by pairs: for small N.
+
+    Args:
+        head_steps: the numbers of key/value heads sent together; None for all. It only matters to patterns that differ between heads.
+    """
+    mask = pattern.dense_mask(seq_len, seq_len, sizes.heads, is_causal=is_causal)
+    q_blocks, k_blocks = (torch.arange(seq_len) // block for block in (pattern.q_block, pattern.k_block))
+    positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
+
+    def of_rank(r: int) -> torch.Tensor:
+        """Returns bool (K, N): keys in blocks that some query block of the rank keeps; a block counts whole, even with others' queries."""
+        mine = torch.isin(q_blocks, q_blocks[positions[r]])
+        keys = mask[:, mine].any(1).unflatten(0, (sizes.kv_heads, -1)).any(1)
+        steps = [part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))]
+        together = torch.cat(steps)
+        blocks = torch.zeros(sizes.kv_heads, -(-seq_len // pattern.k_block), dtype=torch.int64).index_add_(1, k_blocks, together.long())
+        return blocks[:, k_blocks] > 0
+
+    kept = [of_rank(r) for r in range(size)]
+
+    def seen(reader: int, holder: int) -> tuple[int, int]:
+        rows = int(kept[reader][:, positions[holder]].sum())
+        return rows, rows
+
+    return _of_keys(size, rank, sizes, seen)
+
+
+def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
+    """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
+    runs: list[Range] = []
+    for start, stop, _ in spans(seq_len, rank, size, layout):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        elif start < stop:
+            runs.append((start, stop))
+    return [run for run in runs if run[0] < run[1]]
+
+
+def _of_keys(size: int, rank: int, sizes: Sizes, seen: Seen) -> Bytes:
+    """Returns the bytes of keys that are received and of gradient contributions that go back."""
+    others = [r for r in range(size) if r != rank]
+    row = 2 * sizes.head_dim * sizes.batch
+    sent, received = (sum(pair[0] for pair in pairs) * row * sizes.itemsize for pairs in _both(seen, rank, others))
+    shares_received, shares_sent = (sum(pair[1] for pair in pairs) * row * sizes.sum_itemsize for pairs in _both(seen, rank, others))
+    return Bytes(sent, received, sent + shares_sent, received + shares_received)
+
+
+def _both(seen: Seen, rank: int, others: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns what the others see of the rank, and what it sees of them."""
+    return [seen(other, rank) for other in others], [seen(rank, other) for other in others]
+
+
+def _sum(a: Bytes, b: Bytes) -> Bytes:
+    return Bytes(
+        a.forward_sent + b.forward_sent,
+        a.forward_received + b.forward_received,
+        a.backward_sent + b.backward_sent,
+        a.backward_received + b.backward_received,
+    )

@@ -1,0 +1,187 @@
+"""Exchange of small messages between the ranks of a group through the store of torch.distributed, apart from any tensor.
+
+A store outlives groups: a program may destroy its groups and initialise again on the same store, which still contains the old keys. So the
+ranks meet once per group object, each with a fresh unique name, and all later keys contain those names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from dilated_attention.distributed.comm.call_order import CallOrder
+from dilated_attention.distributed.comm.group import Members
+from dilated_attention.distributed.errors import RingError, first_line
+from dilated_attention.fork import in_child
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from dilated_attention.distributed.comm.compare_calls import Comparison
+    from dilated_attention.distributed.comm.p2p import Wire
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """One group's section of the store, and its state.
+
+    Args:
+        rank, size: this process's rank in the group, and the group's size.
+        global_ranks: the global rank of each rank of the group.
+        store: the store, with keys that belong to this group and this meeting only.
+        calls: the number of handshakes made so far; the same on all ranks.
+        failed: message of the first failure; nothing is exchanged after it.
+        told: whether a thread has raised an error for that failure.
+        order: the calls made so far.
+        comparison: compares these calls with those of the other ranks, once it exists.
+        wires: the wires of this group, in the order in which all ranks made them.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+    store: Store
+    calls: int = 0
+    failed: str | None = None
+    told: bool = False
+    order: CallOrder = field(default_factory=CallOrder)
+    comparison: Comparison | None = None
+    wires: list[weakref.ref[Wire]] = field(default_factory=list)
+
+    def check(self) -> None:
+        if self.failed is not None:
+            self.told = True
+            raise RingError(f"{name(self, self.rank)}: this group failed before and cannot be used again; it failed with: {self.failed}")
+
+    def disagreement(self) -> str | None:
+        """Returns what ranks are known to disagree on, which may be why a thread of this rank waits in vain."""
+        return None if self.comparison is None else self.comparison.verdict()
+
+
+def name(session: Session, rank: int) -> str:
+    """Formats "rank 1", with its global rank if that is a different number."""
+    other = session.global_ranks[rank]
+    return f"rank {rank}" if other == rank else f"rank {rank} (global rank {other})"
+
+
+def names(session: Session, ranks: Sequence[int]) -> str:
+    """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
+    if len(ranks) == 1:
+        return name(session, ranks[0])
+    others = [session.global_ranks[rank] for rank in ranks]
+    text = f"ranks {', '.join(map(str, ranks))}"
+    return text if others == list(ranks) else f"{text} (global ranks {', '.join(map(str, others))})"
+
+
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+# the store of the groups that existed when this process was forked
+_parents_store: Store | None = None
+_FORKED = (
+    "this process was forked from one that had initialised torch.distributed, whose connections do not work in it; start processes that "
+    "exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
+)
+
+
+def _leave_parents_groups() -> None:
+    global _parents_store
+    for session in list(_sessions.values()):
+        session.failed = _FORKED
+    if dist.is_available() and dist.is_initialized():
+        _parents_store = dist.distributed_c10d._get_default_store()
+
+
+in_child(_leave_parents_groups)
+
+
+def session_of(members: Members, timeout: float) -> Session:
+    """Returns the group's session. At the first use of a group, all its ranks must call this together.
+
+    Raises:
+        RingError: if some ranks have not joined within the timeout.
+    """
+    assert members.group is not None, "one process has nobody to tell"
+    session = _sessions.get(members.group)
+    if session is None:
+        session = _sessions[members.group] = _meet(members, members.group, timeout)
+    return session
+
+
+def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session:
+    """Posts a fresh name and the names seen so far; done when all other ranks have seen this rank's name.
+
+    What an earlier group left under these keys cannot contain a fresh name, so it is never mistaken for an answer.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    if _get_default_store() is _parents_store:
+        raise RingError(f"rank {members.rank}: {_FORKED}")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    store = PrefixStore(f"dilated_attention/{group.group_name}", _get_default_store())
+    session = Session(members.rank, members.size, ranks, store)
+    keys = [f"meet/{rank}" for rank in range(members.size)]
+    seen = [""] * members.size
+    seen[members.rank] = uuid.uuid4().hex
+    store_call(session, lambda: store.set(keys[members.rank], json.dumps(seen)))
+
+    def read() -> list[list[str] | None]:
+        present = [True] * members.size if store.check(keys) else [store.check([key]) for key in keys]
+        texts = iter(store.multi_get([key for key, here in zip(keys, present, strict=True) if here]))
+        return [json.loads(next(texts)) if here else None for here in present]
+
+    def absent() -> list[int]:
+        posts = read()
+        fresh = [post[rank] if post is not None else "" for rank, post in enumerate(posts)]
+        if fresh != seen:
+            seen[:] = fresh
+            store.set(keys[members.rank], json.dumps(seen))
+        return [rank for rank, post in enumerate(posts) if post is None or post[members.rank] != seen[members.rank]]
+
+    if store_call(session, lambda: until(lambda: not absent() or None, timeout, members.size)) is None and (
+        late := store_call(session, absent)
+    ):
+        raise RingError(
+            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not come; dead, "
+            f"stalled or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+            f"({timeout:g} s) if they are only late"
+        )
+    joint = hashlib.sha256("".join(seen).encode()).hexdigest()[:16]
+    session.store = PrefixStore(joint, store)
+    return session
+
+
+def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
+    """Polls ``found`` and returns its first result that is not None, or None after the timeout.
+
+    The polling gets less frequent over time. A wait inside the store would block the other threads of this process from using it and
+    would ignore Ctrl-C, and torch writes a warning for each wait that times out.
+    """
+    began = time.monotonic()
+    while (result := found()) is None:
+        waited = time.monotonic() - began
+        if waited > timeout:
+            return None
+        time.sleep(min(0.01 + 0.001 * size, 5e-5 + waited / 4))
+    return result
+
+
+def store_call(session: Session, call: Callable[[], T]) -> T:
+    """Makes a call to the store; a failure means that the process that serves it has ended, and raises RingError."""
+    try:
+        return call()
+    except RingError:
+        raise
+    except RuntimeError as error:
+        raise RingError(
+            f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "
+            f"serves it, mostly global rank 0, has ended: look at its output"
+        ) from error

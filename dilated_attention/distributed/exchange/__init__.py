@@ -1,0 +1,1 @@
+"""Dense and dilated attention over a sharded sequence: plan, schedule of messages, and execution."""

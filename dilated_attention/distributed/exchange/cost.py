@@ -1,0 +1,251 @@
+"""Chooses the exchange of a call with a model of its time and memory, and prints the model as a table.
+
+All ranks must come to the same answer without asking each other, so it depends on shapes and on the GPU model, not on free memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from dilated_attention.distributed.exchange.plan import Job
+from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
+from dilated_attention.distributed.sharding.layout import spans
+from dilated_attention.pattern import DilatedPattern
+
+logger = logging.getLogger("dilated_attention")
+
+# for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
+# an exchange, bytes/s of device memory
+FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
+# received keys may take this fraction of the device's memory
+SHARE = 0.25
+# a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
+# costs launches of its own; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
+# 4,096 and 8,192 tokens per GPU, and lose 2 % at 16,384)
+STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
+# multiprocessors for exchanges that are small compared with the computation they overlap with
+FEW_CTAS = 4
+# bytes that keys in flight may take, or two steps if that is more
+AHEAD_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """The inputs of the model that chooses the exchange."""
+
+    size: int
+    layout: str
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    is_causal: bool
+    is_dense: bool
+    branch_heads: str
+    has_window: bool
+    needs_grad: bool
+    memory: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and why it is not chosen, if so.
+
+    Args:
+        possible: whether it could be used; then a reason against it is only a preference.
+    """
+
+    exchange: str
+    seconds: float
+    bytes_held: int
+    reason: str | None
+    possible: bool = True
+
+
+@functools.lru_cache(maxsize=256)
+def offers(question: Question) -> tuple[Offer, ...]:
+    """Returns all exchanges within one node, best first."""
+    x = question
+    n = -(-x.seq_len // x.size)
+    row = x.batch * x.head_dim * x.itemsize
+    mean = _mean_seconds(x)
+    compute = mean * (_imbalance(x) if x.is_causal else 1.0)
+    keys = 2 * (x.seq_len - n) * x.num_kv_heads * row
+    steps = head_steps(x)
+    wire = keys / WIRE
+    relayout = 0.0 if x.layout != "striped" else _all_to_all(x, n)
+    # each hop reads a part, and reads and writes the result in float32; the result is also converted at the start and rounded at the end
+    merges = (x.size + 1) * n * x.num_heads * (row + 8 * x.batch * x.head_dim) / MEMORY
+    found = []
+    held = _held(x, steps)
+    found.append(Offer("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
+    held = 2 * 2 * n * x.num_kv_heads * row * (2 if x.needs_grad else 1)
+    reason = "a window's keys come in one exchange" if x.has_window else None
+    seconds = max(compute, wire) + merges + x.size * LATENCY + relayout
+    found.append(Offer("ring", seconds, held, reason, possible=reason is None))
+    held = int(2 * n * (x.num_heads + x.num_kv_heads) * row)
+    reason = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
+    found.append(Offer("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
+    if not x.is_dense:
+        # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
+        found = [replace(offer, reason=offer.reason or "more is moved") for offer in found]
+        found[0] = Offer("all_gather", found[0].seconds, 0, None)
+    return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
+
+
+def _too_much(held: int, memory: int) -> str | None:
+    if held <= SHARE * memory:
+        return None
+    return f"holds {held / 2**30:.1f} GiB, more than {SHARE:.0%} of the device's memory"
+
+
+def _all_to_all(x: Question, n: int) -> float:
+    moved = 2 * (x.num_heads + max(x.num_kv_heads, x.size)) * n * x.batch * x.head_dim * x.itemsize * (x.size - 1) / x.size
+    return moved / WIRE + 2 * LATENCY
+
+
+def _imbalance(x: Question) -> float:
+    """Returns the causal pairs of the busiest rank divided by the mean."""
+    if x.layout == "striped":
+        return 1.0
+    pairs = [sum((b * (b + 1) - a * (a + 1)) / 2 for a, b, _ in spans(x.seq_len, rank, x.size, x.layout)) for rank in range(x.size)]
+    return max(pairs) * x.size / max(1.0, sum(pairs))
+
+
+def head_steps(question: Question) -> int:
+    """Returns the number of steps of a dense all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
+    x = question
+    if not x.is_dense:
+        return 1
+    total = 2 * x.seq_len * x.batch * x.num_kv_heads * x.head_dim * x.itemsize
+    wanted = 1
+    if total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
+        wanted = min(MOST_STEPS, max(1, total // STEP_BYTES))
+    divisors = [d for d in range(1, x.num_kv_heads + 1) if x.num_kv_heads % d == 0]
+    fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory] or divisors[-1:]
+    return max([d for d in fitting if d <= wanted], default=fitting[0])
+
+
+def _held(x: Question, steps: int) -> int:
+    """Returns the bytes of received keys, for two steps at a time, and in training of contributions to their gradients."""
+    total = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim * x.itemsize
+    return total * min(2, steps) // steps * (2 if x.needs_grad else 1)
+
+
+def _mean_seconds(x: Question) -> float:
+    """Returns the mean seconds of a rank's share of a forward's arithmetic."""
+    pairs = x.seq_len**2 / (2 if x.is_causal else 1)
+    return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
+
+
+def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, exchange: str) -> int:
+    """Returns the extent in elements of the largest buffer that a launch may read; keys and values of a row are adjacent."""
+    x = question
+    rows = -(-x.seq_len // (x.size if exchange == "ring" else 1))
+    rows = max(-(-min(w, rows) // r) for w, r in pattern.branches)
+    return 2 * x.batch * (x.num_kv_heads // steps) * x.head_dim * rows
+
+
+def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
+    """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
+
+    With the budget, no step waits for memory to be freed.
+    """
+    rows = job.shape.keys[1] * job.shape.num_kv_heads // (job.size if job.exchange == "ring" else job.head_steps)
+    return max(2, AHEAD_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
+
+
+def question_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    size: int,
+    layout: str,
+    seq_len: int,
+    is_causal: bool,
+    has_window: bool = False,
+    needs_grad: bool = False,
+) -> Question:
+    return Question(
+        size=size,
+        layout=layout,
+        seq_len=seq_len,
+        batch=q.shape[0],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        itemsize=q.element_size(),
+        is_causal=is_causal,
+        is_dense=pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= seq_len,
+        branch_heads=pattern.branch_heads,
+        has_window=has_window,
+        needs_grad=needs_grad,
+        memory=device_memory(q.device),
+    )
+
+
+def explain_exchange(
+    seq_len: int,
+    size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch: int = 1,
+    layout: str = "zigzag",
+    is_causal: bool = False,
+    needs_grad: bool = False,
+    itemsize: int = 2,
+    memory: int = 141 * 10**9,
+) -> str:
+    """Explains the choice of ``exchange="auto"`` for dense attention over ``size`` processes of one node, as a table to print.
+
+    The table lists for every exchange its modelled seconds, the bytes it holds in addition to the results, and why it is not chosen.
+
+    Args:
+        seq_len: N, the length of the whole sequence.
+        itemsize: bytes per element of q.
+        memory: bytes of memory of each device.
+    """
+    heads = num_heads if num_kv_heads is None else num_kv_heads
+    shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
+    question = Question(
+        size=size, layout=layout, seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
+        needs_grad=needs_grad, memory=memory, **shapes,
+    )  # fmt: skip
+    return table(question)
+
+
+def choose(question: Question) -> str:
+    """Returns the best exchange and logs it, once for each kind of call."""
+    best = offers(question)[0]
+    _tell(question, best.exchange)
+    return best.exchange
+
+
+@functools.lru_cache(maxsize=256)
+def _tell(question: Question, exchange: str) -> None:
+    logger.info("ring: exchange %r for %s over %d processes\n%s", exchange, f"N = {question.seq_len}", question.size, table(question))
+
+
+def table(question: Question) -> str:
+    """Formats the model's result for every exchange, best first."""
+    lines = ["  exchange     forward (model)   beside the results"]
+    for offer in offers(question):
+        note = f"  not taken: {offer.reason}" if offer.reason else ""
+        lines.append(f"  {offer.exchange:<12} {offer.seconds * 1e3:>11.3f} ms {offer.bytes_held / 2**20:>15,.1f} MiB{note}")
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=8)
+def device_memory(device: torch.device) -> int:
+    # on a CPU all processes of the machine share the memory, and no two see the same amount free, so a fixed value is used
+    # in whole GiB, because ranks compare it
+    return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

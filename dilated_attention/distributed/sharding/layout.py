@@ -1,0 +1,221 @@
+"""Layouts of a sharded sequence: which positions each process holds, for any length.
+
+    contiguous  W runs; rank r holds the r-th                      natural order, unbalanced if causal
+    zigzag      2W runs; rank r holds the r-th and the (2W−1−r)-th  balanced if causal
+    striped     rank r holds every position ≡ r (mod W)             balanced if causal, finest
+    a Layout    the runs that it lists                              balanced for a block pattern (balanced_layout)
+
+Runs of the first two differ by at most one position, the longer ones first, so any length is possible and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.comm.group import Members, members_of
+from dilated_attention.distributed.sharding.custom_layout import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
+from dilated_attention.pattern.checks import as_int
+
+__all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
+
+Span = tuple[int, int, int]
+
+
+def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
+    """Returns (start, stop, step) of the positions of one rank, in the order in which it holds them."""
+    layout = layout_name(layout)
+    if is_dealt(layout):
+        # a rank without runs gets an empty one
+        return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
+    if layout == "striped":
+        return ((min(rank, seq_len), seq_len, size),)
+    if layout == "contiguous":
+        return ((*_run(seq_len, size, rank), 1),)
+    return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
+
+
+def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:
+    length, longer = divmod(seq_len, runs)
+    start = index * length + min(index, longer)
+    return start, start + length + (index < longer)
+
+
+def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> int:
+    return sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
+
+
+def local_positions(
+    group_or_mesh: Any, seq_len: int, *, layout: str | Layout = "contiguous", device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Returns the positions (n,) int64 of this rank's rows in the whole sequence, for rotary embeddings and position ids.
+
+    Args:
+        group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
+        seq_len: N, of the whole sequence.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
+    """
+    members = members_of(group_or_mesh)
+    seq_len = as_int("seq_len", seq_len, minimum=0)
+    return positions_of(seq_len, members.rank, members.size, layout, device)
+
+
+def positions_of(seq_len: int, rank: int, size: int, layout: str | Layout, device: torch.device | str | None) -> torch.Tensor:
+    """Same as ``local_positions``, but for any rank."""
+    return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
+
+
+def shard_sequence(
+    group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "contiguous"
+) -> list[torch.Tensor]:
+    """Cuts out this rank's shard of tensors that every rank holds whole, each along its sequence dimension.
+
+    Differentiable; needs no communication.
+
+    Args:
+        group_or_mesh: a ProcessGroup, a DeviceMesh of one axis, or None for all processes.
+        buffers: whole tensors.
+        seq_dims: the sequence dimension of each.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``.
+
+    Returns:
+        New contiguous tensors with ceil or floor of N/W positions (zigzag: two runs of N/(2W)), or the rank's runs of a ``Layout``.
+
+    Raises:
+        ValueError, TypeError: if the numbers of dimensions and buffers differ, a dimension is out of range, or the group lacks this rank.
+    """
+    members = members_of(group_or_mesh)
+    dims = _check(buffers, seq_dims)
+    parts = []
+    for x, dim in zip(buffers, dims, strict=True):
+        pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in spans(x.shape[dim], members.rank, members.size, layout)]
+        parts.append(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format))
+    return parts
+
+
+def unshard_sequence(
+    group_or_mesh: Any,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    *,
+    layout: str | Layout = "contiguous",
+    seq_len: int | None = None,
+) -> list[torch.Tensor]:
+    """Gathers the whole tensors on every rank from every rank's shard: the inverse of ``shard_sequence``. All ranks must call it.
+
+    Differentiable: the gradient of each rank's shard is summed over all ranks, as if the loss were the sum of their losses.
+
+    Args:
+        seq_len: N, to check against the shards; None for the sum of all ranks' lengths.
+
+    Raises:
+        ValueError: if the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
+    """
+    members = members_of(group_or_mesh)
+    layout = layout_name(layout)
+    seq_len = None if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+    dims = _check(buffers, seq_dims)
+    lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
+    totals = [sum(column) for column in zip(*lengths, strict=True)]
+    for index, total in enumerate(totals):
+        expected = [local_length(seq_len if seq_len is not None else total, rank, members.size, layout) for rank in range(members.size)]
+        found = [row[index] for row in lengths]
+        if found != expected:
+            raise ValueError(
+                f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of "
+                f"{seq_len if seq_len is not None else total} has {expected}: shard it by shard_sequence with the same layout and seq_len"
+            )
+    if members.size == 1:
+        return [x.clone(memory_format=torch.contiguous_format) for x in buffers]
+    return [_Gather.apply(x, dim, total, layout, members) for x, dim, total in zip(buffers, dims, totals, strict=True)]
+
+
+class _Linear(torch.autograd.Function):
+    """Base class of ``_Gather`` and ``_SumOwn``, each of which is the derivative of the other."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.settings = inputs[1:]
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dim: int, *settings: Any) -> tuple[torch.Tensor, int]:
+        return cls.apply(x.movedim(in_dims[0], 0), dim + 1, *settings), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> torch.Tensor:
+        raise NotImplementedError(
+            "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
+            "(torch.func.vjp, grad), or unshard the tangents by a call of their own"
+        )
+
+
+class _Gather(_Linear):
+    """Gathers all ranks' shards, in order of position."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
+        most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
+        moved = x.movedim(dim, 0)
+        # bool is sent as bytes, because not every communication library supports it
+        is_bool = x.dtype is torch.bool
+        mine = moved.new_zeros((most, *moved.shape[1:]), dtype=torch.uint8 if is_bool else x.dtype)
+        mine[: moved.shape[0]] = moved
+        parts = [torch.empty_like(mine) for _ in range(members.size)]
+        dist.all_gather(parts, mine, group=members.group)
+        whole = mine.new_empty((seq_len, *moved.shape[1:]))
+        for rank, part in enumerate(parts):
+            start = 0
+            for span in spans(seq_len, rank, members.size, layout):
+                count = len(range(*span))
+                whole[slice(*span)] = part[start : start + count]
+                start += count
+        return (whole.bool() if is_bool else whole).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _SumOwn.apply(grad, *ctx.settings), None, None, None, None
+
+
+class _SumOwn(_Linear):
+    """Returns this rank's shard of the sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(whole: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
+        # not in place, because autograd may pass the tensor to others
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=members.group)
+        pieces = [total[(slice(None),) * dim + (slice(*span),)] for span in spans(seq_len, members.rank, members.size, layout)]
+        return torch.cat(pieces, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Gather.apply(grad, *ctx.settings), None, None, None, None
+
+
+def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:
+    if isinstance(buffers, torch.Tensor):
+        raise TypeError("buffers is a tensor; expected a list of tensors, e.g. [q, k, v]")
+    if isinstance(seq_dims, int) or len(seq_dims) != len(buffers):
+        raise ValueError(f"seq_dims is {seq_dims} for {len(buffers)} buffers; give one sequence dimension for each")
+    dims = []
+    for index, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"buffers[{index}] is a {type(x).__name__}; expected a tensor")
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"seq_dims[{index}] is {dim} for a tensor of shape {tuple(x.shape)}; expected {-x.dim()} to {x.dim() - 1}")
+        dims.append(dim % x.dim())
+    return dims
+
+
+def _exchange_lengths(members: Members, mine: list[int], buffers: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error."""
+    if members.size == 1 or not mine:
+        return [mine] * members.size
+    device = buffers[0].device
+    local = torch.tensor(mine, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(local) for _ in range(members.size)]
+    dist.all_gather(rows, local, group=members.group)
+    return [row.tolist() for row in rows]

@@ -1,0 +1,136 @@
+"""Redistributes rows and heads over the ranks: from one layout to another, and between sequence shards and head shards.
+
+A holding is (spans, heads): the rows that a rank holds, and the heads it holds of them. Rank s sends rank r what s holds under the old
+division and r needs under the new one. So all-to-all over heads, its inverse and a change of layout are one function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.distributed.comm.p2p import Wire
+from dilated_attention.distributed.sharding.layout import Span
+from dilated_attention.engine.branches.plan import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
+
+    spans: tuple[Span, ...]
+    heads: Range
+
+    @property
+    def rows(self) -> int:
+        return sum(len(range(*span)) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` rows that two holdings share: (start, step) in each of them, and the heads [first, last)."""
+
+    here: tuple[int, int]
+    there: tuple[int, int]
+    count: int
+    heads: Range
+
+    def of(self, x: torch.Tensor, side: tuple[int, int], first_head: int) -> torch.Tensor:
+        """Returns a view (B, count, heads, …) of a holding's tensor."""
+        start, step = side
+        heads = slice(self.heads[0] - first_head, self.heads[1] - first_head)
+        return x[:, start : start + (self.count - 1) * step + 1 : step, heads]
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(here: Holding, there: Holding) -> tuple[Piece, ...]:
+    """Returns what both hold, in the order of ``here``'s rows."""
+    heads = (max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1]))
+    if heads[0] >= heads[1]:
+        return ()
+    found = []
+    row = 0
+    for span in here.spans:
+        other_row = 0
+        for other in there.spans:
+            common = _common(range(*span), range(*other))
+            if common is not None:
+                positions, count = common
+                first, step = positions
+                found.append(
+                    Piece(
+                        (row + (first - span[0]) // span[2], step // span[2]),
+                        (other_row + (first - other[0]) // other[2], step // other[2]),
+                        count,
+                        heads,
+                    )
+                )
+            other_row += len(range(*other))
+        row += len(range(*span))
+    return tuple(found)
+
+
+def _common(a: range, b: range) -> tuple[tuple[int, int], int] | None:
+    """Returns ((first, step), count) of the positions in both ranges, or None. Their steps are equal, or one of them is 1."""
+    low, high = max(a.start, b.start), min(a.stop, b.stop)
+    step = max(a.step, b.step)
+    coarse = a if a.step == step else b
+    assert a.step == b.step or min(a.step, b.step) == 1
+    if a.step == b.step and (a.start - b.start) % step:
+        return None
+    first = low + (coarse.start - low) % step
+    count = len(range(first, high, step))
+    return ((first, step), count) if count else None
+
+
+def regroup(
+    tensors: Sequence[torch.Tensor],
+    old: Sequence[Sequence[Holding]],
+    new: Sequence[Sequence[Holding]],
+    me: int,
+    wire: Wire | None,
+    what: str,
+    *,
+    add: bool = False,
+) -> list[torch.Tensor]:
+    """Returns each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list every rank's holding for each tensor.
+
+    Args:
+        add: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype.
+    """
+    if all(list(a) == list(b) for a, b in zip(old, new, strict=True)):
+        return list(tensors)
+    sends, receives, arriving, results = [], [], [], []
+    for x, before, after in zip(tensors, old, new, strict=True):
+        B, _, _, *rest = x.shape
+        dtype = accumulation_dtype(x.dtype) if add else x.dtype
+        mine, needed = before[me], after[me]
+        shape = (B, needed.rows, needed.heads[1] - needed.heads[0], *rest)
+        result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=x.device)
+        results.append(result)
+        for rank in range(len(before)):
+            for piece in pieces(mine, after[rank]):
+                part = piece.of(x, piece.here, mine.heads[0])
+                if rank != me:
+                    sends.append((rank, part.to(dtype).transpose(0, 1).contiguous()))
+                elif add:
+                    piece.of(result, piece.there, needed.heads[0]).add_(part)
+                else:
+                    piece.of(result, piece.there, needed.heads[0]).copy_(part)
+            if rank == me:
+                continue
+            for piece in pieces(before[rank], needed):
+                shape = (piece.count, B, piece.heads[1] - piece.heads[0], *rest)
+                part = torch.empty(shape, dtype=dtype, device=x.device)
+                receives.append((rank, part))
+                arriving.append((piece.of(result, piece.there, needed.heads[0]), part))
+    if sends or receives:
+        assert wire is not None, "one process holds everything"
+        wire.start(sends, receives, what).wait()
+    for place, part in arriving:
+        (place.add_ if add else place.copy_)(part.transpose(0, 1))
+    return results

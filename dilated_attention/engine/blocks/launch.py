@@ -1,0 +1,136 @@
+"""Runs one document's attention over lists of kept blocks on one backend, cut to its limits, including a gradient of lse.
+
+Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from dilated_attention.backends.base import Backend, Facts, Mask, Options, accumulation_dtype
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.engine.branches.sequential import lse_share
+from dilated_attention.engine.branches.views import launches
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def forward_lists(
+    backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, *, front: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
+
+    Args:
+        options: options of the whole batch; causality is in the lists.
+        front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
+    """
+    q = _with_front(q, 1, front)
+    assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
+    if not lists.num_entries or not q.shape[0]:
+        out, lse = torch.zeros_like(q), _new_lse(q, -torch.inf)
+    else:
+        parts = [
+            backend.forward_blocks(q[where], k[where], v[where], some, some_options)
+            for where, some, some_options in _launches(backend.facts, lists, (q, k, v), options)
+        ]
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
+
+
+def backward_lists(
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None = None, *, front: int = 0
+) -> Tensors:
+    """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
+
+    Args:
+        tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
+        options, front: same as in ``forward_lists``.
+    """
+    dout, q, k, v, out, lse = tensors
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
+    lse = _with_front(lse, 2, front, torch.inf)
+    dlse = None if dlse is None else _with_front(dlse, 2, front)
+    if not lists.num_entries or not q.shape[0]:
+        grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
+    else:
+        cuts = _launches(backend.facts, lists, (dout, q, k, v, out), options)
+        parts = [
+            _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
+            for where, some, some_options in cuts
+        ]
+        grads = parts[0] if len(parts) == 1 else tuple(torch.cat(shares) for shares in zip(*parts, strict=True))
+    return (grads[0][:, front:], *grads[1:])
+
+
+def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+
+    native = dlse if backend.facts.lse_grad else None
+    dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
+    if dlse is None or native is not None:
+        return dq, dk, dv
+
+    def backward(*tensors: torch.Tensor, options: Options) -> Tensors:
+        return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
+
+    more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
+    acc = accumulation_dtype(q.dtype)
+    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
+
+
+def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Options) -> Iterator[tuple[slice, BlockLists, Options]]:
+    """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
+    B = tensors[0].shape[0]
+    views = [x[:, None] for x in tensors]
+    start = 0
+    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=None):
+        size = group[0].shape[0]
+        where = slice(start, start + size)
+        start += size
+        yield (where, lists, options) if size == B else (where, _lists_of(lists, where), _options_of(options, where))
+
+
+def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
+    """Returns the lists of some batch entries."""
+    if lists.num_batch == 1:
+        return lists
+    rows = lists.num_heads * lists.num_rows
+    starts = lists.row_starts[where.start * rows : where.stop * rows + 1]
+    first, last = int(starts[0]), int(starts[-1])
+    return replace(
+        lists,
+        num_batch=where.stop - where.start,
+        row_starts=starts - first,
+        columns=lists.columns[first:last],
+        masks=None if lists.masks is None else lists.masks[first:last],
+    )
+
+
+def _options_of(options: Options, where: slice) -> Options:
+    padding, dropout = options.mask.padding, options.dropout
+    if padding is not None:
+        options = replace(options, mask=Mask(padding[where]))
+    if dropout is not None:
+        options = replace(
+            options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])
+        )
+    return options
+
+
+def _with_front(x: torch.Tensor, dim: int, front: int, value: float = 0.0) -> torch.Tensor:
+    """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
+    if not front:
+        return x
+    shape = list(x.shape)
+    shape[dim] = front
+    return torch.cat([x.new_full(shape, value), x], dim)
+
+
+def _new_lse(q: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=accumulation_dtype(q.dtype), device=q.device)

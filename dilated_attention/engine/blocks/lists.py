@@ -1,0 +1,197 @@
+"""Builds and caches the lists of blocks that kernels read, from a pattern and shapes; also selects rows and renumbers key blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from dilated_attention.backends.block_lists import BlockLists, checked_total
+from dilated_attention.fork import ForkSafeLock
+from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+
+# limits of the cache, over all devices; lists take about 1 % of one q
+MAX_CACHED_BYTES = 2**30
+MAX_CACHED_LISTS = 128
+
+_cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
+
+
+def _forget() -> None:
+    """Resets the cache in a forked child, since another thread may have been changing it at the time of the fork."""
+    global _cache
+    _cache = OrderedDict()
+
+
+_lock = ForkSafeLock(_forget)
+
+
+def block_lists(
+    pattern: BlockPattern,
+    num_keys: int,
+    num_heads: int,
+    *,
+    first_query: int = 0,
+    num_queries: int | None = None,
+    is_causal: bool = False,
+    device: torch.device | str,
+) -> BlockLists:
+    """Returns the lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), built on ``device``.
+
+    Args:
+        num_keys: N, the number of positions of the key sequence, which starts at 0.
+        first_query: a multiple of the query block.
+        num_queries: number of queries; None for all up to N.
+
+    Returns:
+        Lists, cached by all arguments. One list serves all heads (``num_heads`` of the result is 1) unless the pattern differs between
+        heads. ``interval`` is set if the pairs that masks keep form one range [low, high) per query, the same for all heads.
+
+    Raises:
+        ValueError: the pattern does not exist at N, or queries are beyond N.
+    """
+    num_queries = num_keys - first_query if num_queries is None else num_queries
+    if first_query < 0 or first_query % pattern.q_block:
+        raise ValueError(f"first_query is {first_query}; expected a multiple of the query block, {pattern.q_block}")
+    if num_queries < 0 or first_query + num_queries > num_keys:
+        raise ValueError(
+            f"queries [{first_query}, {first_query + num_queries}) reach beyond the {num_keys} keys; "
+            "block patterns are of one sequence: give at least as many keys as the last query's position + 1"
+        )
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+    lists = _built(pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
+    with _lock:
+        _cache[key] = lists
+        while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
+            _cache.popitem(last=False)
+    return lists
+
+
+def clear_block_lists() -> None:
+    """Clears the cache of lists."""
+    with _lock:
+        _cache.clear()
+
+
+# lists that are built in inference mode must be usable in training, too
+@torch.inference_mode(False)
+@torch.no_grad()
+def _built(
+    pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
+) -> BlockLists:
+    kept = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device)
+    checked_total(kept.columns.shape[0])
+    lists = BlockLists(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        q_block=pattern.q_block,
+        k_block=pattern.k_block,
+        num_batch=1,
+        num_heads=kept.num_groups,
+        row_starts=kept.row_starts,
+        columns=kept.columns,
+        masks=kept.masks,
+        bits=kept.bits,
+        interval=kept.interval,
+    )
+    if device.type == "cuda":
+        # the cache also returns the lists to code on other streams
+        torch.cuda.current_stream(device).synchronize()
+    return lists
+
+
+def select_rows(lists: BlockLists, rows: torch.Tensor) -> BlockLists:
+    """Returns the lists of some query blocks, in the given order, as needed by a process that holds these queries.
+
+    Args:
+        rows: (R,) int64 query blocks of ``lists``. A short last block may only be selected as the last one.
+    """
+    rows = rows.to(lists.columns.device)
+    short = lists.num_rows * lists.q_block - lists.num_queries
+    if short and bool((rows[:-1] == lists.num_rows - 1).any()):
+        raise ValueError(f"rows selects the short last query block, {lists.num_rows - 1}, before its end; select it last")
+    ends_short = bool(short) and rows.numel() > 0 and bool(rows[-1] == lists.num_rows - 1)
+    num_queries = rows.shape[0] * lists.q_block - (short if ends_short else 0)
+    groups = torch.arange(lists.num_groups, device=rows.device)[:, None] * lists.num_rows
+    chosen = (groups + rows).flatten()
+    counts = lists.row_starts.diff().long()[chosen]
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    place = torch.repeat_interleave(lists.row_starts[:-1].long()[chosen] - ends + counts, counts, output_size=total)
+    place = place + torch.arange(total, device=rows.device)
+    interval = None
+    if lists.interval is not None:
+        positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=rows.device)).flatten()[:num_queries]
+        interval = (lists.interval[0][positions], lists.interval[1][positions])
+    return BlockLists(
+        num_queries=num_queries,
+        num_keys=lists.num_keys,
+        q_block=lists.q_block,
+        k_block=lists.k_block,
+        num_batch=lists.num_batch,
+        num_heads=lists.num_heads,
+        row_starts=_starts(counts),
+        columns=lists.columns[place],
+        masks=None if lists.masks is None else lists.masks[place],
+        bits=lists.bits,
+        interval=interval,
+    )
+
+
+def renumber_columns(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
+    """Returns the lists over other key blocks: column c becomes ``mapping[c]``, or is dropped where that is −1.
+
+    Args:
+        mapping: (columns,) int64, with no two columns mapped to the same one. A block that is short before or after must be short by the
+            same amount in both.
+        num_keys: number of new keys.
+
+    The interval is in positions, so it is kept only if every column keeps its number.
+    """
+    mapping = mapping.to(lists.columns.device)
+    assert mapping.shape[0] == lists.num_columns
+    old_columns = (mapping >= 0).nonzero()[:, 0]
+    new_columns = mapping[old_columns]
+    sizes_differ = (lists.num_keys - old_columns * lists.k_block).clamp(max=lists.k_block) != (
+        num_keys - new_columns * lists.k_block
+    ).clamp(max=lists.k_block)
+    stays = new_columns == old_columns
+    if bool(sizes_differ.any()):
+        raise ValueError(
+            f"mapping takes key blocks to places of another size ({lists.num_keys} → {num_keys} keys, blocks of {lists.k_block}); "
+            "the short last block can only go to a short last place"
+        )
+    column = mapping[lists.columns.long()]
+    kept = (column >= 0).nonzero()[:, 0]
+    new_count = max(-(-num_keys // lists.k_block), 1)
+    ordered, order = (lists.row_of_entry[kept] * new_count + column[kept]).sort()
+    place = kept[order]
+    starts = torch.searchsorted(ordered, torch.arange(lists.row_starts.shape[0], device=column.device) * new_count)
+    return BlockLists(
+        num_queries=lists.num_queries,
+        num_keys=num_keys,
+        q_block=lists.q_block,
+        k_block=lists.k_block,
+        num_batch=lists.num_batch,
+        num_heads=lists.num_heads,
+        row_starts=starts.to(torch.int32),
+        columns=(ordered % new_count).to(torch.int32),
+        masks=None if lists.masks is None else lists.masks[place],
+        bits=lists.bits,
+        interval=lists.interval if bool(stays.all()) else None,
+    )
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    starts[1:] = counts.cumsum(0)
+    return starts

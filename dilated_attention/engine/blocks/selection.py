@@ -1,0 +1,331 @@
+"""Chooses the key blocks that each query block keeps by their content: it scores the means of blocks and keeps the best of every row.
+
+    score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
+
+The choice is a single custom op, so torch.compile sees a tensor of bits. It has no gradient. Scores exist for some rows at a time.
+The torch functions below are the definition and run on a CPU; ``choose_triton`` makes the same choice from the same scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists, pack, unpack
+from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.blocks.selection_grid import Document, Grid, make_grid, num_rows_of, num_words_of
+from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.engine.oom.requirements import choice_need
+from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.ops.transforms import each, folded
+from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
+from dilated_attention.pattern.blocks.content import share_of
+
+# bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
+_KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
+# bytes of positions at a time, in the dtype they are summed in
+_MEAN_BYTES = 2**26
+# Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS, and
+# ``mass`` is in units of 2**-SHARE_BITS. Together with 2**16 columns they fill 62 bits.
+_WEIGHT_BITS, SHARE_BITS = 24, 22
+
+
+class Part(NamedTuple):
+    """The data of some rows of one document that the choice reads. Columns are those of the document.
+
+    Args:
+        own, scored, seen: the entries of these rows, see ``Grid``.
+        budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
+        always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
+        within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
+        real: (B, words) int32: blocks with at least one key that is not padding; None for all.
+    """
+
+    own: torch.Tensor
+    scored: torch.Tensor
+    seen: torch.Tensor
+    budget: torch.Tensor | None
+    always: torch.Tensor | None
+    within: torch.Tensor | None
+    real: torch.Tensor | None
+
+
+@torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
+@watched(choice_need)
+def choose_blocks_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    spec: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+) -> torch.Tensor:
+    """Returns kept (B, H, R, W) int32: bit c % 32 of word c // 32 of row r is set if query block r keeps key block c.
+
+    Rows begin at positions that are multiples of the query block. With ``cu_seqlens``, the rows of documents follow one another, and
+    each document numbers its own columns; rows after those of the last document keep nothing. ``spec`` is ``TopBlocks.spec()``. The
+    caller checks the arguments.
+    """
+    pattern = _top_blocks(spec)
+    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
+    num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    before = pattern.queries_are_before(is_causal)
+    block = (pattern.q_block, pattern.k_block)
+    grid = make_grid(q.shape[1], k.shape[1], block, documents, num_documents, is_causal, query_offset, before, q.device)
+    kept = torch.zeros((q.shape[0], q.shape[2], grid.num_rows, grid.words), dtype=torch.int32, device=q.device)
+    if q.numel() and k.numel():
+        with without_autocast(q):
+            _choose(kept, kernel_ready(q), kernel_ready(k), pattern, grid, key_padding_mask, scale, query_offset)
+    return kept
+
+
+@choose_blocks_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    spec: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+) -> torch.Tensor:
+    pattern = _top_blocks(spec)
+    rows = num_rows_of(q.shape[1], pattern.q_block, query_offset, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    return q.new_empty((q.shape[0], q.shape[2], rows, num_words_of(k.shape[1], pattern.k_block)), dtype=torch.int32)
+
+
+@choose_blocks_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
+    def call(*args: Any) -> tuple[torch.Tensor]:
+        return (choose_blocks_op(*args),)
+
+    # cu_seqlens is for batch size 1
+    (kept,), _ = (folded if args[3] is None else each)(call, info.batch_size, in_dims, args)
+    return kept, 0
+
+
+def _top_blocks(spec: str) -> TopBlocks:
+    pattern = pattern_from_spec(spec)
+    assert isinstance(pattern, TopBlocks)
+    return pattern
+
+
+def _choose(
+    kept: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pattern: TopBlocks,
+    grid: Grid,
+    padding: torch.Tensor | None,
+    scale: float,
+    query_offset: int,
+) -> None:
+    B, H = kept.shape[:2]
+    q_means = block_means(q, grid.queries) * scale
+    k_means = block_means(k, grid.keys, padding)
+    num_real = None if padding is None else _count(~padding, grid.keys)
+    share = 0 if pattern.mass is None else share_units(pattern.mass)
+    for document in grid.documents:
+        columns = document.columns[1] - document.columns[0]
+        whole = part_of(pattern, grid, document, num_real, H, query_offset)
+        fused = has_kernels(q) and columns <= MOST_COLUMNS
+        size = (_KERNEL_BYTES if fused else _TORCH_BYTES) // (B * H * max(1, columns) * q_means.element_size())
+        size = max(1, size)
+        first, last = document.rows
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            # later rows score more columns; the width is a multiple of 16, since kernels read aligned rows faster
+            width = min(-(-grid.last_scored[stop - 1] // 16) * 16, columns)
+            means = k_means[:, :, document.columns[0] : document.columns[0] + width]
+            scores = _scores(q_means[:, :, start:stop], means)
+            part = _rows_of(whole, start - first, stop - first)
+            weights = None if pattern.mass is None else softmax_weights(scores, part)
+            rows = kept[:, :, start:stop]
+            if fused:
+                from dilated_attention.engine.blocks.selection_triton import choose_rows as choose_rows_fused
+
+                choose_rows_fused(rows, scores, weights, part, columns, share)
+            else:
+                choose_rows(rows, scores, weights, part, columns, share)
+
+
+def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes the means (B, H, ranges, D), float32 (float64), of x (B, N, H, D) over positions [low, high); 0 where all are padding.
+
+    Args:
+        ranges: (2, ranges) int32; no range may be empty.
+        padding: (B, N) bool, True = the position is ignored.
+    """
+    if has_kernels(x):
+        from dilated_attention.engine.blocks.selection_triton import block_means as fused
+
+        return fused(x, ranges, padding)
+    B, _, H, D = x.shape
+    dtype = accumulation_dtype(x.dtype)
+    means = torch.empty((B, H, ranges.shape[1], D), dtype=dtype, device=x.device)
+    for rows, positions, length in _runs(ranges, _MEAN_BYTES // max(1, B * H * D * means.element_size())):
+        values = x[:, positions].unflatten(1, (-1, length)).to(dtype)
+        count: torch.Tensor | int = length
+        if padding is not None:
+            taken = ~padding[:, positions].unflatten(1, (-1, length))
+            values = values.masked_fill(~taken[..., None, None], 0)
+            count = taken.sum(2).clamp(min=1)[..., None, None]
+        means[:, :, rows] = (values.sum(2) / count).transpose(1, 2)
+    return means
+
+
+def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, slice, int]]:
+    """Groups adjacent ranges of equal length. Yields (which ranges, their positions, number of positions in each)."""
+    low, high = ranges.tolist()
+    start = 0
+    while start < len(low):
+        length = high[start] - low[start]
+        stop = start + 1
+        while (
+            stop < len(low)
+            and low[stop] == high[stop - 1]
+            and high[stop] - low[stop] == length
+            and high[stop] - low[start] <= most_positions
+        ):
+            stop += 1
+        yield slice(start, stop), slice(low[start], high[stop - 1]), length
+        start = stop
+
+
+def _count(flags: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    """Counts the flags (B, N) bool that are set in each range [low, high): (B, ranges)."""
+    before = torch.nn.functional.pad(flags.cumsum(1), (1, 0))
+    low, high = ranges.long()
+    return before[:, high] - before[:, low]
+
+
+def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.Tensor | None, num_heads: int, query_offset: int) -> Part:
+    """Returns the data of all rows of a document. num_real (B, columns of all documents): number of keys per block that are not padding."""
+    rows = slice(*document.rows)
+    seen = grid.seen[rows]
+    front = query_offset % pattern.q_block
+    num_keys = document.keys[1] - document.keys[0]
+    shape = (num_keys, num_heads, query_offset - front, document.num_queries + front, seen.device)
+    always, within = (None if x is None else _static_bits(x, *shape) for x in (pattern.always, pattern.within))
+    real = None
+    existing = seen[None]
+    if num_real is not None:
+        is_real = num_real[:, slice(*document.columns)] > 0
+        real = pack(is_real)
+        existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
+    missing = grid.missing[rows]
+    budget = None
+    if pattern.blocks is not None:
+        budget = (pattern.blocks - missing)[None]
+    elif pattern.share is not None:
+        budget = (share_of(pattern.share, existing + missing) - missing).to(torch.int32)
+    return Part(grid.own[:, rows], grid.scored[rows], seen, budget, always, within, real)
+
+
+def share_units(mass: float) -> int:
+    return math.ceil(mass * 2**SHARE_BITS)
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _static_bits(
+    pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, device: torch.device
+) -> torch.Tensor:
+    """Returns (H or 1, rows, words) int32: the blocks of which the pattern keeps any pair, without causality."""
+    # from lists instead of ``entries``, since only their masks show which blocks of a composition are empty
+    lists = block_lists(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=False, device=device)
+    return bits_of_lists(lists)
+
+
+def _rows_of(part: Part, start: int, stop: int) -> Part:
+    own, scored, seen, budget, always, within, real = part
+    rows = slice(start, stop)
+    always, within = (None if x is None else x[:, rows] for x in (always, within))
+    return Part(own[:, rows], scored[rows], seen[rows], None if budget is None else budget[:, rows], always, within, real)
+
+
+def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
+    """Computes scores (B, H, rows, columns), contiguous, from means (B, H, rows, D) and (B, K, columns, D)."""
+    B, H, rows, D = q_means.shape
+    K, columns = k_means.shape[1:3]
+    grouped = q_means.reshape(B, K, H // K * rows, D)
+    return torch.matmul(grouped, k_means.transpose(2, 3)).view(B, H, rows, columns)
+
+
+def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (forced, candidates): blocks that are always kept, and those to choose from; bool, broadcastable to (B, H, rows, columns)."""
+    column = torch.arange(num_columns, dtype=torch.int32, device=part.seen.device)
+    scored, seen, own_low, own_high = (x[:, None] for x in (part.scored, part.seen, *part.own))
+    exists = (column < seen)[None, None]
+    if part.real is not None:
+        exists = exists & unpack(part.real, num_columns)[:, None, None]
+    allowed = exists if part.within is None else exists & unpack(part.within, num_columns)
+    # only some queries of the row may see these blocks under causality, so their keys must not influence the choice
+    forced = allowed & (column >= scored)
+    if part.always is None:
+        forced = forced | allowed & (column >= own_low) & (column < own_high)
+    else:
+        forced = forced | exists & unpack(part.always, num_columns)
+    return forced, allowed & (column < scored) & ~forced
+
+
+def softmax_weights(scores: torch.Tensor, part: Part) -> torch.Tensor:
+    """Computes int32 weights (B, H, rows, width) of the scored blocks that may be kept, proportional to the softmax of their scores."""
+    width = scores.shape[-1]
+    if not width:
+        return scores.to(torch.int32)
+    forced, candidates = fates(part, width)
+    column = torch.arange(width, dtype=torch.int32, device=scores.device)
+    weighed = candidates | forced & (column < part.scored[:, None])
+    values = torch.where(scores.isnan(), torch.inf, scores).masked_fill_(~weighed, -torch.inf)
+    high = values.amax(-1, keepdim=True)
+    # the highest score gets weight 1 even if it is infinite, where inf − inf would give NaN
+    weights = torch.where(values == high, 1.0, (values - high).exp_())
+    return (weights * 2**_WEIGHT_BITS).round_().to(torch.int32).masked_fill_(~weighed, 0)
+
+
+def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None, part: Part, num_columns: int, share: int) -> None:
+    """Writes the rows' bits into kept (B, H, rows, words): the forced blocks, then the blocks with the highest scores until it suffices.
+
+    It suffices when the row's budget of blocks is reached or, with weights, ``share`` · 2**-SHARE_BITS of their sum. Among equal scores,
+    lower columns come first.
+
+    Args:
+        scores: (B, H, rows, width); columns from width on are not scored.
+        weights: from ``softmax_weights``; None to count blocks.
+    """
+    width = scores.shape[-1]
+    forced, candidates = (x.expand(*kept.shape[:3], -1) for x in fates(part, num_columns))
+    chosen = forced.clone()
+    if width:
+        key = _ordered(scores).masked_fill_(~candidates[..., :width], torch.iinfo(torch.int64).min)
+        order = key.sort(stable=True, dim=-1, descending=True).indices
+        weight = candidates[..., :width].long() if weights is None else weights.long()
+        if weights is None:
+            assert part.budget is not None
+            need = part.budget[:, None, :, None] - forced.sum(-1, keepdim=True)
+        else:
+            before = (weight * forced[..., :width]).sum(-1, keepdim=True)
+            need = ((weight.sum(-1, keepdim=True) * share + 2**SHARE_BITS - 1) >> SHARE_BITS) - before
+        weight = (weight * candidates[..., :width]).gather(-1, order)
+        taken = (weight.cumsum(-1) - weight < need) & candidates[..., :width].gather(-1, order)
+        chosen[..., :width] |= torch.zeros_like(taken).scatter_(-1, order, taken)
+    words = pack(chosen)
+    kept[..., : words.shape[-1]] = words
+
+
+def _ordered(scores: torch.Tensor) -> torch.Tensor:
+    """Maps scores to int64 of the same order. NaN ranks above infinity: its block is kept and makes the result NaN, as it should."""
+    bits = scores.view(torch.int64 if scores.dtype is torch.float64 else torch.int32)
+    highest = torch.iinfo(bits.dtype).max
+    key = torch.where(bits < 0, bits ^ highest, bits).long()
+    return key.masked_fill_(scores == 0, 0).masked_fill_(scores.isnan(), torch.iinfo(torch.int64).max)

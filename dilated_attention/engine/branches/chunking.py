@@ -1,0 +1,131 @@
+"""Cuts a call into chunks, so that results waiting for their merge take bounded memory, however long the sequence is.
+
+Heads are independent of each other, and so are stretches of positions that begin and end at a segment boundary of every branch. So a
+call is cut into chunks of heads × positions, each of which is a separate call on views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dilated_attention.engine.branches.branch_buffers import make_layers
+from dilated_attention.engine.branches.sequential import PART_BYTES
+from dilated_attention.pattern import DilatedPattern
+
+# a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
+TRANSIENT_BYTES = 512 * 2**20
+TRANSIENT_SHARE = 0.05
+# number of chunks that are computed concurrently
+LANES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Heads [first, last) and positions [first, last)."""
+
+    heads: tuple[int, int]
+    positions: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Heads and positions of each chunk, how many chunks are alive at once, and whether their waiting results fit the budget."""
+
+    heads: int
+    positions: int
+    lanes: int
+    fits: bool
+
+    def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
+        for start in range(0, num_positions, self.positions):
+            for head in range(0, num_heads, self.heads):
+                yield Chunk((head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions)))
+
+
+def transient_budget(input_bytes: int) -> int:
+    return max(TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
+
+
+def make_cut(
+    pattern: DilatedPattern,
+    *,
+    batch: int,
+    num_positions: int,
+    num_heads: int,
+    num_kv_heads: int,
+    row_bytes: int,
+    budget: int,
+    waiting: DilatedPattern | None = None,
+) -> Cut:
+    """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
+
+    Args:
+        row_bytes: bytes that a part keeps for one position of one head.
+        waiting: branches whose results wait for the merge, if they differ from those of the pattern.
+    """
+    group = num_heads // num_kv_heads
+
+    def part_bytes(heads: int, positions: int) -> int:
+        layers = make_layers(waiting or pattern, num_heads, (0, heads), positions, False)
+        return batch * heads * layers.rows(with_direct=False) * row_bytes
+
+    if part_bytes(num_heads, num_positions) <= budget:
+        return Cut(num_heads, num_positions, 1, True)
+    budget //= LANES
+    period = _period(pattern, num_positions)
+    per_period = part_bytes(num_heads, period)
+    if period < num_positions and per_period <= budget:
+        return Cut(num_heads, period * (budget // per_period), LANES, True)
+    kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
+    # the same number of chunks, but of equal size
+    kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
+    return Cut(kv_heads * group, period, LANES, part_bytes(kv_heads * group, period) <= budget)
+
+
+def backward_layers_cut(
+    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> Cut:
+    """Returns the chunks of a backward whose shares wait in layers.
+
+    A part keeps dq, dk and dv. In addition, the launch of each lane accumulates dq in float32.
+    """
+    inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
+    return make_cut(
+        pattern,
+        batch=batch,
+        num_positions=num_positions,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        row_bytes=3 * head_dim * itemsize,
+        budget=transient_budget(inputs) - LANES * PART_BYTES["cuda"],
+    )
+
+
+def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPattern], Cut]) -> list[DilatedPattern]:
+    """Splits the pattern into branches with short and with long segments, if the pattern as a whole does not fit the budget.
+
+    If the longest segments of a single head alone exceed the budget, the short branches run first, in chunks. The long ones, whose
+    parts are few, are then merged into that result.
+
+    Args:
+        cut: returns the chunks of a pattern for this call.
+    """
+    if cut(pattern).fits:
+        return [pattern]
+    order = sorted(range(pattern.num_branches), key=lambda b: pattern.segment_lengths[b])
+
+    if pattern.branch_heads == "all":
+        for first_long in range(len(order) - 1, 0, -1):
+            short = pattern.with_branches(sorted(order[:first_long]), num_heads)
+            if cut(short).fits:
+                return [short, pattern.with_branches(sorted(order[first_long:]), num_heads)]
+    return [pattern]
+
+
+def _period(pattern: DilatedPattern, num_positions: int) -> int:
+    """Returns the number of positions after which all branches begin a segment; N if that exceeds N or if padding depends on N."""
+    if max(pattern.segment_lengths) >= num_positions or pattern.tail == "zero_keys":
+        return num_positions
+    return min(num_positions, math.lcm(*pattern.segment_lengths))

@@ -1,0 +1,107 @@
+"""The exact merge of two partial softmax results (out, lse) over disjoint or repeated keys.
+
+    lse = log(e^lse₁ + e^lse₂),   out = out₁·e^(lse₁ − lse) + out₂·e^(lse₂ − lse)
+
+Weights are computed relative to the larger lse and are 0 where both are −inf. So an empty part changes nothing and two empty parts
+stay empty, where the sigmoid form used by ring-attention libraries gives NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dilated_attention.backends import detect
+from dilated_attention.backends.base import accumulation_dtype
+
+logger = logging.getLogger("dilated_attention")
+
+
+def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (lse, weight of part 1, weight of part 2), all with lse's shape and dtype."""
+    high = torch.maximum(lse_1, lse_2)
+    high.masked_fill_(high == -torch.inf, 0.0)
+    weight_1, weight_2 = (lse_1 - high).exp_(), (lse_2 - high).exp_()
+    total = weight_1 + weight_2
+    lse = high + total.log()
+    # dividing by the sum instead of using exp(lse_i − lse): float32 holds an lse of 1e4 to only 5e-4, so the weights would not sum to 1
+    total.masked_fill_(total == 0, 1.0)
+    return lse, weight_1.div_(total), weight_2.div_(total)
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merges a part into (out, lse) in place. out (…, D) is in the accumulation dtype, lse is (…); any strides."""
+    merged, weight, part_weight = merge_weights(lse, part_lse)
+    out.mul_(weight[..., None])
+    out.addcmul_(part_out.to(out.dtype), part_weight[..., None])
+    lse.copy_(merged)
+
+
+def merge(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges two parts out (…, D), lse (…) into new tensors in lse's dtype. It is not differentiable by design: see ``engine.run``."""
+    out, lse = out_1.to(lse_1.dtype, copy=True), lse_1.clone()
+    merge_(out, lse, out_2, lse_2)
+    return out, lse
+
+
+def add_zero_keys(out: torch.Tensor, lse: torch.Tensor, num_zero_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the part (out, lse) with added keys of score 0 and value 0: the closed form of TorchScale's padding."""
+    zeros = lse.new_full((), math.log(num_zero_keys))
+    return out * zero_key_share(lse, num_zero_keys)[..., None].to(out.dtype), torch.logaddexp(lse, zeros)
+
+
+def zero_key_share(lse: torch.Tensor, num_zero_keys: int) -> torch.Tensor:
+    """Returns e^lse / (e^lse + z), the factor by which z ≥ 1 zero keys scale a part's out; 0 where the part is empty."""
+    return (lse - math.log(num_zero_keys)).sigmoid_()
+
+
+def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides."""
+    if has_kernels(lse):
+        from dilated_attention.engine.branches.merge_inplace_triton import merge_onto as fused
+
+        fused(out, lse, part_out, part_lse)
+    elif out.dtype is lse.dtype:
+        merge_(out, lse, part_out, part_lse)
+    else:
+        merged, weight, part_weight = merge_weights(lse, part_lse)
+        out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
+        lse.copy_(merged)
+
+
+def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came: torch.Tensor | None, *, writes: bool) -> None:
+    """Sums gradient shares (L, 2, B, G, D), index 0 for dk and 1 for dv, in the accumulation dtype into dk and dv (B, L, G, D).
+
+    Args:
+        own: list of shares.
+        came: further shares, stacked (R, L, 2, B, G, D).
+        writes: whether the sum overwrites dk and dv; otherwise it is added to them.
+    """
+    if len(own) <= 2 and has_kernels(own[0] if own else came):
+        from dilated_attention.engine.branches.merge_inplace_triton import add_up as fused
+
+        fused(dk, dv, own, came, writes=writes)
+        return
+    total: torch.Tensor | None = None
+    for share in (*own, *(() if came is None else came)):
+        total = share.to(accumulation_dtype(share.dtype), copy=True) if total is None else total.add_(share)
+    assert total is not None, "nothing to add up"
+    for grad, share in zip((dk, dv), total.unbind(1), strict=True):
+        (grad.copy_ if writes else grad.add_)(share.transpose(0, 1))
+
+
+def has_kernels(x: torch.Tensor | None) -> bool:
+    """Whether Triton kernels take x: they run on GPUs only and compute in float32."""
+    return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and _has_triton(x.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _has_triton(device: torch.device) -> bool:
+    found = "triton" in detect(device).packages
+    if not found:
+        logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
+    return found

@@ -1,0 +1,378 @@
+"""Runs a whole call: in chunks with one merge each if it is self-attention of one sequence on a GPU, otherwise problem by problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.engine.branches import fused_merge
+from dilated_attention.engine.branches.branch_buffers import Layers, make_layers
+from dilated_attention.engine.branches.chunking import LANES, Chunk, Cut, backward_layers_cut, make_cut, make_tiers, transient_budget
+from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.sequential import PART_BYTES, Call, run_backward, run_forward
+from dilated_attention.engine.branches.sequential import shares as compute_shares
+from dilated_attention.engine.branches.streams import Lanes
+from dilated_attention.engine.branches.views import extent
+from dilated_attention.engine.kernels.nested import NestedFamily
+from dilated_attention.engine.kernels.nested_selection import Piece, chunk_family, make_pieces
+from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
+from dilated_attention.engine.kernels.tiles_layout import num_places
+from dilated_attention.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    # this module needs Triton
+    from dilated_attention.engine.kernels.tiles import Share
+
+# not the CPU, where a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
+FUSED_DEVICES = {"cuda"}
+Tensors = tuple[torch.Tensor, ...]
+
+
+def forward(
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    kept: torch.Tensor | None = None,
+    tables: dict[Any, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
+
+    Args:
+        kept: flat buffer of ``prepare.kept_elements`` elements, filled with the per-branch outputs for ``backward``.
+        tables: dictionary that the caller keeps between calls of one kind, for data that is computed once.
+    """
+    shares = _shares(pattern, shape, q, k, call, tables, is_backward=False, is_kept=kept is not None)
+    if shares is not None:
+        from dilated_attention.engine.kernels import tiles
+
+        return tiles.forward(shares, q, k, v, call, kept)
+    if kept is None and (options := _one_launch(pattern, shape, (q, k, v), call)) is not None:
+        out, lse = call.backend.forward(q, k, v, options)
+        return out.contiguous(), lse.contiguous()
+    if not _is_fused(shape, q, call):
+        out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
+        return out, lse.transpose(1, 2).contiguous()
+    B, N, H, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
+    if kept is not None:
+        # also for nested branches, without sharing pairs: otherwise the backward would have to recompute the per-branch outputs
+        fused_merge.forward(make_plan(pattern, shape), _kept_layers(pattern, shape), (q, k, v), (out, lse.transpose(1, 2)), call, kept=kept)
+        return out, lse
+    for piece in make_pieces(pattern, H, N) if call.nested else (Piece(0, N, None),):
+        where = slice(piece.start, piece.start + piece.length)
+        tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
+        run = _nested_piece if piece.split is not None else _plain_piece
+        run(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
+    return out, lse
+
+
+def _shares(
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    call: Call,
+    tables: dict[Any, Any] | None,
+    *,
+    is_backward: bool,
+    is_kept: bool,
+) -> tuple[Share, ...] | None:
+    """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
+    tables = {} if tables is None else tables
+    if "shares" not in tables:
+        found = None
+        if runs_on_tiles(pattern, shape, q, call, is_backward):
+            from dilated_attention.engine.kernels import tiles
+
+            found = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
+        # a single assignment: a thread that saw a preliminary None would take the other path, which keeps outputs in another order
+        tables["shares"] = found
+    return tables["shares"]  # type: ignore[no-any-return]
+
+
+def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
+    """Returns the options of the launch that computes a dense call, so that its results need no copy; None for any other call."""
+    facts = call.backend.facts
+    # backends that write into views given to them copy nothing on the other paths
+    if facts.writes_views or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
+        return None
+    if facts.max_batch is not None and tensors[0].shape[0] > facts.max_batch:
+        return None
+    if facts.max_extent is not None and any(extent(x) > facts.max_extent for x in tensors):
+        return None
+    return replace(call.options, causal=make_plan(pattern, shape).problems[0].causal)
+
+
+def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
+    """Whether the call is one dense problem of all queries, keys and heads."""
+    if pattern.num_branches > 1:
+        return False
+    plan = make_plan(pattern, shape)
+    problem = plan.problems[0] if len(plan.problems) == 1 and plan.covered else None
+    if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys or problem.band is not None:
+        return False
+    return (problem.k_start, problem.k_len) == (0, shape.keys[1])
+
+
+def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
+    """Number of elements of per-branch outputs that a forward over packed documents keeps; 0 where its backward recomputes them."""
+    if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
+        return 0
+    elements = num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
+    return elements if elements * q.element_size() <= kept_budget() else 0
+
+
+def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+    """Computes a stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
+    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
+    q, k, v, out = tensors
+
+    def run_tier(branches: DilatedPattern, onto: bool) -> None:
+        def run(chunk: Chunk, beside: bool) -> None:
+            part = _shape_of(shape, chunk)
+            out_, lse_ = _narrow(shape, chunk, out, lse)
+
+            def before(direct_lse: torch.Tensor) -> None:
+                direct_lse.copy_(lse_.transpose(1, 2))
+
+            fused_merge.forward(
+                make_plan(branches, part),
+                _layers_of(branches, part, chunk, onto),
+                _narrow(shape, chunk, q, k, v),
+                (out_, lse_),
+                _call_of(call, chunk),
+                beside=beside,
+                direct=before if onto else None,
+            )
+
+        _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, call, run)
+
+    for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_cut(tier, shape, q, k))):
+        run_tier(branches, onto=tier > 0)
+
+
+def _layers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> Layers:
+    """Returns the layers of a chunk. With ``onto``, layer 0 is the result so far, which covers every row."""
+    if onto:
+        branches = branches.with_branches(range(branches.num_branches), part.num_heads, onto_all=True)
+    return make_layers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
+
+
+def _kept_layers(pattern: DilatedPattern, shape: Shape) -> Layers:
+    """Returns the layers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
+    return replace(make_layers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
+
+
+def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+    """Computes a stretch whose nested branches are visited together, each pair once; the other branches are merged into that."""
+    split = piece.split
+    assert split is not None
+    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
+    q, k, v, out = tensors
+
+    if split.others is None:
+        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
+        _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
+        return
+    others = split.others
+
+    def run(chunk: Chunk, beside: bool) -> None:
+        part = _shape_of(shape, chunk)
+        family = chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1])
+        out_, lse_ = _narrow(shape, chunk, out, lse)
+        views = _narrow(shape, chunk, q, k, v)
+
+        def direct(direct_lse: torch.Tensor) -> None:
+            _nested_forward(family, views, out_, direct_lse, call)
+
+        layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+        fused_merge.forward(make_plan(others, part), layers, views, (out_, lse_), call, beside=beside, direct=direct)
+
+    # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
+    _in_chunks(forward_cut(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
+
+
+def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
+    from dilated_attention.engine.kernels.nested_triton import nested_forward
+
+    q, k, v = tensors
+    nested_forward(family, q, k, v, call.is_causal, call.options.scale, out, lse)
+
+
+def backward(
+    pattern: DilatedPattern,
+    shape: Shape,
+    tensors: tuple[torch.Tensor, ...],
+    call: Call,
+    dlse: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
+    tables: dict[Any, Any] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Returns (dq, dk, dv) in the inputs' dtype, contiguous.
+
+    Args:
+        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
+        dlse: gradient of lse (B, H, Nq).
+        kept: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
+    """
+    dout, q, k, v, out, lse = tensors
+    shares = _shares(pattern, shape, q, k, call, tables, is_backward=True, is_kept=kept is not None)
+    if shares is not None:
+        from dilated_attention.engine.kernels import tiles
+
+        return tiles.backward(shares, tensors, call, dlse, kept)
+    if kept is None and (options := _one_launch(pattern, shape, tensors, call)) is not None:
+        rows = tuple(None if x is None else x.transpose(1, 2) for x in (lse, dlse))
+        parts = compute_shares(call.backend, (dout, q, k, v, out, cast(torch.Tensor, rows[0])), options, rows[1])
+        return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
+    if not _is_fused(shape, q, call):
+        lse = lse.transpose(1, 2).contiguous()
+        dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+        return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
+    # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
+    call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
+    layers_kept: list[torch.Tensor | None] = []
+    if kept is not None and call.detached:
+        layers_kept = _kept_layers(pattern, shape).split(kept, q.shape[0], head_dim=q.shape[3], with_direct=True)
+
+    def run_tier(branches: DilatedPattern, onto: bool) -> None:
+        def run(chunk: Chunk, beside: bool) -> None:
+            part = _shape_of(shape, chunk)
+            dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
+            dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
+            grads_ = _narrow(shape, chunk, *grads)
+            plan, part_call = make_plan(branches, part), _call_of(call, chunk)
+            if in_layers:
+                # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
+                lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
+                layers = _layers_of(branches, part, chunk, onto)
+                own = _own_of(pattern, branches, shape, chunk, layers_kept)
+                views = dout_, q_, k_, v_, out_, lse_
+                fused_merge.backward(plan, layers, views, grads_, part_call, dlse_, beside=beside, onto=onto, own=own)
+            else:
+                for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
+                    grad.copy_(share)
+
+        _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, call, run)
+
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_cut(tier, shape, q, k)) if in_layers else [pattern]
+    for tier, branches in enumerate(tiers):
+        run_tier(branches, onto=tier > 0)
+    return grads
+
+
+def _own_of(
+    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, kept: list[torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    """Selects the kept outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
+    if not kept:
+        return None
+    layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), kept, strict=True))
+    own = []
+    for (length, rate), offsets in zip(branches.branches, branches.offsets(shape.num_heads), strict=True):
+        layer = layer_of[(length, rate), offsets]
+        assert layer is not None
+        own.append(layer[:, chunk.positions[0] // length :, :, slice(*chunk.heads)])
+    return own
+
+
+def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
+    """Whether no two problems of a branch contribute to the gradient of the same key, so that a layer can hold it."""
+    plan = make_plan(pattern, shape)
+    return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
+
+
+def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None) -> Cut:
+    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_cut``."""
+    row_bytes = q.shape[3] * q.element_size() + 4
+    return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
+
+
+def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
+    """Returns the chunks of a backward, ``in_layers`` or problem by problem."""
+    if in_layers:
+        B, N, H, D = q.shape
+        sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
+        return backward_layers_cut(pattern, **sizes)
+    budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one layer that covers every row
+    everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
+    return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
+
+
+def _cut(
+    pattern: DilatedPattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_bytes: int,
+    budget: int,
+    waiting: DilatedPattern | None = None,
+) -> Cut:
+    return make_cut(
+        pattern,
+        waiting=waiting,
+        batch=q.shape[0],
+        num_positions=q.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        row_bytes=row_bytes,
+        budget=budget,
+    )
+
+
+def kept_budget() -> int:
+    """Most bytes of per-branch outputs that a call keeps for its backward: the budget of a chunk, whatever the size of the inputs."""
+    return transient_budget(0)
+
+
+def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
+    return (q.numel() + 2 * k.numel()) * q.element_size()
+
+
+def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
+    """Whether the call is self-attention over a single document: each row of a branch is in one problem, which begins with its segment."""
+    start, end = shape.queries
+    whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
+    if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
+        return False
+    return q.device.type != "cuda" or has_kernels(q)
+
+
+def _in_chunks(cut: Cut, shape: Shape, device: torch.device, call: Call, run: Callable[[Chunk, bool], None]) -> None:
+    pieces = list(cut.chunks(shape.num_heads, shape.queries[1]))
+    if len(pieces) == 1:
+        run(pieces[0], False)
+        return
+    with Lanes(device, min(cut.lanes, len(pieces)) if call.backend.facts.concurrent else 1) as lanes:
+        # alternately, so that one lane's merge is issued while the other lane computes
+        for index, chunk in enumerate(pieces):
+            with lanes.lane(index):
+                run(chunk, True)
+
+
+def _shape_of(shape: Shape, chunk: Chunk) -> Shape:
+    if chunk.heads == (0, shape.num_heads) and chunk.positions == shape.queries:
+        return shape
+    positions = (0, chunk.positions[1] - chunk.positions[0])
+    return replace(shape, queries=positions, keys=positions, documents=(positions,), heads=chunk.heads)
+
+
+def _narrow(shape: Shape, chunk: Chunk, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns views of the chunk's positions and heads, or of the corresponding key/value heads where a tensor has only those."""
+    positions = slice(*chunk.positions)
+    return tuple(x[:, positions, slice(*(head * x.shape[2] // shape.num_heads for head in chunk.heads))] for x in tensors)
+
+
+def _call_of(call: Call, chunk: Chunk) -> Call:
+    return call if call.padding is None else replace(call, padding=call.padding[:, slice(*chunk.positions)])

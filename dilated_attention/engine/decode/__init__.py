@@ -1,0 +1,1 @@
+"""One new row of attention per request over cached keys."""

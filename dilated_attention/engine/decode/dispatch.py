@@ -1,0 +1,148 @@
+"""Selects the kernel that decodes a row: this project's Triton kernel, FlashAttention-3 where rows read every key, or plain torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, reasons_of
+from dilated_attention.backends.base import ALL_FLOATS, accumulation_dtype
+from dilated_attention.backends.flash import flash3_decode
+from dilated_attention.engine.decode import row as torch_decode
+from dilated_attention.engine.decode.keys import Runs
+from dilated_attention.engine.decode.row import Cached
+from dilated_attention.engine.oom.requirement import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes
+from dilated_attention.engine.ops.op_hooks import watched
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+TRITON_FACTS = Facts(
+    devices=frozenset({"cuda"}),
+    dtypes=ALL_FLOATS - {torch.float64},
+    package="triton",
+    install="pip install triton",
+    capabilities=((7, 0), (99, 9)),
+    backward=False,
+    source="any runs of keys, read where they lie",
+)
+TORCH_FACTS = Facts(
+    devices=frozenset({"cpu", "cuda", "mps"}), dtypes=ALL_FLOATS, backward=False, rocm=True, source="gathers a copy of the keys"
+)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The choice of a decoder; ``str()`` prints the table."""
+
+    what: str
+    chosen: str | None
+    rows: tuple[tuple[str, tuple[str, ...], str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"decode {self.what}: {self.chosen or 'none can'}"]
+        for name, reasons, source in self.rows:
+            mark = "→" if name == self.chosen else ("✗" if reasons else "·")
+            lines.append(f"  {mark} {name:<6}  {'; '.join(reasons) or source}")
+        return "\n".join(lines)
+
+
+def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+    assert runs.dense is not None
+    return flash3_decode.decode(q, cached.k, cached.v, runs.dense, scale, table=cached.table)
+
+
+def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+    from dilated_attention.engine.decode.triton import decode
+
+    return decode(q, cached, runs, scale)
+
+
+# in order of preference, as measured on an H200 (docs/decoding.md). For dense rows, FlashAttention-3 takes 1.7 times as long with one key
+# head per query head and 32 requests. It is faster, by a fifth at most, for a single request with grouped heads in pages.
+_DECODERS: dict[str, tuple[Facts, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
+    "triton": (TRITON_FACTS, _triton),
+    "flash3": (flash3_decode.FACTS, _flash3),
+    "torch": (TORCH_FACTS, torch_decode.decode),
+}
+DECODERS = tuple(_DECODERS)
+
+
+def why_not(name: str, request: Request, *, dense: bool) -> list[str]:
+    """Returns every reason against decoder ``name``. ``dense``: rows read all of the first positions of the cache."""
+    reasons = reasons_of(_DECODERS[name][0], request)
+    if name == "flash3" and not dense:
+        reasons.append("reads every key up to the row, and this pattern keeps some only")
+    return reasons
+
+
+@functools.lru_cache(maxsize=256)
+def explain(request: Request, dense: bool, name: str = "auto") -> Explained:
+    rows = tuple((x, tuple(why_not(x, request, dense=dense)), _DECODERS[x][0].source) for x in DECODERS)
+    chosen = next((x for x, reasons, _ in rows if not reasons and name in ("auto", x)), None)
+    what = f"{'dense' if dense else 'sparse'} rows, {str(request.dtype).removeprefix('torch.')}, head_dim {request.head_dim} on {request.hardware.label}"
+    return Explained(what, chosen, rows)
+
+
+def check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"backend is {name!r} ({type(name).__name__}); expected 'auto', {', '.join(map(repr, DECODERS))}")
+    if name != "auto" and name not in DECODERS:
+        raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
+
+
+def request_of(q: torch.Tensor | TensorFacts, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
+    return Request(
+        hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
+    )
+
+
+def _need(arguments: Mapping[str, Any]) -> Need:
+    """Returns the need of a call. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
+    q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
+    (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
+    request = request_of(q, K)
+    chosen = explain(request, is_dense, arguments.get("backend", "auto")).chosen
+    keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
+
+    def terms(setting: Setting) -> Terms:
+        e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
+        rows = setting.batch * (K if G == 1 else G) * setting.length
+        # the values are gathered while the copy of the keys is alive
+        copies = rows * D * (2 * a + (e if e != a else 0))
+        # int64 each: the positions and their places in the cache
+        return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
+
+    def kernels(_: int) -> Iterator[str]:
+        if not why_not("triton", request, dense=is_dense):
+            yield 'backend="triton" in place of "torch": reads the keys where they lie'
+
+    cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys a row"
+    return Need(
+        op="decode_attention",
+        is_backward=False,
+        device=q.device,
+        shapes=f"q {(B, 1, H, D)}, {cache}, in {dtype_text(q.dtype)}, by {chosen}",
+        held=held_bytes({"q": q}, q.device),
+        setting=Setting(batch=B, length=keys, dtype=q.dtype),
+        terms=terms if chosen == "torch" else None,
+        least=True,
+        can_shorten=False,
+        ways=(kernels,) if chosen == "torch" else (),
+    )
+
+
+@watched(_need)
+def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
+    """Returns (out (B, H, D), lse (B, H)), computed by the most preferred decoder that can, or by the named one.
+
+    Raises:
+        BackendUnavailable: the named decoder cannot compute it. The message has all reasons.
+    """
+    explained = explain(request_of(q, cached.k.shape[2]), runs.dense is not None, backend)
+    if explained.chosen is None:
+        raise BackendUnavailable(f"backend={backend!r} cannot decode this\n{explained}")
+    return _DECODERS[explained.chosen][1](q, cached, runs, scale)

@@ -1,0 +1,150 @@
+"""Decides which branches of a pattern are visited together, each pair once (``nested.py``), and which run separately.
+
+A sequence is cut into two pieces: whole segments of every branch, where nested branches can share pairs, and the remainder, which is
+treated as a separate, shorter sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends import NESTED_FACTS, Request, reasons_of
+from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+# Floating-point operations of a call below which the kernel's launches, one per level, cost more than the saved pairs. On an H200 a call
+# takes about a millisecond of CPU time.
+MIN_OPERATIONS = 5e11
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Split:
+    """The branches of a pattern that nest, and the others.
+
+    Args:
+        family: indices of the nested branches, in increasing dilation rate; the first takes every position.
+        others: pattern of the other branches, or None.
+        layers: pattern of the results to merge: one direct branch for the family, and the others.
+        saved: number of pairs per head that are not computed again because of the family.
+    """
+
+    family: tuple[int, ...]
+    others: DilatedPattern | None
+    layers: DilatedPattern
+    saved: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, start + length), treated as a separate sequence. ``split`` is None if it runs branch by branch."""
+
+    start: int
+    length: int
+    split: Split | None
+
+
+@functools.lru_cache(maxsize=256)
+def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[Piece, ...]:
+    """Cuts the sequence into at most two pieces, in order. The second one runs branch by branch."""
+    split = _best_split(pattern, num_heads, num_positions)
+    if split is None:
+        return (Piece(0, num_positions, None),)
+    length = _family(pattern, split.family, (0, num_heads), num_heads, num_positions).num_positions
+    pieces = (Piece(0, length, split), Piece(length, num_positions - length, None))
+    return pieces if length < num_positions else pieces[:1]
+
+
+def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+    """Returns the family of some heads on a stretch of whole segments."""
+    family = _family(pattern, split.family, heads, num_heads, num_positions)
+    assert family.num_positions == num_positions
+    return family
+
+
+def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float) -> list[str]:
+    """Returns every reason why the nested kernel cannot run the forward of q, k, v; an empty list if it can."""
+    q, k, v = tensors
+    num_heads, num_positions = q.shape[2], q.shape[1]
+    reasons = reasons_of(NESTED_FACTS, request)
+    if num_documents != 1:
+        reasons.append("takes one document a call, not packed ones")
+    if k.shape[1] != num_positions:
+        return [*reasons, "visits each pair once only where queries and keys are one whole sequence"]
+    if pattern.tail == "zero_keys" and not request.causal:
+        reasons.append("knows no zero keys")
+    piece = make_pieces(pattern, num_heads, num_positions)[0]
+    if piece.split is None:
+        return [
+            *reasons,
+            f"no two branches nest on {num_positions} positions: lengths and rates must divide the next, offsets agree, the first rate be "
+            f"1, the shortest segment hold {_TILE} positions of the largest rate, and the sequence whole segments",
+        ]
+    if "triton" not in request.hardware.packages:
+        return reasons
+    from dilated_attention.engine.kernels import nested_triton
+
+    family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
+    return reasons + nested_triton.why_not(family, q, k, v, scale)
+
+
+def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
+    """Whether visiting shared pairs once is faster than running branch by branch, for a call without reasons in ``why_not``."""
+    B, N, H, D = q.shape
+    piece = make_pieces(pattern, H, N)[0]
+    assert piece.split is not None
+    pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
+    return 4 * D * pairs / (2 if is_causal else 1) >= MIN_OPERATIONS
+
+
+@functools.lru_cache(maxsize=256)
+def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> Split | None:
+    """Finds the nested branches that save the most pairs and leave whole segments to the others."""
+    order = sorted(range(pattern.num_branches), key=lambda b: (pattern.dilation_rates[b], pattern.segment_lengths[b]))
+    best: tuple[int, tuple[int, ...]] | None = None
+    # with more than 10 branches, try only runs of neighboring branches, of which there are few
+    sizes = range(2, len(order) + 1)
+    candidates = (
+        c
+        for n in sizes
+        for c in (itertools.combinations(order, n) if len(order) <= 10 else zip(*(order[i:] for i in range(n)), strict=False))
+    )
+    for chosen in candidates:
+        saved = _saved(pattern, tuple(chosen), num_heads, num_positions)
+        if saved > 0 and (best is None or saved > best[0]):
+            best = saved, tuple(chosen)
+    if best is None:
+        return None
+    left = [b for b in range(pattern.num_branches) if b not in best[1]]
+    others = pattern.with_branches(left, num_heads) if left else None
+    return Split(best[1], others, pattern.with_branches(left, num_heads, onto_all=True), best[0])
+
+
+def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num_positions: int) -> int:
+    """Returns the number of pairs per head that the chosen branches repeat; 0 if they do not nest or if other branches would be cut."""
+    offsets = pattern.offsets(num_heads)
+    if pattern.dilation_rates[chosen[0]] != 1 or any(NOT_IN_BRANCH in offsets[b] for b in range(pattern.num_branches)):
+        return 0
+    lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
+    if max(lengths) > num_positions:
+        # with segments cut to the sequence they could nest, but every sequence length would need its own compiled kernel
+        return 0
+    family = nested_family(lengths, rates, [offsets[b] for b in chosen], num_positions)
+    if family is None or family.why_not_tiles(_TILE, _TILE):
+        return 0
+    if family.num_positions < num_positions and any(w >= num_positions or family.num_positions % w for w in pattern.segment_lengths):
+        return 0
+    return (family.branch_pairs() - family.pairs()) * num_positions // family.num_positions
+
+
+@functools.lru_cache(maxsize=256)
+def _family(pattern: DilatedPattern, chosen: tuple[int, ...], heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+    offsets = pattern.offsets(num_heads)
+    lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
+    family = nested_family(lengths, rates, [offsets[b][slice(*heads)] for b in chosen], num_positions)
+    assert family is not None
+    return family

@@ -1,0 +1,188 @@
+"""Decides whether a whole call runs on the kernels that walk a table of tiles, or problem by problem on a kernel library.
+
+A library's kernels are faster on long problems, but every problem is a separate launch, which takes more host time than GPU time at
+short lengths. So both times are estimated from the rates in the preference table and the plan's launches, and the faster way is chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable, Request, registry, tuning_table
+from dilated_attention.engine.branches.chunking import backward_layers_cut
+from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.sequential import PART_BYTES, Call
+from dilated_attention.engine.kernels.tiles_layout import fits
+from dilated_attention.pattern import DilatedPattern
+
+NAME = "tiles"
+# Host time in ms, forward and backward, of one problem on a library (its views and launches), and of the rest of a call, measured with
+# benchmarks/short.py on an H200. A whole call on tiles takes less than 0.1 and 0.25.
+_PROBLEM_MS = {False: 0.09, True: 0.17}
+_CALL_MS = {False: 0.2, True: 1.0}
+# TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
+_TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
+_LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
+# pairs that a nested forward computes, as a fraction of those of its branches
+_NESTED = 0.75
+# kernels that are slower than the tiles at every length; those of the second set only in half precision
+_SLOWER = frozenset({"math", "flex"})
+_SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
+
+
+def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
+    """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward kept."""
+    both = call.detached and call.needs_grad
+    if call.named or call.request is None:
+        return call.backend.facts.whole_calls
+    if call.backend.facts.whole_calls and not both:
+        return True
+    if q.device.type != "cuda":
+        return False
+    request = replace(call.request, extent=0)
+    library = None if both else call.backend.name
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.nested and not both, tuning_table.generation())
+
+
+class Choice(NamedTuple):
+    """The choice for one pass: the registry's preferred backend, whether tiles run, and both estimates in ms (0 if none was made)."""
+
+    library: str
+    tiles: bool
+    tiles_ms: float = 0.0
+    library_ms: float = 0.0
+
+
+def choices_of(
+    pattern: DilatedPattern,
+    shape: Shape,
+    request: Request,
+    batch: int,
+    *,
+    needs_grad: bool,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[Choice, ...]:
+    """Predicts ``runs_on_tiles`` for the forward and, with ``needs_grad``, the backward of a call, without its tensors.
+
+    Raises:
+        BackendUnavailable: no backend can compute it.
+    """
+    both, found = detached and needs_grad, []
+    for is_backward in (False, True)[: 1 + needs_grad]:
+        asked = replace(request, needs_grad=is_backward, extent=0)
+        chosen = registry.select(asked, backend)
+        if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.facts.whole_calls and not both):
+            found.append(Choice(chosen.name, chosen.facts.whole_calls))
+            continue
+        is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, tuning_table.generation())
+        times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
+        found.append(Choice(chosen.name, is_faster, *times))
+    return tuple(found)
+
+
+def whole_shape(request: Request, num_positions: int) -> Shape:
+    """Returns the shape of the self-attention of one sequence."""
+    whole = 0, num_positions
+    return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
+
+
+def tiles_passes(
+    pattern: DilatedPattern,
+    request: Request,
+    batch: int,
+    num_positions: int,
+    needs_grad: bool,
+    *,
+    detached: bool = False,
+    backend: str = "auto",
+) -> tuple[bool, bool]:
+    """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
+    length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
+    try:
+        found = choices_of(
+            pattern,
+            whole_shape(request, num_positions),
+            replace(request, length=length),
+            batch,
+            needs_grad=needs_grad,
+            detached=detached,
+            backend=backend,
+        )
+    except BackendUnavailable:
+        return False, False
+    return found[0].tiles, needs_grad and found[-1].tiles
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_faster(
+    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str | None, is_backward: bool, nested: bool, _: int
+) -> bool:
+    """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
+    tiles = registry.get(NAME)
+    passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
+    if any(tiles.why_not(request) for request in passes):
+        return False
+    if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, library is None) for request in passes):
+        return False
+    mine = theirs = 0.0
+    for request in passes:
+        name = library or registry.select(request).name
+        if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
+            return True
+        own = _tiles_ms(pattern, shape, request, batch)
+        mine += own
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested)
+    return mine <= theirs
+
+
+def _operations(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> float:
+    pairs = sum(pattern.pairs(end - start, shape.num_heads, is_causal=shape.is_causal) for start, end in shape.documents)
+    pairs = pairs * (shape.queries[1] - shape.queries[0]) // max(1, shape.keys[1])
+    if shape.window is not None and None not in shape.window:
+        left, right = shape.window
+        assert left is not None and right is not None
+        pairs = min(pairs, (left + right + 1) * (shape.queries[1] - shape.queries[0]) * shape.num_heads)
+    return (10 if request.needs_grad else 4) * request.head_dim * pairs * batch
+
+
+def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> float:
+    rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
+    return _operations(pattern, shape, request, batch) / rate / 1e9 + 0.1
+
+
+def _library_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, nested: bool) -> float:
+    rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
+    kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
+    launches = _launches(pattern, shape, request, batch)
+    return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
+
+
+def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> int:
+    """Estimates the number of kernel launches of a library."""
+    # every document has separate launches, and planning many documents takes longer than the estimate is worth
+    few = len(shape.documents) <= 8
+    problems = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
+    if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
+        return problems
+    # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
+    N, H, D = shape.queries[1], shape.num_heads, request.head_dim
+    sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
+    cut = backward_layers_cut(pattern, batch=batch, **sizes)
+    accumulated = 4 * D * batch * H * sum(-(-N // rate) for _, rate in pattern.branches)
+    return problems * -(-N // cut.positions) * -(-H // cut.heads) + accumulated // PART_BYTES["cuda"]
+
+
+def _rate(name: str, request: Request) -> float | None:
+    """Returns the TFLOP/s measured on this machine, or else the shipped figure, or None."""
+    tables = (tuning_table.measured_here(request.hardware), tuning_table.shipped(request.hardware.architecture))
+    for table in tables:
+        row = table.row_for(request) if table is not None else None
+        found = [timing.tflops for timing in row.timings if timing.backend == name] if row is not None else []
+        if found:
+            return found[0]
+    return None

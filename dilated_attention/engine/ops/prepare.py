@@ -1,0 +1,213 @@
+"""Prepares a call: builds the pattern from an op's flat arguments, chooses backend and plan shape, and makes tensors fit for kernels.
+
+Both the single-process op and the distributed op use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
+from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.engine.branches.plan import Range, Shape
+from dilated_attention.engine.branches.sequential import Call
+from dilated_attention.engine.kernels import nested_selection
+from dilated_attention.pattern import DilatedPattern
+
+# queries per windowed problem on a backend that masks keys instead of skipping them
+WINDOW_BLOCK = 512
+_AS_IT_IS = contextlib.nullcontext()
+
+
+class Settings(NamedTuple):
+    """The non-tensor arguments of an op. ``window`` is [] or [left, right], with −1 for unbounded."""
+
+    window: list[int]
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    detached: bool
+    deterministic: bool
+    needs_grad: bool
+    backend: str
+    precision: str
+
+
+@functools.lru_cache(maxsize=256)
+def pattern_of(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    offset_list: tuple[int, ...],
+    branch_heads: str,
+    tail: str,
+) -> DilatedPattern:
+    """Builds the pattern from the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, which has H integers per branch."""
+    if head_offsets != "list":
+        return DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)
+    heads = len(offset_list) // len(segment_lengths)
+    rows = tuple(offset_list[i : i + heads] for i in range(0, len(offset_list), heads))
+    return DilatedPattern(segment_lengths, dilation_rates, rows, branch_heads, tail)
+
+
+def prepare(
+    is_backward: bool,
+    views: tuple[torch.Tensor, ...],
+    pattern: DilatedPattern,
+    settings: Settings,
+    padding: torch.Tensor | None = None,
+    documents: tuple[Range, ...] | None = None,
+    seed: torch.Tensor | None = None,
+    query_offset: int = 0,
+    num_keys: int | None = None,
+    least_extent: int = 0,
+) -> tuple[Shape, Call]:
+    """Chooses the backend of this pass and returns the plan's shape and the call for ``views`` (q, k and the other tensors kernels read).
+
+    The forward of a call that needs gradients checks both passes, so BackendUnavailable is raised before anything is allocated.
+
+    Args:
+        documents: (start, end) pairs that partition the keys; None for a single document.
+        num_keys: number of keys of the whole sequence, where k holds only a part of it.
+        least_extent: lower bound of the extent, for tensors that kernels will read in addition to the views.
+    """
+    q, k = views[:2]
+    _, Nq, H, D = q.shape
+    Nk, Hk = num_keys if num_keys is not None else k.shape[1], k.shape[2]
+    documents = ((0, Nk),) if documents is None else documents
+    longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
+    window = settings.window
+    request = Request(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=D,
+        num_heads=H,
+        num_kv_heads=Hk,
+        causal=settings.is_causal,
+        needs_grad=is_backward,
+        key_mask=padding is not None,
+        window=bool(window),
+        dropout=settings.dropout_p > 0,
+        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
+        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=settings.precision,
+        extent=max(least_extent, *(segment_extent(x, longest) for x in views)),
+        length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
+    )
+    # each pass chooses its backend independently: every backend's backward accepts any other's out and lse
+    chosen = registry.select(request, settings.backend)
+    if settings.needs_grad and not is_backward:
+        registry.select(replace(request, needs_grad=True), settings.backend)
+    shape = Shape(
+        num_heads=H,
+        num_kv_heads=Hk,
+        queries=(query_offset, query_offset + Nq),
+        keys=(0, Nk),
+        documents=documents,
+        is_causal=settings.is_causal,
+        window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
+        window_block=None if chosen.facts.native_window else WINDOW_BLOCK,
+        shifted_heads=padding is None and settings.dropout_p == 0,
+        aligned_last=chosen.facts.aligned_last,
+    )
+    call = Call(
+        backend=chosen,
+        options=Options(scale=settings.scale, deterministic=request.deterministic),
+        query_offset=query_offset,
+        padding=padding,
+        dropout_p=settings.dropout_p,
+        seed=int(seed.item()) if seed is not None else 0,
+        detached=settings.detached,
+        is_causal=settings.is_causal,
+        nested=not is_backward and is_nested(request, pattern, views, shape, settings),
+        request=request,
+        named=settings.backend != "auto",
+        needs_grad=settings.needs_grad or is_backward,
+    )
+    return shape, call
+
+
+def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: Settings) -> bool:
+    """Whether the forward visits each pair that nested branches share only once: it does where it can, unless another kernel was named."""
+    q, k, v = views[:3]
+    backend = settings.backend
+    if backend != NESTED and (backend != "auto" or q.device.type not in strategy.FUSED_DEVICES):
+        return False
+    reasons = nested_selection.why_not(request, pattern, (q, k, v), len(shape.documents), settings.scale)
+    if reasons and backend == NESTED:
+        raise BackendUnavailable(
+            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
+            "  backend='auto' takes it wherever it can, and other kernels elsewhere"
+        )
+    if reasons or (backend == "auto" and not nested_selection.is_worth_it(pattern, q, shape.is_causal)):
+        return False
+    _tell_nested(request)
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_nested(request: Request) -> None:
+    """Reports the choice once per kind of call, since training repeats the same calls."""
+    registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
+
+
+def kept_elements(
+    q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, cu_seqlens: torch.Tensor | None, query_offset: int
+) -> Any:
+    """Number of elements of per-branch outputs that the forward keeps for a detached backward; 0 where the backward recomputes them.
+
+    They are kept where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
+    on shapes only, so fake tensors work too, and a symbolic length stays symbolic.
+    """
+    if not (settings.detached and settings.needs_grad) or pattern.num_branches == 1 or pattern.branch_heads == "split":
+        return 0
+    if q.device.type not in strategy.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
+        return 0
+    (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
+    # the nested kernel has no per-branch outputs; it runs here only if it was named
+    if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
+        return 0
+    if query_offset != 0 or k.shape[1] != N:
+        return 0
+    rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
+    elements = B * H * D * rows
+    return elements if elements * q.element_size() <= strategy.kept_budget() else 0
+
+
+def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:
+    """Returns (start, end) of each document that is not empty. It reads the values, so it synchronizes with the GPU if they are on one."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
+        shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
+        raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
+    return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
+
+
+def segment_extent(x: torch.Tensor, length: int) -> int:
+    """Number of elements that ``length`` positions of all heads span in memory; in a heads-first layout, heads are far apart."""
+    return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
+
+
+def kernel_ready(x: torch.Tensor) -> torch.Tensor:
+    """Returns x if kernels accept it (last stride 1 and, on a GPU, 16-byte aligned rows), otherwise a contiguous copy."""
+    if x.stride(-1) != 1 and x.shape[-1] > 0:
+        # contiguous() would not copy where only a dimension of size 1 has another stride, but kernels read that stride
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.device.type == "cuda":
+        size = x.element_size()
+        if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
+            return x.contiguous() if not x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Disables autocast, which stays on inside an op and would round a backend's float32 arithmetic to half precision."""
+    device_type = x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS

@@ -1,0 +1,1 @@
+"""Models over tiles and patches: slide encoders and vision transformers."""

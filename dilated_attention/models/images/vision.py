@@ -1,0 +1,215 @@
+"""Vision transformers over whole images cut into patches, on LongNet's encoder: LongViT (arXiv 2312.03558), up to a million patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, as_size
+from dilated_attention.models.images.slide_encoder import check_encoder
+from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.validation import check_positive
+
+POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
+# LongViT's segment lengths by the side of the image in pixels, with patches of 32; other sides use the first
+_SEGMENTS = {
+    1024: (64, 128, 256, 512, 1024),
+    4096: (1024, 2048, 4096, 8192, 16384),
+    8192: (1024, 4096, 8192, 16384, 65536),
+    16384: (1024, 4096, 16384, 65536, 262144),
+    32768: (1024, 4096, 32768, 262144, 1048576),
+}
+
+
+def longvit_segment_lengths(image_size: int) -> tuple[int, ...]:
+    """Returns LongViT's five segment lengths, in patches, for images of ``image_size`` × ``image_size`` pixels."""
+    return _SEGMENTS.get(as_int("image_size", image_size, minimum=1), _SEGMENTS[1024])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig(ModelConfig):
+    """Configuration of a ``LongViT``.
+
+    Args:
+        encoder: configuration of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` also applies to the embedded
+            patches.
+        image_size: side in pixels of the image that the learned positions belong to; a multiple of patch_size.
+        patch_size: side of a patch in pixels.
+        in_channels: number of channels of the image.
+        pooling: ``"mean_norm"``: norm of the mean of the patches (LongViT's classifier) · ``"norm_mean"``: mean of the normed patches (its
+            pretraining) · ``"class_token"``: norm of a class token before the patches · ``"none"``: the patches themselves, no norm.
+        num_classes: number of outputs of a linear layer on the pooled vector; None for the vector itself.
+        norm_eps: ε of the norm at the pooling.
+
+    Raises:
+        ValueError, TypeError: if the model cannot be built.
+    """
+
+    encoder: LongNetConfig
+    image_size: int = 1024
+    patch_size: int = 32
+    in_channels: int = 3
+    pooling: str = "mean_norm"
+    num_classes: int | None = None
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        # in a configuration read from a file, this is a dict
+        if isinstance(self.encoder, dict):
+            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
+        check_encoder(self.encoder, "LongViT")
+        for name in ("image_size", "patch_size", "in_channels", "num_classes"):
+            if name != "num_classes" or self.num_classes is not None:
+                object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
+        one_of("pooling", self.pooling, POOLINGS)
+        if self.pooling == "none" and self.num_classes is not None:
+            raise ValueError(
+                f"num_classes is {self.num_classes} and pooling is 'none'; a class is of a whole image: pool, or leave num_classes out"
+            )
+        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+
+    @property
+    def grid(self) -> int:
+        """Number of patches along the side of an image of ``image_size``."""
+        return self.image_size // self.patch_size
+
+    @classmethod
+    def longvit(
+        cls,
+        image_size: int = 1024,
+        *,
+        embed_dim: int = 384,
+        num_layers: int = 12,
+        num_heads: int = 16,
+        mixture_grad: str = "detached",
+        drop_path: float = 0.0,
+        **others: Any,
+    ) -> VisionConfig:
+        """Returns LongViT-small's configuration for this image size, with TorchScale's semantics. ``others`` are the remaining fields."""
+        encoder = LongNetConfig(
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            segment_lengths=longvit_segment_lengths(image_size),
+            **TORCHSCALE_ENCODER,
+            mixture_grad=mixture_grad,
+            drop_path=drop_path,
+            final_norm=False,
+        )
+        return cls(encoder=encoder, image_size=image_size, **others)
+
+
+class LongViT(Pretrained):
+    """LongViT: embeds patches of an image, adds learned positions, applies LongNet's encoder, pools, and for classes adds a linear layer.
+
+    Args:
+        config: the configuration; ``VisionConfig.longvit(image_size)`` for LongViT's, whose weights ``load_torchscale`` loads.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters.
+
+    >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
+    >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
+    """
+
+    config_class = VisionConfig
+    config: VisionConfig
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        backend: str = "auto",
+        checkpoint_activations: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width, side = config.encoder.embed_dim, config.patch_size
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.patch_embedding = nn.Conv2d(config.in_channels, width, side, stride=side, **factory)
+        self.positions = nn.Parameter(torch.empty(1, config.grid**2, width, **factory))
+        self.class_token = nn.Parameter(torch.empty(width, **factory)) if config.pooling == "class_token" else None
+        self.dropout = nn.Dropout(config.encoder.dropout)
+        self.encoder = LongNetEncoder(config.encoder, backend=backend, checkpoint_activations=checkpoint_activations, **factory)
+        self.norm = None if config.pooling == "none" else nn.LayerNorm(width, eps=config.norm_eps, **factory)
+        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
+        learned = (self.positions, self.class_token, None if self.head is None else self.head.weight)
+        for parameter in learned:
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
+        if self.head is not None:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Computes logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width).
+
+        With ``pooling="none"`` it returns ``features``.
+
+        Raises:
+            ValueError, TypeError: if the images do not fit, or a side is not a multiple of patch_size.
+        """
+        x = self.features(images)
+        if self.norm is None:
+            return x
+        if self.config.pooling == "norm_mean":
+            x = self.norm(x).mean(dim=1)
+        else:
+            x = self.norm(x.mean(dim=1) if self.class_token is None else x[:, 0])
+        return x if self.head is None else self.head(x)
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one."""
+        self._check(images)
+        x = self.patch_embedding(images)
+        x = x.flatten(2).transpose(1, 2) + self.positions_of(*x.shape[2:])
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
+        return self.encoder(self.dropout(x))
+
+    def positions_of(self, rows: int, columns: int) -> torch.Tensor:
+        """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.
+
+        The scale is LongViT's, (rows + 0.1) / grid, so the sampling points differ slightly from those that follow from the sizes alone.
+        """
+        grid = self.config.grid
+        if (rows, columns) == (grid, grid):
+            return self.positions
+        scale = ((rows + 0.1) / grid, (columns + 0.1) / grid)
+        learned = self.positions.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)
+        found = F.interpolate(learned, scale_factor=scale, mode="bicubic")
+        assert found.shape[2:] == (rows, columns)
+        return found.flatten(2).transpose(1, 2)
+
+    def _check(self, images: Any) -> None:
+        if not isinstance(images, torch.Tensor):
+            raise TypeError(f"images is a {type(images).__name__}; expected a tensor (batch, channels, height, width)")
+        if images.ndim != 4 or images.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"images has shape {tuple(images.shape)}; expected (batch, channels, height, width) with {self.config.in_channels} channels"
+            )
+        patch = self.config.patch_size
+        if images.shape[2] % patch or images.shape[3] % patch or 0 in images.shape[2:]:
+            raise ValueError(
+                f"images are {images.shape[2]} × {images.shape[3]} pixels; expected positive multiples of patch_size = {patch}: crop or pad"
+            )
+
+
+def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
+    """Resizes learned positions (1, n², E) to grid² patches by bicubic interpolation, as at the start of LongViT's fine-tuning."""
+    side = int(positions.shape[1] ** 0.5 + 0.5)
+    if side * side != positions.shape[1]:
+        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")
+    if side == grid:
+        return positions
+    learned = positions.float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    return F.interpolate(learned, size=(grid, grid), mode="bicubic").flatten(2).transpose(1, 2).to(positions.dtype)

@@ -1,0 +1,355 @@
+"""The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
+
+A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
+each may be shorter. A new pattern is one class with three methods: ``allowed``, ``columns`` and ``classify``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from dilated_attention.pattern.base import Pattern
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
+
+BLOCK_SIZES = (64, 128)
+# lists of blocks store positions in 32 bits
+MAX_POSITIONS = 2**31
+# FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# states of a block: no pair kept · some pairs kept · every pair within the sequence kept
+ABSENT, PARTIAL, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a sequence, and the requested rows of them: [first_row, last_row)."""
+
+    num_positions: int
+    q_block: int
+    k_block: int
+    first_row: int
+    last_row: int
+    device: torch.device
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.num_positions // self.k_block)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of requested rows."""
+        return self.last_row - self.first_row
+
+    def rows(self) -> torch.Tensor:
+        return self.range(self.first_row, self.last_row)
+
+    def range(self, first: int, last: int) -> torch.Tensor:
+        return torch.arange(first, last, device=self.device)
+
+    def queries(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first and the last position of query blocks."""
+        return self._ends(row, self.q_block)
+
+    def keys(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first and the last position of key blocks."""
+        return self._ends(column, self.k_block)
+
+    def _ends(self, block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = block * size
+        last = first + (size - 1)
+        return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
+
+    def block(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Returns a unique number for each block of the whole sequence."""
+        return row * self.num_columns + column
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Kept blocks as a flat list, ascending by (group, row, column).
+
+    Args:
+        group: (E,) int64, index of the head; 0 if all heads share one list.
+        row, column: (E,) int64, counted over the whole sequence.
+        full: (E,) bool, every pair within the sequence is kept.
+        key: (E,) int64: two blocks that are not full and have equal keys keep the same pairs, as far as both are within the sequence.
+    """
+
+    group: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+    full: torch.Tensor
+    key: torch.Tensor
+    num_groups: int
+
+
+@dataclass(frozen=True)
+class BlockPattern(Pattern):
+    """A pattern with m = 1 on the pairs that it keeps, computed block by block.
+
+    ``allowed`` says which pairs are kept. Patterns compose by ``|`` (either keeps the pair), ``&`` (both do) and ``PerHead``.
+
+    Args:
+        block_size: positions per block: 64 or 128, or (query block, key block) with each of them 64 or 128. For patterns defined by
+            positions, it does not change which pairs are kept. For patterns defined by blocks, it is the unit of their parameters.
+    """
+
+    block_size: int | tuple[int, int] = field(default=128, kw_only=True)
+
+    # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
+    is_tight: ClassVar[bool] = True
+    # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
+    holds_objects: ClassVar[bool] = False
+    # whether the blocks are chosen by the content of q and k; such a pattern defines itself what | and & with it mean
+    is_chosen: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        from dilated_attention.pattern.spec import register_kind
+
+        super().__init_subclass__(**kwargs)
+        register_kind(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy gets a new name, since the original may be freed before it
+        self.__dict__.update(state)
+        if self.holds_objects:
+            from dilated_attention.pattern.spec import name_object
+
+            name_object(self)
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the lists differ between heads."""
+        return False
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to contain it, whatever follows.
+
+        Only then does decoding a token from cached keys give the same result as the forward of any longer sequence. Each pattern class
+        declares this; False means "no, or not known".
+        """
+        return False
+
+    @property
+    def q_block(self) -> int:
+        assert isinstance(self.block_size, tuple)
+        return self.block_size[0]
+
+    @property
+    def k_block(self) -> int:
+        assert isinstance(self.block_size, tuple)
+        return self.block_size[1]
+
+    @abstractmethod
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """The definition: whether head h keeps the pair (i, j), elementwise.
+
+        Args:
+            queries, keys, heads: int64, broadcastable: absolute positions and head indices. Positions from ``num_positions`` on are
+                outside the sequence; they must not raise an error, and any answer is valid for them.
+            num_positions: N, the number of positions of the whole key sequence.
+
+        Returns:
+            bool, of the broadcast shape or of a shape that broadcasts to it.
+        """
+
+    @abstractmethod
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
+
+        Unless ``is_tight``, it may include blocks that are not kept. Time and memory must be proportional to the size of the result.
+        Patterns that are not ``per_head`` are called with a single head.
+        """
+
+    @abstractmethod
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``)."""
+
+    def cost(self, grid: Grid) -> float:
+        """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
+        return float(grid.num_columns)
+
+    def check(self, num_positions: int, num_heads: int) -> None:
+        """Raises ValueError if the pattern does not exist for this number of positions or heads."""
+
+    def at(self, num_positions: int) -> BlockPattern:
+        """Returns the pattern for ``num_positions``, which is the pattern itself unless it is defined by a density."""
+        return self
+
+    def causal(self) -> BlockPattern:
+        """Returns the pattern restricted to pairs with j ≤ i."""
+        from dilated_attention.pattern.blocks.window import Causal
+
+        return self & Causal(block_size=self.block_size)
+
+    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
+
+        ``positions`` are those of the queries; the result is the same for all heads.
+        """
+        return None
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``.
+
+        Where ``allowed`` searches or hashes, this uses tables, since compilers recompute a value at each use.
+        """
+        pattern = self
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return pattern.allowed(q_idx, kv_idx, head, num_positions)
+
+        return mask_mod
+
+    def __or__(self, other: BlockPattern) -> BlockPattern:
+        from dilated_attention.pattern.blocks.compose import Union
+
+        return Union.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+
+    def __and__(self, other: BlockPattern) -> BlockPattern:
+        from dilated_attention.pattern.blocks.compose import Intersection
+
+        return Intersection.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+
+    def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
+        last = -(-checked_positions(num_positions) // self.q_block)
+        first_row, last_row = (0, last) if rows is None else rows
+        if not 0 <= first_row <= last_row <= last:
+            raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {last}, the query blocks of {num_positions} positions")
+        return Grid(num_positions, self.q_block, self.k_block, first_row, last_row, torch.device(device))
+
+    def entries(
+        self, num_positions: int, num_heads: int, *, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu"
+    ) -> Entries:
+        """Returns the kept blocks of query blocks [first, last), by default all, in time and memory proportional to their number."""
+        self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
+        pattern = self.at(num_positions)
+        heads = tuple(range(num_heads)) if pattern.per_head else (0,)
+        return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
+
+    def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
+        """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
+        group, row, column = self.columns(grid, heads)
+        head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
+        state, key = self.classify(grid, head, row, column)
+        if not self.is_tight:
+            kept = state.nonzero()[:, 0]
+            group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
+        return Entries(group, row, column, state == FULL, key, len(heads))
+
+    def dense_mask(
+        self,
+        num_queries: int,
+        num_keys: int,
+        num_heads: int,
+        *,
+        is_causal: bool = False,
+        query_offset: int = 0,
+    ) -> torch.Tensor:
+        """Returns the kept pairs, bool (num_heads, num_queries, num_keys). Query row i is position query_offset + i.
+
+        The pattern is that for max(num_keys, query_offset + num_queries) positions.
+        """
+        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
+        check_bool("is_causal", is_causal)
+        num_positions = checked_positions(max(num_keys, query_offset + num_queries))
+        self.check(num_positions, num_heads)
+        queries = torch.arange(query_offset, query_offset + num_queries)[None, :, None]
+        keys = torch.arange(num_keys)[None, None, :]
+        mask = self.allowed(queries, keys, torch.arange(num_heads)[:, None, None], num_positions)
+        if is_causal:
+            mask = mask & (keys <= queries)
+        return mask.broadcast_to(num_heads, num_queries, num_keys).contiguous()
+
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Returns the exact number of kept (head, query, key) triples, from sizes of full blocks and the pairs of each distinct mask."""
+        from dilated_attention.pattern.blocks.kept_blocks import count_pairs
+
+        return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
+
+    def mask_bytes(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Returns the bytes of the lists and masks that kernels read for this pattern."""
+        from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+
+        return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
+
+    def spec(self) -> str:
+        """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
+        from dilated_attention.pattern.spec import spec_of
+
+        if torch.compiler.is_compiling():
+            return spec_of(self)
+        # computed once, since every call of an op needs it
+        if "_spec" not in self.__dict__:
+            kind = vars(type(self))
+            if "__init__" in kind and "__dataclass_fields__" not in kind:
+                raise TypeError(
+                    f"{type(self).__name__} has an __init__ of its own and is no dataclass, so two of them cannot be told apart; "
+                    "write its arguments as fields and decorate it with @dataclass(frozen=True)"
+                )
+            self.__dict__["_spec"] = spec_of(self)
+        spec: str = self.__dict__["_spec"]
+        return spec
+
+    @property
+    def lives_here(self) -> bool:
+        """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
+        from dilated_attention.pattern.spec import OBJECT
+
+        return OBJECT in self.spec()
+
+    def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
+        from dilated_attention.pattern.drawing import draw
+
+        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+
+
+def checked_positions(num_positions: Any) -> int:
+    return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
+
+
+def checked_block_size(block_size: Any) -> tuple[int, int]:
+    """Returns (q_block, k_block) from an integer or a pair."""
+    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size is {shown(block_size)}; expected one integer or (query block, key block)")
+    sizes = tuple(as_int("block_size", size) for size in sizes)
+    if any(size not in BLOCK_SIZES for size in sizes):
+        raise ValueError(f"block_size is {shown(block_size)}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
+    return sizes
+
+
+def expand(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
+    counts = (high - low).clamp(min=0)
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    index = torch.repeat_interleave(counts, output_size=total)
+    return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
+
+
+def state_of(kept: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns the states of blocks. Every full block must be kept."""
+    return kept.to(torch.int8) + full.to(torch.int8)
+
+
+def divided(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (x // by, x % by)."""
+    quotient = x // by
+    return quotient, x - quotient * by

@@ -1,0 +1,299 @@
+"""Patterns whose blocks are chosen by content: each forward keeps the blocks of each row whose means score highest."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Grid
+from dilated_attention.pattern.blocks.kept_blocks import WORD, unpacked
+from dilated_attention.pattern.checks import as_int, one_of, shown
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class TopBlocks(BlockPattern):
+    """The key blocks with the highest scores in each row (query block): MoBA's gate (arXiv 2502.13189, Eq. 5–6) for blocks of queries.
+
+        score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
+
+    Blocks are chosen per batch entry and query head, without a gradient; attention's gradient flows through the kept blocks. A row keeps
+
+    * always its ``always`` blocks, and under causality the blocks that some of its queries see only in part (the diagonal);
+    * of the other blocks that every query of the row may see, those with the highest scores; among equal scores, lower columns first.
+
+    Every kept block is kept whole, except for causality. ``always`` and ``within`` apply to whole blocks: a block of which they keep any
+    pair is kept (may be chosen) whole. Blocks that hold only padding are never kept.
+
+    Args:
+        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist.
+        density: alternatively, the fraction of blocks to keep: of those with a key that is not padding and, under causality, of those that
+            the row sees (a last row that lacks queries counts as complete). It is rounded up and at least 1 block.
+        mass: alternatively, keep the fewest blocks whose softmax of scores sums to this (XAttention, arXiv 2503.16428, with means instead
+            of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
+            always kept count first. Weights below 2^-25 of a row's largest count as 0.
+        always: a static pattern of blocks that are always kept; None for the row's own positions, as far as ``within`` keeps them.
+        within: a static pattern; other blocks are kept only if they are in ``always``. None for all.
+        pool: how a block is summarized: ``"mean"``, over the positions that exist (for keys, those that are not padding).
+        queries: ``"block"``: a row is scored by its own queries, which under causality lets a query see the choice of up to q_block − 1
+            later ones: for prefill, not for training · ``"before"``: by the q_block queries up to and including its first one, so that
+            nothing after a position changes it · None: ``"before"`` under causality, else ``"block"``.
+
+    Each packed document (``cu_seqlens``) is treated as a separate sequence. ``static | TopBlocks`` and ``TopBlocks & static`` are again
+    ``TopBlocks``.
+
+    Differs from MoBA: query blocks choose, not single queries. ``dense_mask`` and ``show`` need tensors: see ``choose``.
+    """
+
+    blocks: int | None = None
+    share: float | None = field(default=None, metadata={"argument": "density"})
+    mass: float | None = None
+    always: BlockPattern | None = None
+    within: BlockPattern | None = None
+    pool: str = "mean"
+    queries: str | None = None
+
+    per_head: ClassVar[bool] = True
+    is_chosen: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        blocks: int | None = None,
+        *,
+        density: float | None = None,
+        mass: float | None = None,
+        always: BlockPattern | None = None,
+        within: BlockPattern | None = None,
+        pool: str = "mean",
+        queries: str | None = None,
+        block_size: int | tuple[int, int] = 128,
+    ) -> None:
+        # assigned explicitly, since ``density`` is also the name of a method
+        values = {"blocks": blocks, "share": density, "mass": mass, "always": always, "within": within, "pool": pool, "queries": queries}
+        for name, value in (*values.items(), ("block_size", block_size)):
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+        given = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
+        if len(given) != 1:
+            raise ValueError(
+                f"{given or 'none of blocks, density and mass'} given; exactly one says how many blocks to keep, e.g. density=0.1"
+            )
+        for name, amount in given.items():
+            if name == "blocks":
+                object.__setattr__(self, name, as_int(name, amount, minimum=1))
+            elif isinstance(amount, bool) or not isinstance(amount, (int, float)):
+                raise TypeError(f"{name} is {shown(amount)} ({type(amount).__name__}); expected a number in (0, 1]")
+            elif not 0 < amount <= 1:
+                raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
+        for name in ("always", "within"):
+            object.__setattr__(self, name, self._checked_static(name, values[name]))
+        one_of("pool", pool, ("mean",))
+        if queries is not None:
+            one_of("queries", queries, ("block", "before"), also="or None")
+
+    def _checked_static(self, name: str, pattern: Any) -> BlockPattern | None:
+        if pattern is None:
+            return None
+        if not isinstance(pattern, BlockPattern):
+            raise TypeError(f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None")
+        if pattern.is_chosen:
+            raise ValueError(f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern that shapes alone determine")
+        if pattern.block_size != self.block_size:
+            raise ValueError(
+                f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
+            )
+        return pattern
+
+    def __repr__(self) -> str:
+        shown = {f.metadata.get("argument", f.name): getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "block_size"}
+        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None and (name, value) != ("pool", "mean")]
+        return f"TopBlocks({', '.join([*parts, f'block_size={self.block_size}'])})"
+
+    def queries_are_before(self, is_causal: bool) -> bool:
+        """Whether rows are scored by the queries up to and including their first one."""
+        return is_causal if self.queries is None else self.queries == "before"
+
+    def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
+        return TopBlocks(
+            self.blocks,
+            density=self.share,
+            mass=self.mass,
+            always=always,
+            within=within,
+            pool=self.pool,
+            queries=self.queries,
+            block_size=self.block_size,
+        )
+
+    def __or__(self, other: BlockPattern) -> BlockPattern:
+        if not isinstance(other, BlockPattern):
+            return NotImplemented
+        self._refuse_chosen(other, "|")
+        always = self.always
+        if always is None:
+            from dilated_attention.pattern.blocks.window import LocalWindow
+
+            # the row's own blocks are those on the diagonal
+            always = LocalWindow(0, block_size=self.block_size)
+            always = always if self.within is None else always & self.within
+        return self._with(always | other, self.within)
+
+    def __and__(self, other: BlockPattern) -> BlockPattern:
+        if not isinstance(other, BlockPattern):
+            return NotImplemented
+        self._refuse_chosen(other, "&")
+        return self._with(None if self.always is None else self.always & other, other if self.within is None else self.within & other)
+
+    __ror__, __rand__ = __or__, __and__
+
+    def _refuse_chosen(self, other: BlockPattern, sign: str) -> None:
+        if other.is_chosen:
+            raise ValueError(
+                f"{self!r} {sign} {other!r}: both are chosen by content; at most one of them can be, raise its density instead"
+            )
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        query_offset: int = 0,
+    ) -> ChosenBlocks:
+        """Returns the pattern that ``block_sparse_attention`` chooses for these tensors, to inspect, test, or use with other tensors.
+
+        Args:
+            q, k: (B, Nq, H, D) and (B, Nk, Hk, D), as for attention.
+            is_causal, scale, key_padding_mask, query_offset: as for ``block_sparse_attention``.
+        """
+        from dilated_attention import validation as check
+
+        check.check_tensors(q, k, k)
+        scale = check.check_scale(scale, q.shape[3], q.dtype)
+        check.check_bool("is_causal", is_causal)
+        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+        check.check_key_padding_mask(key_padding_mask, k)
+        # by the op's name, since patterns do not import the engine
+        op = torch.ops.dilated_attention.choose_blocks
+        kept = op(q.detach(), k.detach(), key_padding_mask, None, self.spec(), is_causal, scale, query_offset)
+        return ChosenBlocks(kept, k.shape[1], query_offset // self.q_block, block_size=self.block_size)
+
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Returns the number of kept (head, query, key) triples, if it does not depend on the choice.
+
+        Raises:
+            ValueError: it does: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
+        """
+        self.check(num_positions, num_heads)
+        if self.mass is not None or self.always is not None or self.within is not None:
+            raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
+        grid = self.grid(num_positions)
+        first, last = grid.queries(grid.rows())
+        # a causal row counts as if the sequence did not end inside it
+        own_end = (first + (self.q_block - 1) if is_causal else last) // self.k_block + 1
+        own = own_end - first // self.k_block
+        seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
+        budget = torch.full_like(seen, self.blocks) if self.blocks is not None else share_of(self.share or 0.0, seen)
+        kept = torch.maximum(torch.minimum(budget, seen), own)
+        if not is_causal and num_positions % self.k_block and bool((kept < seen).any()):
+            raise ValueError(
+                f"how many pairs {self!r} keeps of {num_positions} positions depends on whether the shorter last block is chosen: call "
+                f"choose(q, k), and .pairs() of what it returns, or ask for a multiple of {self.k_block}"
+            )
+        queries = last - first + 1
+        if not is_causal:
+            return num_heads * int((queries * (kept * self.k_block).clamp(max=num_positions)).sum())
+        # candidates are whole blocks before the row's own blocks, of which query i keeps the positions up to i
+        before = (kept - own) * self.k_block - first // self.k_block * self.k_block
+        return num_heads * int((queries * before + queries * (first + last + 2) // 2).sum())
+
+    def check(self, num_positions: int, num_heads: int) -> None:
+        for pattern in (self.always, self.within):
+            if pattern is not None:
+                pattern.check(num_positions, num_heads)
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> NoReturn:
+        self._undefined()
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> NoReturn:
+        self._undefined()
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> NoReturn:
+        self._undefined()
+
+    def _undefined(self) -> NoReturn:
+        raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChosenBlocks(BlockPattern):
+    """The blocks that ``TopBlocks.choose`` chose, each kept whole, for the same number of heads and positions as its tensors had.
+
+    ``chosen[b]`` is the pattern of one batch entry. If there are several, every other method needs that first.
+
+    Args:
+        kept: (B, H, rows, words) int32: bit c % 32 of word c // 32 of row r is set where query block first_row + r keeps key block c.
+        num_positions: N of the key sequence.
+        first_row: query block of the first row.
+    """
+
+    kept: torch.Tensor
+    num_positions: int
+    first_row: int = 0
+
+    # not those of the base class, for which all choices would be equal
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    per_head: ClassVar[bool] = True
+    holds_objects: ClassVar[bool] = True
+
+    def __getitem__(self, entry: int) -> ChosenBlocks:
+        """Returns the pattern of batch entry ``entry``."""
+        return ChosenBlocks(self.kept[entry][None], self.num_positions, self.first_row, block_size=self.block_size)
+
+    def __repr__(self) -> str:
+        B, H, rows, _ = self.kept.shape
+        return f"ChosenBlocks({B} × {H} heads, {rows} rows from {self.first_row}, {self.num_positions} positions, block_size={self.block_size})"
+
+    def check(self, num_positions: int, num_heads: int) -> None:
+        B, H = self.kept.shape[:2]
+        if B != 1:
+            raise ValueError(f"the choice is of {B} batch entries; take that of one by chosen[b]")
+        if (num_positions, num_heads) != (self.num_positions, H):
+            raise ValueError(
+                f"{num_heads} heads and {num_positions} positions; the choice is of {H} heads and {self.num_positions} positions: choose(q, k) anew"
+            )
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return self._bits(heads, queries // self.q_block, keys // self.k_block)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = slice(grid.first_row - self.first_row, grid.last_row - self.first_row)
+        if rows.start < 0 or rows.stop > self.kept.shape[2]:
+            raise ValueError(
+                f"query blocks {grid.first_row} to {grid.last_row} asked for; {self!r} has others: choose(q, k) with these queries, too"
+            )
+        kept = self.kept[0, list(heads), rows].to(grid.device)
+        group, row, column = unpacked(kept)[..., : grid.num_columns].nonzero().unbind(1)
+        return group, row + grid.first_row, column
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = self._bits(head, row, column)
+        return torch.where(kept, FULL, ABSENT).to(torch.int8), torch.zeros_like(column)
+
+    def _bits(self, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        _, H, rows, words = self.kept.shape
+        row = row - self.first_row
+        inside = (row >= 0) & (row < rows) & (column < words * WORD)
+        at = (head.clamp(max=H - 1), row.clamp(0, max(rows - 1, 0)), (column // WORD).clamp(max=words - 1))
+        words_at = self.kept[0].to(column.device)[at]
+        return inside & (words_at >> (column % WORD).to(torch.int32) & 1).bool()
+
+
+def share_of(density: float, existing: torch.Tensor) -> torch.Tensor:
+    """Returns ceil(density · existing), at least 1. A value less than a billionth above an integer counts as the integer: 0.1 · 30 is 3."""
+    return (existing.double() * density - 1e-9).ceil().clamp(min=1).to(existing.dtype)

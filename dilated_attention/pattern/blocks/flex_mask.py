@@ -1,0 +1,121 @@
+"""Converts patterns to and from FlexAttention's BlockMask."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from dilated_attention.pattern.blocks.base import BLOCK_SIZES, BlockPattern, MaskMod, divided
+from dilated_attention.pattern.blocks.function import MaskFunction
+from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
+
+
+def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
+    """Returns the pattern that a BlockMask describes: its full blocks entirely, and its other blocks masked by its ``mask_mod``.
+
+    Args:
+        block_mask: must be for a single sequence with as many queries as keys, and with block sizes that are multiples of 64. Larger
+            blocks are cut into blocks of 128 or 64. A mask function that depends on the head needs a BlockMask made for all heads.
+        batch: index of the batch entry; may be omitted if there is only one. A pattern is the same for a whole batch.
+
+    Raises:
+        ValueError: no pattern describes the BlockMask.
+    """
+    num_queries, num_keys = block_mask.seq_lengths
+    if num_queries != num_keys:
+        raise ValueError(
+            f"block_mask has {num_queries} queries and {num_keys} keys; expected one sequence: make it with Q_LEN = KV_LEN, "
+            "and give the queries' place by query_offset"
+        )
+    sizes = tuple(int(size) for size in block_mask.BLOCK_SIZE)
+    if any(size % BLOCK_SIZES[0] for size in sizes):
+        raise ValueError(f"block_mask has BLOCK_SIZE {sizes}; expected multiples of {BLOCK_SIZES[0]}: make it with BLOCK_SIZE=128")
+    entries = block_mask.kv_num_blocks.shape[0]
+    if batch is None and entries > 1:
+        raise ValueError(
+            f"block_mask has {entries} batch entries and a pattern is for all of a batch; choose one: from_block_mask(…, batch=0)"
+        )
+    chosen = 0 if batch is None else batch
+    if not 0 <= chosen < entries:
+        raise ValueError(f"batch is {batch}; block_mask has {entries} batch entries: expected 0 to {entries - 1}")
+    q_block, k_block = (BLOCK_SIZES[1] if size % BLOCK_SIZES[1] == 0 else BLOCK_SIZES[0] for size in sizes)
+    block_size = (q_block, k_block)
+
+    def table(counts: torch.Tensor, indices: torch.Tensor) -> BlockTensor:
+        counts, indices = counts[chosen], indices[chosen].long()
+        columns = -(-num_keys // sizes[1])
+        # indices after the end of each list may be arbitrary
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+        kept.scatter_(-1, torch.where(listed, indices, columns), True)
+        kept = kept[..., :columns].repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
+        return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
+
+    mask_mod: MaskMod = block_mask.mask_mod
+    if chosen:
+        # patterns have no batch dimension: their functions are called with entry 0
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return block_mask.mask_mod(batch + chosen, head, q_idx, kv_idx)
+
+    partial = table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    pattern: BlockPattern = partial & MaskFunction(mask_mod, per_head=partial.per_head, block_size=block_size)
+    if block_mask.full_kv_num_blocks is not None:
+        assert block_mask.full_kv_indices is not None
+        pattern = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | pattern
+    return pattern
+
+
+def to_block_mask(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, device: torch.device | str = "cpu", is_causal: bool = False
+) -> BlockMask:
+    """Returns the BlockMask of a pattern, (1, 1 or num_heads, N, N), with the lists of rows and of columns.
+
+    Its int32 index tensors are as wide as the longest list: narrow for windows, full width for a pattern in which one row keeps everything.
+    On the CPU, FlexAttention takes their width as the number of key blocks, so those of rows always have full width.
+    """
+    kept = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
+    grid = pattern.grid(num_positions, device=device)
+    num_rows, num_columns = max(grid.num_rows, 1), max(grid.num_columns, 1)
+    group, row = divided(torch.repeat_interleave(kept.row_starts.diff().long()), num_rows)
+    column = kept.columns.long()
+    full = torch.ones_like(column, dtype=torch.bool) if kept.masks is None else kept.masks < 0
+    whole = pattern.at(num_positions)
+    kv_width = num_columns if grid.device.type == "cpu" else 1
+    kv_side = _side(kept.num_groups, group, row, column, full, num_rows, num_columns, kv_width)
+    q_side = _side(kept.num_groups, group, column, row, full, num_columns, num_rows, 1)
+    mask_mod = (whole.causal() if is_causal else whole).mask_mod(num_positions, num_heads, device)
+    lengths = (num_positions, num_positions)
+    return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=(pattern.q_block, pattern.k_block), mask_mod=mask_mod)
+
+
+def _side(
+    num_groups: int,
+    group: torch.Tensor,
+    of: torch.Tensor,
+    index: torch.Tensor,
+    full: torch.Tensor,
+    num_lists: int,
+    num_indices: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns counts (1, groups, lists) and indices (1, groups, lists, width) of the partial blocks, and of the full ones.
+
+    Both are as wide as the longest list of either, and at least ``width``: kernels of some versions use one stride for both.
+    """
+    place, order = ((group * num_lists + of) * num_indices + index).sort()
+    lists, what = divided(place, num_indices)
+    sides = []
+    for chosen in (~full[order], full[order]):
+        owner = lists[chosen]
+        counts = torch.bincount(owner, minlength=num_groups * num_lists)
+        width = max(width, int(counts.max()))
+        sides.append((owner, torch.arange(len(owner), device=of.device) - (counts.cumsum(0) - counts)[owner], what[chosen], counts))
+
+    def tables(owner: torch.Tensor, number: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = torch.zeros(num_groups * num_lists, width, dtype=torch.int32, device=of.device)
+        indices[owner, number] = listed.to(torch.int32)
+        return counts.to(torch.int32).view(1, num_groups, num_lists), indices.view(1, num_groups, num_lists, width)
+
+    partial, whole = (tables(*side) for side in sides)
+    return *partial, *whole

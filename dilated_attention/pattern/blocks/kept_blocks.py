@@ -1,0 +1,292 @@
+"""Computes the kept blocks of a pattern with the masks of their pairs. Each distinct mask is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.pattern.blocks.base import BlockPattern, Entries, Grid, checked_positions, divided
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
+
+WORD = 32
+# blocks listed and pairs evaluated at once, which bounds the memory of building lists
+BLOCKS_AT_ONCE = 2**23
+PAIRS_AT_ONCE = 2**24
+MOST_BLOCKS = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class KeptBlocks:
+    """Lists of kept blocks as rows of (group, query block), in the format of ``backends.blocks.BlockLists``.
+
+    Args:
+        row_starts: (groups · rows + 1,) int32: row i has blocks row_starts[i] … row_starts[i + 1] − 1.
+        columns: (E,) int32, ascending in each row.
+        masks: (E,) int32 index into ``bits``, −1 where every pair is kept; None if every pair of every block is kept.
+        bits: (distinct masks, q_block, k_block / 32) int32; 0 beyond the end of the sequence.
+        interval: (low, high) int32 of each query, or None.
+    """
+
+    num_groups: int
+    row_starts: torch.Tensor
+    columns: torch.Tensor
+    masks: torch.Tensor | None
+    bits: torch.Tensor
+    interval: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the number of pairs that each mask keeps.
+
+    Group g of the entries is head ``heads[g]``.
+    """
+
+    grid: Grid
+    heads: tuple[int, ...]
+    entries: Entries
+    masks: torch.Tensor | None
+    bits: torch.Tensor
+    pairs_of_mask: torch.Tensor
+
+
+def kept_blocks(
+    pattern: BlockPattern,
+    num_positions: int,
+    num_heads: int,
+    *,
+    first_query: int = 0,
+    num_queries: int | None = None,
+    is_causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> KeptBlocks:
+    """Returns the kept blocks of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
+    pattern = _prepared(pattern, num_positions, num_heads, is_causal)
+    num_queries = num_positions - first_query if num_queries is None else num_queries
+    assert first_query % pattern.q_block == 0
+    rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
+    grid = pattern.grid(num_positions, rows, device)
+    heads = tuple(range(num_heads)) if pattern.per_head else (0,)
+    starts, columns, masks, bits = [grid.range(0, 1).to(torch.int32)], [], [], []
+    num_entries = num_masks = 0
+    for piece in _pieces(pattern, grid, heads):
+        entries = piece.entries
+        starts.append(_row_ends(piece) + num_entries)
+        columns.append(entries.column.to(torch.int32))
+        masks.append(torch.full_like(columns[-1], -1) if piece.masks is None else piece.masks)
+        if num_masks:
+            masks[-1] = torch.where(masks[-1] < 0, -1, masks[-1] + num_masks)
+        bits.append(piece.bits)
+        num_entries += entries.column.shape[0]
+        num_masks += piece.bits.shape[0]
+    kept = KeptBlocks(len(heads), torch.cat(starts), _cat(columns), _cat(masks) if num_masks else None, _cat(bits), None)
+    if kept.masks is None:
+        return kept
+    known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
+    if known is None:
+        known = _found_interval(kept, grid, num_queries)
+    if known is None:
+        return kept
+    low, high = (x.to(torch.int32) for x in known)
+    return KeptBlocks(kept.num_groups, kept.row_starts, kept.columns, kept.masks, kept.bits, (low, high))
+
+
+def _row_ends(piece: _Piece) -> torch.Tensor:
+    """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
+    entries, rows = piece.entries, piece.grid.num_rows
+    row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
+    row = entries.group * rows + row if entries.num_groups > 1 else row
+    return torch.searchsorted(row, piece.grid.range(0, entries.num_groups * rows), right=True, out_int32=True)
+
+
+def count_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
+) -> int:
+    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep.
+
+    ``device``: where to count. Lists of a million positions take a CPU minutes.
+    """
+    check_bool("is_causal", is_causal)
+    pattern = _prepared(pattern, num_positions, num_heads, is_causal)
+    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, device))
+    return total if pattern.per_head else total * num_heads
+
+
+def block_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
+    pattern = _prepared(pattern, num_positions, num_heads, False)
+    heads = tuple(range(num_heads)) if pattern.per_head else (0,)
+    for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
+        entries = piece.entries
+        pairs = _sizes(piece.grid, entries.row, entries.column)
+        if piece.masks is not None:
+            pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
+        yield torch.tensor(piece.heads, device=entries.group.device)[entries.group], entries.row, entries.column, pairs
+
+
+def packed(kept: torch.Tensor) -> torch.Tensor:
+    """Packs bool (…, n) into bits, int32 (…, n / 32): bit n % 32 of word n // 32."""
+    shifts = torch.arange(WORD, device=kept.device)
+    words = (kept.unflatten(-1, (-1, WORD)).long() << shifts).sum(-1)
+    # bit 31 is the sign of an int32
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpacked(bits: torch.Tensor) -> torch.Tensor:
+    """Unpacks int32 (…, w) into bool (…, 32 · w)."""
+    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)
+
+
+def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockPattern:
+    num_positions = checked_positions(num_positions)
+    pattern.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
+    pattern = pattern.at(num_positions)
+    return pattern.causal() if is_causal else pattern
+
+
+def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[_Piece]:
+    """Yields everything at once, or head by head in groups of rows if that would take too much memory."""
+    per_row = max(pattern.cost(grid), 1.0)
+    if per_row * grid.num_rows * len(heads) > MOST_BLOCKS:
+        raise ValueError(
+            f"num_positions is {grid.num_positions:,} and {pattern!r} keeps about {per_row * grid.num_rows:.2g} blocks of them for each of "
+            f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, which is as far as they are listed: take a shorter sequence"
+        )
+    if per_row * grid.num_rows * len(heads) <= BLOCKS_AT_ONCE:
+        yield _piece(pattern, grid, heads)
+        return
+    step = max(1, int(BLOCKS_AT_ONCE / per_row))
+    for head in heads:
+        for first in range(grid.first_row, grid.last_row, step):
+            rows = (first, min(first + step, grid.last_row))
+            yield _piece(pattern, pattern.grid(grid.num_positions, rows, grid.device), (head,))
+
+
+def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
+    entries = pattern.entries_of_heads(grid, heads)
+    partial = (~entries.full).nonzero()[:, 0]
+    none = torch.zeros(0, dtype=torch.int64, device=grid.device)
+    no_bits = torch.zeros(0, grid.q_block, grid.k_block // WORD, dtype=torch.int32, device=grid.device)
+    if not partial.numel():
+        return _Piece(grid, heads, entries, None, no_bits, none)
+    key = entries.key[partial]
+    # the mask of a short block does not determine the pairs of a whole one
+    if grid.num_positions % grid.q_block:
+        key = key * 2 + (entries.row[partial] == grid.num_positions // grid.q_block)
+    if grid.num_positions % grid.k_block:
+        key = key * 2 + (entries.column[partial] == grid.num_positions // grid.k_block)
+    different, number = torch.unique(key, return_inverse=True)
+    # the first block with each mask, so that every process takes the same one
+    chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
+    group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
+    head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
+    bits, pairs = _masks(pattern, grid, head, row, column)
+    masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
+    piece = _Piece(grid, heads, entries, masks, bits, pairs)
+    return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
+
+
+def _masks(
+    pattern: BlockPattern, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
+    step = max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))
+    bits, pairs = [], []
+    for first in range(0, row.shape[0], step):
+        part = slice(first, first + step)
+        queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
+        keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
+        kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
+        if grid.num_positions % grid.q_block:
+            kept = kept & (queries < grid.num_positions)
+        if grid.num_positions % grid.k_block:
+            kept = kept & (keys < grid.num_positions)
+        bits.append(packed(kept))
+        pairs.append(kept.sum((1, 2)))
+    return torch.cat(bits), torch.cat(pairs)
+
+
+def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
+    """Removes blocks that keep no pair and masks that keep every pair, since compositions may have both."""
+    assert piece.masks is not None
+    empty, complete = piece.pairs_of_mask == 0, piece.pairs_of_mask == size_of_mask
+    if not bool((empty | complete).any()):
+        return piece
+    needed = (~(empty | complete)).nonzero()[:, 0]
+    number = torch.full_like(piece.pairs_of_mask, -1).index_put((needed,), torch.arange(len(needed), device=needed.device))
+    is_partial = piece.masks >= 0
+    index = piece.masks.clamp(min=0)
+    kept = (~(is_partial & empty[index])).nonzero()[:, 0]
+    masks = torch.where(is_partial, number[index], -1)[kept].to(torch.int32)
+    entries = piece.entries
+    entries = Entries(entries.group[kept], entries.row[kept], entries.column[kept], masks < 0, entries.key[kept], entries.num_groups)
+    return _Piece(piece.grid, piece.heads, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
+
+
+def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Returns the number of pairs of blocks within the sequence."""
+    first_query, last_query = grid.queries(row)
+    first_key, last_key = grid.keys(column)
+    return (last_query - first_query + 1) * (last_key - first_key + 1)
+
+
+def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
+
+    The tightest candidate is taken from the masks, and then held against the number of keys that each of them keeps: where
+    a mask keeps less than the candidate, a wider one would be further off.
+    """
+    assert kept.masks is not None
+    first, last, count = _mask_ends(kept.bits)
+    if not bool(((last - first == count) | (count == 0)).all()):
+        return None
+    partial = (kept.masks >= 0).nonzero()[:, 0]
+    row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
+    column, mask = kept.columns[partial].long(), kept.masks[partial].long()
+    if kept.num_groups > 1:
+        # heads mostly share their masks, so take each block once
+        number_of_masks = kept.bits.shape[0]
+        block, mask = divided(torch.unique((row * grid.num_columns + column) * number_of_masks + mask), number_of_masks)
+        row, column = divided(block, grid.num_columns)
+    beyond = grid.num_positions + 1
+    low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
+    high = torch.full_like(low, -1)
+    step = PAIRS_AT_ONCE // grid.q_block
+    parts = [slice(i, i + step) for i in range(0, row.shape[0], step)]
+    for part in parts:
+        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
+        start, no_keys = column[part, None] * grid.k_block, count[mask[part]] == 0
+        low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[mask[part]]).flatten(), "amin")
+        high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[mask[part]]).flatten(), "amax")
+    low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
+    wrong = torch.zeros((), dtype=torch.bool, device=grid.device)
+    for part in parts:
+        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
+        start = column[part, None] * grid.k_block
+        inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
+        wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
+    return None if bool(wrong) else (low[:num_queries], high[:num_queries])
+
+
+def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns first kept key, one after the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
+    found = []
+    for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):
+        kept = unpacked(part).to(torch.int8)
+        found.append((kept.argmax(-1), kept.shape[-1] - kept.flip(-1).argmax(-1), kept.sum(-1)))
+    first, last, count = (torch.cat(x) for x in zip(*found, strict=True))
+    return first, last, count
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,139 @@
+"""Random blocks, drawn by a hash of (seed, head, row, draw), so that every process and device draws the same blocks without a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.pattern.blocks.base import Grid, MaskMod, checked_positions, expand
+from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown
+
+# SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+@dataclass(frozen=True)
+class RandomBlocks(WholeBlocks):
+    """Random blocks, exactly ``round(ratio · rows · columns)`` of them for each head.
+
+    The numbers of blocks in rows differ by at most one. The n blocks of a row are drawn one from each of n nearly equal stretches of
+    columns, so they are distinct and spread over the whole sequence.
+
+    Args:
+        ratio: fraction of blocks kept, 0 … 1.
+        seed: seed of the draws.
+        per_head: every head draws separately; otherwise all heads share one list.
+        own_block: a row that keeps any block keeps the key block of its first position. Without it, causal rows may be empty.
+    """
+
+    ratio: float
+    seed: int = 0
+    per_head: bool = True
+    own_block: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", checked_ratio("ratio", self.ratio))
+        object.__setattr__(self, "seed", checked_seed(self.seed))
+        check_bool("per_head", self.per_head)
+        check_bool("own_block", self.own_block)
+
+    def counts(self, grid: Grid, row: torch.Tensor) -> torch.Tensor:
+        """Returns the number of kept blocks in rows of the whole sequence."""
+        rows = max(-(-grid.num_positions // grid.q_block), 1)
+        total = round(self.ratio * rows * grid.num_columns)
+        return (row + 1) * total // rows - row * total // rows
+
+    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
+        """Returns the exact number of kept (head, query, key) triples, without listing blocks if their number alone determines it."""
+        num_positions = checked_positions(num_positions)
+        if check_bool("is_causal", is_causal) or num_positions % self.q_block or num_positions % self.k_block:
+            return super().pairs(num_positions, num_heads, is_causal=is_causal)
+        self.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
+        grid = self.grid(num_positions)
+        return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
+
+    def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Returns the column that draw ``number`` of ``count`` takes from its stretch."""
+        low = number * grid.num_columns // count
+        high = (number + 1) * grid.num_columns // count
+        column = low + hashed(self.seed, head, row, number) % (high - low)
+        if self.own_block:
+            own, _ = own_columns(grid, row)
+            column = torch.where((own >= low) & (own < high), own, column)
+        return column
+
+    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        # callers may pass columns beyond the end, which have no stretch
+        column = column.clamp(max=max(grid.num_columns - 1, 0))
+        count = self.counts(grid, row)
+        some = count.clamp(min=1)
+        number = ((column + 1) * some - 1) // max(grid.num_columns, 1)
+        return (count > 0) & (self.draw(grid, self._drawing(head), row, some, number) == column)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = grid.rows()
+        index, number = expand(torch.zeros_like(rows), self.counts(grid, rows))
+        group = grid.range(0, len(heads))[:, None]
+        head = self._drawing(torch.tensor(heads, device=grid.device)[:, None])
+        row = rows[index]
+        column = self.draw(grid, head, row, self.counts(grid, row), number)
+        return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        grid = self.grid(num_positions, device=device)
+        counts = self.counts(grid, grid.rows())
+        _, _, column = self.columns(grid, tuple(range(num_heads if self.per_head else 1)))
+        if not column.numel():
+            return super().mask_mod(num_positions, num_heads, device)
+        # row after row, the columns of each head
+        drawn, starts = column.view(num_heads if self.per_head else 1, -1).to(torch.int32), counts.cumsum(0) - counts
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            row = q_idx.clamp(max=num_positions - 1) // self.q_block
+            wanted = kv_idx.clamp(max=num_positions - 1) // self.k_block
+            count = counts[row]
+            number = ((wanted + 1) * count.clamp(min=1) - 1) // grid.num_columns
+            # a row without blocks begins where the next one does, or after the last
+            place = (starts[row] + number).clamp(max=drawn.shape[1] - 1)
+            return (count > 0) & (drawn[self._drawing(head), place] == wanted)
+
+        return mask_mod
+
+    def _drawing(self, head: torch.Tensor) -> torch.Tensor:
+        return head if self.per_head else torch.zeros_like(head)
+
+    def cost(self, grid: Grid) -> float:
+        return self.ratio * grid.num_columns + 1
+
+
+def hashed(seed: int, *coordinates: torch.Tensor) -> torch.Tensor:
+    """Returns 31 random bits as int64 for each element of the broadcast coordinates. Each coordinate is mixed into the previous ones."""
+    state: torch.Tensor | int = seed
+    for coordinate in coordinates:
+        mixed = coordinate.to(torch.int64) + state + _STEP
+        for bits, factor in _MIX:
+            mixed = (mixed ^ _shifted(mixed, bits)) * factor
+        state = mixed ^ _shifted(mixed, 31)
+    assert isinstance(state, torch.Tensor)
+    return _shifted(state, 33)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Computes the logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def checked_ratio(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
+    return float(value)
+
+
+def checked_seed(seed: int) -> int:
+    return as_int("seed", seed, minimum=0, maximum=2**62 - 1)

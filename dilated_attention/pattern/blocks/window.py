@@ -1,0 +1,176 @@
+"""Patterns in which each query keeps one contiguous range of keys: windows, causality, documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod, expand, state_of
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
+
+
+@dataclass(frozen=True)
+class LocalWindow(BlockPattern):
+    """Keys near the query: i − left ≤ j ≤ i + right (the sliding window of Longformer, arXiv 2004.05150, section 3.1).
+
+    Args:
+        window: (left, right) in positions, None for unbounded; a single integer applies to both sides, as in ``attention(window=)``.
+
+    Differs from the paper: its window w is left + right.
+    """
+
+    window: int | tuple[int | None, int | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        window = self.window
+        if not isinstance(window, (tuple, list)):
+            window = (window, window)
+        if len(window) != 2:
+            raise ValueError(f"window is {shown(window)}; expected one integer or (left, right), None for unbounded")
+        if self.window is None:
+            raise TypeError("window is None; expected one integer or (left, right), None for an unbounded side")
+        sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0, maximum=None) for i, side in enumerate(window))
+        # no sequence is longer than MAX_LENGTH, so such a side is unbounded
+        object.__setattr__(self, "window", tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        return True
+
+    def sides(self, num_positions: int) -> tuple[int, int]:
+        assert isinstance(self.window, tuple)
+        left, right = (num_positions if side is None else min(side, num_positions) for side in self.window)
+        return left, right
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        left, right = self.sides(num_positions)
+        distance = keys - queries
+        return (distance >= -left) & (distance <= right)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, right = self.sides(grid.num_positions)
+        first, last = grid.queries(grid.rows())
+        low = (first - left).clamp(min=0) // grid.k_block
+        high = (last + right).clamp(max=grid.num_positions - 1) // grid.k_block + 1
+        index, column = expand(low, high)
+        return torch.zeros_like(index), index + grid.first_row, column
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.sides(grid.num_positions)
+        first_query, last_query = grid.queries(row)
+        first_key, last_key = grid.keys(column)
+        kept = (last_key >= first_query - left) & (first_key <= last_query + right)
+        full = (first_key >= last_query - left) & (last_key <= first_query + right)
+        return state_of(kept, full), first_key - first_query
+
+    def cost(self, grid: Grid) -> float:
+        return min((sum(self.sides(grid.num_positions)) + grid.q_block) / grid.k_block + 1, grid.num_columns)
+
+    def causal(self) -> BlockPattern:
+        assert isinstance(self.window, tuple)
+        return LocalWindow((self.window[0], 0), block_size=self.block_size)
+
+    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        left, right = self.sides(num_positions)
+        return (positions - left).clamp(min=0), (positions + (right + 1)).clamp(max=num_positions)
+
+
+@dataclass(frozen=True)
+class Causal(BlockPattern):
+    """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        return True
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return keys <= queries
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, last = grid.queries(grid.rows())
+        index, column = expand(torch.zeros_like(last), last // grid.k_block + 1)
+        return torch.zeros_like(index), index + grid.first_row, column
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first_query, last_query = grid.queries(row)
+        first_key, last_key = grid.keys(column)
+        return state_of(first_key <= last_query, last_key <= first_query), first_key - first_query
+
+    def cost(self, grid: Grid) -> float:
+        return grid.num_columns / 2 + 1
+
+    def causal(self) -> BlockPattern:
+        return self
+
+    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return torch.zeros_like(positions), positions + 1
+
+
+@dataclass(frozen=True)
+class Document(BlockPattern):
+    """Keys of the query's own document. Documents of the given lengths are packed one after another.
+
+    Args:
+        lengths: number of positions of each document; they sum to N.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lengths = as_int_tuple("lengths", self.lengths)
+        for i, length in enumerate(lengths):
+            as_int(f"lengths[{i}]", length, minimum=0)
+        object.__setattr__(self, "lengths", lengths)
+
+    def check(self, num_positions: int, num_heads: int) -> None:
+        if sum(self.lengths) != num_positions:
+            raise ValueError(
+                f"lengths sum to {sum(self.lengths)}, the sequence has {num_positions} positions; give lengths that sum to that"
+            )
+
+    def starts(self, device: torch.device) -> torch.Tensor:
+        """Returns (documents + 1,) int64: the first position of each document, and N."""
+        return torch.tensor((0, *self.lengths), device=device).cumsum(0)
+
+    def document_of(self, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return torch.searchsorted(starts[1:], positions.contiguous(), right=True)
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        starts = self.starts(queries.device)
+        return self.document_of(queries, starts) == self.document_of(keys, starts)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # every document between those of the first and the last query has a query in the row, so the range holds no other keys
+        first, last = grid.queries(grid.rows())
+        starts = self.starts(grid.device)
+        low = starts[self.document_of(first, starts)] // grid.k_block
+        high = (starts[self.document_of(last, starts) + 1] - 1) // grid.k_block + 1
+        index, column = expand(low, high)
+        return torch.zeros_like(index), index + grid.first_row, column
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self.starts(grid.device)
+        first_query, last_query, first_key, last_key = (self.document_of(x, starts) for x in (*grid.queries(row), *grid.keys(column)))
+        kept = (first_key <= last_query) & (first_query <= last_key)
+        full = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
+        return state_of(kept, full), grid.block(row, column)
+
+    def cost(self, grid: Grid) -> float:
+        return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
+
+    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        starts = self.starts(positions.device)
+        document = self.document_of(positions, starts)
+        return starts[document], starts[document + 1]
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        positions = torch.arange(num_positions, device=device)
+        document = self.document_of(positions, self.starts(positions.device)).to(torch.int32)
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return document[q_idx.clamp(max=num_positions - 1)] == document[kv_idx.clamp(max=num_positions - 1)]
+
+        return mask_mod

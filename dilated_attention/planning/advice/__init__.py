@@ -1,0 +1,1 @@
+"""Settings recommended for a use case, each with its reason."""

@@ -1,0 +1,130 @@
+"""``recommend``: from a use case and a machine to the attention, its settings and the code that creates it, with a reason for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.planning.advice import rules
+from dilated_attention.planning.advice.answer import Recommendation
+from dilated_attention.planning.advice.use_case import KINDS, Case
+from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.estimate.problem import MOST
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool
+
+USE_CASES: Mapping[str, str] = {
+    "training": "train a model of up to 7 billion parameters, or one attention layer",
+    "large-training": "train a model of more than 7 billion parameters",
+    "long-context": "continue or read one very long sequence",
+    "serving": "continue the sequences of many users",
+    "short-sequences": "train on sequences of fewer than 8,192 positions",
+    "encoder": "embed long documents without causality: slides, genomes, images",
+    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
+    "huggingface": "train or fine-tune a transformers model",
+}
+# limits for the number of parameters of a model, and for the GiB of a device
+_MOST = {"parameters": 10**16, "memory": 2**30}
+_SHAPE = ("parameters", "heads", "head_dim")
+# arguments that a use case accepts in addition to length, gpu and memory
+_TAKES = {
+    "training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "large-training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "long-context": (*_SHAPE, "gpus", "attention"),
+    "serving": (*_SHAPE, "gpus", "users", "attention"),
+    "short-sequences": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    "encoder": (*_SHAPE, "gpus", "batch", "attention"),
+    "torchscale": (),
+    "huggingface": ("heads", "head_dim", "gpus", "causal", "attention"),
+}
+
+
+def recommend(
+    use_case: str,
+    length: int,
+    *,
+    gpu: str | None = None,
+    memory: float | None = None,
+    parameters: float | None = None,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    gpus: int | None = None,
+    batch: int | None = None,
+    users: int | None = None,
+    causal: bool | None = None,
+    attention: str | None = None,
+) -> Recommendation:
+    """Recommends what to use for a use case, with a reason for each setting and the code that creates it. Allocates nothing on a device.
+
+    Each reason follows from the definition, from this library's planning functions, or from figures that its documentation measured, most
+    of them on one H200, and says which. How well a model learns with an attention is not considered.
+
+    Args:
+        use_case: a key of ``USE_CASES``.
+        length: N, positions of a sequence; for ``"torchscale"`` tiles of a slide, for ``"serving"`` positions of a request.
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), assumed to have every kernel package installed; ``"cpu"``; None: this
+            machine.
+        memory: GiB of each device, instead of its actual memory.
+        parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
+        heads, head_dim: of queries; None: the usual ones for this number of parameters.
+        gpus: number of devices, 1 by default.
+        batch: sequences of a training step over all GPUs, 1 by default.
+        users: concurrent requests over all GPUs, 32 by default.
+        causal: True by default, except for encoders.
+        attention: ``"dense"``, ``"dilated"`` or ``"block_sparse"`` if the model has or must have it; None leaves the choice open.
+
+    Raises:
+        ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case does not accept.
+    """
+    one_of("use_case", use_case, tuple(USE_CASES))
+    if causal is not None:
+        check_bool("causal", causal)
+    given = {"parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal, "attention": attention}  # fmt: skip
+    wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} given, which {use_case!r} does not use; it takes length, gpu, memory"
+            + "".join(f", {name}" for name in _TAKES[use_case])
+            + f": drop {', '.join(wrong)}"
+        )
+    most = {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "gpus": MOST["gpus"], "batch": MOST["batch_size"], "users": MOST["users"]}
+    sizes = {name: as_int(name, given[name], minimum=1, maximum=limit) for name, limit in most.items() if given[name] is not None}
+    if attention is not None:
+        one_of("attention", attention, KINDS)
+    for name, number in (("parameters", parameters), ("memory", memory)):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name} is {shown(number)} ({type(number).__name__}); expected a number above 0")
+        if not 0 < number <= _MOST[name]:
+            raise ValueError(f"{name} is {shown(number)}; expected a number above 0, at most {_MOST[name]:,}")
+    case = Case(
+        name=use_case,
+        length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]),
+        machine=rules.machine_of(gpu, memory),
+        parameters=parameters,
+        heads=sizes.get("heads"),
+        head_dim=sizes.get("head_dim"),
+        gpus=sizes.get("gpus", 1),
+        batch=sizes.get("batch", 1),
+        users=sizes.get("users", 32),
+        causal=use_case not in ("encoder", "torchscale") if causal is None else causal,
+        attention=attention,
+    )
+    _check_use_case(case)
+    if use_case == "torchscale":
+        return torchscale(case)
+    if use_case == "huggingface":
+        return huggingface(case)
+    if use_case in ("long-context", "serving"):
+        return decoding(case)
+    return layer(case) if parameters is None else training(case)
+
+
+def _check_use_case(case: Case) -> None:
+    if case.name == "large-training" and (case.parameters is None or case.parameters <= rules.LARGE):
+        given = "not given" if case.parameters is None else f"{case.parameters:,.0f}"
+        raise ValueError(f"parameters is {given}; 'large-training' is for more than {rules.LARGE:,}: give so many, or take 'training'")
+    if case.name == "training" and case.parameters is not None and case.parameters > rules.LARGE:
+        raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: take 'large-training'")
+    if case.name == "short-sequences" and case.length >= rules.LONG:
+        raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: take 'training'")

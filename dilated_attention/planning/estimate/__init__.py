@@ -1,0 +1,1 @@
+"""Estimates of one attention call: pairs, FLOPs, memory, communication and time."""

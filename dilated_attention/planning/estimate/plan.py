@@ -1,0 +1,236 @@
+"""``plan_attention``: estimates the cost of one attention call, on any machine: pairs, FLOPs, bytes, memory, communication, time, reach."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.models.summary import USABLE
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int
+from dilated_attention.planning.estimate.attention_plan import AttentionPlan
+from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
+from dilated_attention.planning.estimate.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.estimate.memory import counts_of, memory_of
+from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, make_problem
+from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, exchange_of
+from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.validation import check_bool
+
+MOST_POSITIONS = 2**31
+# lists of blocks can index at most this many entries
+_MOST_ENTRIES = 2**29
+_NO_SUCH_CALL = 2**80
+
+
+def plan_attention(
+    kind: str,
+    *,
+    num_positions: int,
+    num_heads: int,
+    head_dim: int,
+    batch_size: int = 1,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    world_size: int = 1,
+    layout: str | None = None,
+    exchange: str = "auto",
+    is_causal: bool = False,
+    training: bool = True,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    pattern: DilatedPattern | BlockPattern | None = None,
+    gpu: str | Gpu | None = None,
+    memory: int | None = None,
+    find_longest: bool = True,
+) -> AttentionPlan:
+    """Estimates the cost of one call of attention from formulas, without allocating its tensors.
+
+    Args:
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · for a sequence shared by several processes ``"ring"`` (dense) ·
+            ``"ring_dilated"`` · ``"ring_block_sparse"`` · for comparison ``"standard"`` (all scores in memory) · ``"sdpa"`` (PyTorch's own
+            function).
+        num_positions: N, of the whole sequence.
+        num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk; ``num_kv_heads=None`` means H.
+        dtype: of q, k and v; None for bfloat16 on a GPU that supports it, float16 on an older one, float32 on a CPU.
+        world_size: processes of one node that share the sequence, one GPU each.
+        layout: how they share it: ``"contiguous"``, ``"zigzag"``, ``"striped"``; None for the kind's default.
+        exchange: for ``"ring"`` and ``"ring_dilated"``: ``"auto"``, ``"all_gather"``, ``"ring"``, ``"all_to_all"``.
+        is_causal: whether a query sees only itself and earlier positions.
+        training: whether to include the backward.
+        segment_lengths, dilation_rates: for dilated kinds; or pass ``pattern``, a ``DilatedPattern``.
+        pattern: for block-sparse kinds, a ``BlockPattern``.
+        gpu: a GPU's name (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it
+            has none.
+        memory: bytes of device memory to assume instead of the device's own.
+        find_longest: False skips the search for the longest sequence; ``longest`` is then N or 0.
+
+    Raises:
+        ValueError, TypeError: arguments that are invalid or do not go together; an unknown GPU name.
+
+    >>> print(plan_attention("dilated", num_positions=2**20, num_heads=12, head_dim=64, segment_lengths=[2048, 8192], dilation_rates=[1, 4], gpu="H200"))
+    """
+    check_bool("find_longest", find_longest)
+    machine = machine_of(gpu, memory)
+    problem = make_problem(
+        kind,
+        num_positions=num_positions,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        batch_size=batch_size,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        world_size=world_size,
+        layout=layout,
+        exchange=exchange,
+        is_causal=is_causal,
+        training=training,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        pattern=pattern,
+        gpu=machine.gpu,
+    )
+    return _planned(problem, machine, find_longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine that a plan is for. ``gpu`` is None on a CPU."""
+
+    name: str
+    memory: int
+    gpu: Gpu | None
+    source: str
+
+
+def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
+    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``) with its memory."""
+    if memory is not None:
+        memory = as_int("memory", memory, minimum=1)
+    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
+    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    if found is None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system tells it")
+    return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
+
+
+def _planned(problem: Problem, machine: Machine, find_longest: bool) -> AttentionPlan:
+    N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
+    pairs, exact = pairs_of(problem)
+    flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
+    least = least_bytes(problem)
+    found = exchange_of(problem) if problem.world_size > 1 else NO_EXCHANGE
+    passes, why_not = passes_of(problem, found, least)
+    memory = memory_of(problem)
+    fits = _excess(problem, machine.memory) <= 0
+    longest = longest_of(problem, machine.memory) if find_longest else N * fits
+    return AttentionPlan(
+        kind=problem.kind,
+        pattern="every key" if problem.computes == "dense" else repr(problem.pattern),
+        num_positions=N,
+        num_heads=H,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        batch_size=B,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        world_size=problem.world_size,
+        layout=problem.layout,
+        is_causal=problem.is_causal,
+        training=problem.training,
+        pairs=pairs,
+        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N),
+        pairs_exact=exact,
+        flops=flops,
+        least_bytes=least,
+        memory=memory,
+        exchange=found,
+        passes=passes,
+        no_time=why_not,
+        device=machine.name,
+        device_memory=machine.memory,
+        device_source=machine.source,
+        fits=fits,
+        longest=longest,
+    )
+
+
+def pairs_of(problem: Problem) -> tuple[int, bool]:
+    """Returns (pairs of the whole call, whether they were counted exactly)."""
+    if problem.computes == "block_sparse":
+        counts = counts_of(problem)
+        return problem.batch_size * counts.pairs, counts.is_exact
+    pairs = problem.pattern.pairs(problem.num_positions, problem.num_heads, is_causal=problem.is_causal)
+    return problem.batch_size * pairs, True
+
+
+def least_bytes(problem: Problem) -> tuple[int, int]:
+    """(forward, backward) bytes that one process must read and write once: q, k, v → out, lse; and these and dout → dq, dk, dv."""
+    rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
+    element = problem.head_dim * problem.itemsize
+    q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
+    return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
+
+
+_FEW_RANKS = 8
+
+
+@functools.lru_cache(maxsize=256)
+def longest_of(problem: Problem, memory: int) -> int:
+    """Returns a number of positions that fits where one more does not, at least ``world_size`` and at most 2^31; 0 if not even that fits.
+
+    For more than eight ranks the result is exact to within 4 positions per rank: runs of equal length are planned as fast for many ranks as
+        for few.
+    """
+    unit = 4 * problem.world_size if problem.world_size > _FEW_RANKS else 1
+
+    def excess(num_positions: int) -> int:
+        return _excess(problem.of_length(-(-num_positions // unit) * unit), memory)
+
+    return search(excess, problem.world_size, most_positions(problem))
+
+
+def most_positions(problem: Problem) -> int:
+    """Returns the upper limit of the search for the longest sequence."""
+    of_position = problem.batch_size * problem.num_heads * problem.head_dim
+    return max(problem.world_size, min(MOST_POSITIONS, MOST_ELEMENTS // of_position))
+
+
+def search(excess: Callable[[int], int], low: int, high: int) -> int:
+    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x.
+
+    The search alternates between linear interpolation and bisection: memory grows linearly except where the chunking changes.
+    """
+    at_low, at_high = excess(low), excess(high)
+    if at_low > 0:
+        return 0
+    if at_high <= 0:
+        return high
+    turn = 0
+    while high - low > 1:
+        evenly = low + (high - low) * -at_low // (at_high - at_low)
+        middle = (low + high) // 2 if high < 8 * low else math.isqrt(low * high)
+        # the guess after an interpolated one that fitted; if it does not fit, the search ends
+        x = (evenly, evenly + 1, middle)[turn % 3]
+        x = min(max(x, low + 1), high - 1)
+        found = excess(x)
+        low, at_low, high, at_high = (x, found, high, at_high) if found <= 0 else (low, at_low, x, found)
+        turn += 1
+    return low
+
+
+def _excess(problem: Problem, memory: int) -> int:
+    """Returns how many bytes the peak exceeds the usable memory by; larger than any possible excess where the call cannot exist."""
+    if problem.computes == "block_sparse":
+        assert isinstance(problem.pattern, BlockPattern)
+        counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
+        if counts.entries >= _MOST_ENTRIES * problem.world_size:
+            return _NO_SUCH_CALL
+    found = memory_of(problem)
+    return found.peak + found.reserve - int(USABLE * memory)

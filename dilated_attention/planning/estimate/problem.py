@@ -1,0 +1,217 @@
+"""The problem being planned: one attention call on one machine, as a frozen record that every part of the plan reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import Hardware, Request, detect
+from dilated_attention.factory.hardware import EXAMPLES
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.planning.estimate.gpus import Gpu
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool
+
+# a kind, and which kind of attention each process computes
+KINDS = {
+    "dense": "dense",
+    "dilated": "dilated",
+    "block_sparse": "block_sparse",
+    "ring": "dense",
+    "ring_dilated": "dilated",
+    "ring_block_sparse": "block_sparse",
+    "standard": "dense",
+    "sdpa": "dense",
+}
+RINGS = ("ring", "ring_dilated", "ring_block_sparse")
+WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
+# the packages that the measured Hopper tables assume
+_PACKAGES = frozenset({"flash-attn-4", "triton"})
+
+
+# upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
+MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128, "weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
+MOST_BRANCHES = 32
+# elements of q: the byte counts derived from it must fit in 64 bits
+MOST_ELEMENTS = 2**56
+
+
+def checked_sizes(**sizes: Any) -> dict[str, int]:
+    """Checks sizes by their names in ``MOST``."""
+    return {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call, checked and completed by ``make_problem``.
+
+    Args:
+        kind: a name of ``KINDS``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        hardware: of the machine, for the choice of backends.
+        gpu: None on a CPU.
+        exchange: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``.
+    """
+
+    kind: str
+    pattern: DilatedPattern | BlockPattern
+    num_positions: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch_size: int
+    dtype: torch.dtype
+    world_size: int
+    layout: str
+    exchange: str
+    is_causal: bool
+    training: bool
+    device_type: str
+    hardware: Hardware
+    gpu: Gpu | None
+
+    @property
+    def computes(self) -> str:
+        """Returns ``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
+        return KINDS[self.kind]
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def of_length(self, num_positions: int) -> Problem:
+        return replace(self, num_positions=num_positions)
+
+    def request(self, *, backward: bool, length: int, blocks: str | None = None) -> Request:
+        """Returns the request to a backend; ``blocks`` is the kind of masks in lists of blocks."""
+        pattern = self.pattern
+        return Request(
+            hardware=self.hardware,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            causal=self.is_causal,
+            needs_grad=backward,
+            length=length,
+            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None,
+            block_masks=blocks or "none",
+        )
+
+
+def make_problem(
+    kind: str,
+    *,
+    num_positions: int,
+    num_heads: int,
+    head_dim: int,
+    batch_size: int = 1,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    world_size: int = 1,
+    layout: str | None = None,
+    exchange: str = "auto",
+    is_causal: bool = False,
+    training: bool = True,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    pattern: DilatedPattern | BlockPattern | None = None,
+    gpu: Gpu | None = None,
+    on_cpu: bool = False,
+) -> Problem:
+    """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
+    one_of("kind", kind, tuple(KINDS))
+    checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
+    checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
+    if checked["head_dim"] > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of fewer numbers")
+    kv_heads = checked["num_heads"] if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+    if math.prod(checked.values()) // checked["world_size"] > MOST_ELEMENTS:
+        raise ValueError(
+            f"batch_size × num_positions × num_heads × head_dim is {checked['batch_size']:,} × {checked['num_positions']:,} × "
+            f"{checked['num_heads']:,} × {checked['head_dim']}; expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    for name, flag in (("is_causal", is_causal), ("training", training)):
+        check_bool(name, flag)
+    if kind not in RINGS and world_size != 1:
+        raise ValueError(f"world_size is {world_size} and kind is {kind!r}, which one process computes; take one of {', '.join(RINGS)}")
+    if exchange != "auto" and kind not in RINGS[:2]:
+        raise ValueError(f"exchange is {shown(exchange)} and kind is {kind!r}, which has none; leave it at 'auto'")
+    if layout is not None and kind not in RINGS:
+        raise ValueError(f"layout is {shown(layout)} and kind is {kind!r}, which one process computes; leave it out")
+    chosen = layout or ("zigzag" if kind == "ring" else "contiguous")
+    one_of("layout", chosen, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
+    one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
+    hardware = _hardware(gpu, on_cpu)
+    device_type = "cpu" if gpu is None else "cuda"
+    return Problem(
+        kind=kind,
+        pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]),
+        num_kv_heads=kv_heads,
+        dtype=usual_dtype(gpu) if dtype is None else _checked_dtype(dtype),
+        layout=chosen,
+        exchange=exchange,
+        is_causal=is_causal,
+        training=training,
+        device_type=device_type,
+        hardware=hardware,
+        gpu=gpu,
+        **checked,
+    )
+
+
+def usual_dtype(gpu: Gpu | None) -> torch.dtype:
+    """Returns bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
+    if gpu is None:
+        return torch.float32
+    return torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"dtype is {shown(dtype)}; expected torch.float16, bfloat16, float32 or float64")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
+    computes = KINDS[kind]
+    branches = segment_lengths is not None or dilation_rates is not None
+    if computes == "dense":
+        if branches or pattern is not None:
+            raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
+        return WHOLE
+    if branches and pattern is not None:
+        raise ValueError("segment_lengths or dilation_rates are given and pattern, too; give one of both")
+    if computes == "dilated":
+        if pattern is None:
+            if segment_lengths is None or dilation_rates is None:
+                raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
+            pattern = DilatedPattern(segment_lengths, dilation_rates)
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern is a {type(pattern).__name__}; kind {kind!r} takes a DilatedPattern")
+        pattern.offsets(num_heads)
+        if pattern.num_branches > MOST_BRANCHES:
+            raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
+        return pattern
+    if branches or not isinstance(pattern, BlockPattern):
+        raise TypeError(
+            f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
+        )
+    return pattern
+
+
+def _hardware(gpu: Gpu | None, on_cpu: bool) -> Hardware:
+    if gpu is None:
+        return detect("cpu")
+    if not on_cpu and torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
+        return detect("cuda")
+    example = next((x for x in EXAMPLES.values() if x.device_type == "cuda" and not x.is_rocm), None)
+    assert example is not None
+    # hardware of another machine, with the packages that a user would install there
+    return replace(example, capability=gpu.capability, packages=_PACKAGES, name=gpu.name)

@@ -1,0 +1,1 @@
+"""Estimates of layers and models, traced with fake tensors."""

@@ -1,0 +1,259 @@
+"""``plan_model``: the cost of training or running a model preset, traced with fake tensors through all its layers at two lengths."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.models import LongNetConfig
+from dilated_attention.models.summary import USABLE, Summary
+from dilated_attention.pattern import BlockPattern
+from dilated_attention.planning.estimate.gpus import Gpu
+from dilated_attention.planning.estimate.plan import machine_of, most_positions, search
+from dilated_attention.planning.estimate.problem import Problem, checked_sizes, make_problem
+from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, Exchange, exchange_of
+from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.text import seconds_text
+from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, trace_of
+from dilated_attention.validation import check_bool
+
+# shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach: with these, the estimate for a training
+# step of
+# Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
+_BANDWIDTH_SHARE = 0.5
+_LINEAR_SHARE = 0.45
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A training step, or generation, in figures of one process. ``str`` prints them, ``as_dict`` returns them.
+
+    Args:
+        preset, …: the request. With ``world_size`` processes each holds its share of the positions, and every figure is for one process.
+        parameters: number of parameters of the whole model.
+        terms: (what, bytes) at the highest point.
+        moment: when the highest point occurs.
+        flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
+        exchange: the exchange of each layer's attention.
+        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is based on.
+        fits, longest: see ``AttentionPlan``.
+    """
+
+    preset: str
+    num_positions: int
+    batch_size: int
+    training: bool
+    dtype: str
+    autocast: bool
+    world_size: int
+    weight_shards: int
+    checkpoint_activations: bool
+    parameters: int
+    layers: int
+    terms: tuple[tuple[str, int], ...]
+    moment: str
+    flops: float
+    exchange: Exchange
+    seconds: float | None
+    time_source: str
+    no_time: str
+    device: str
+    device_memory: int
+    fits: bool
+    longest: int
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of one process."""
+        return sum(size for _, size in self.terms)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["terms"] = [list(term) for term in self.terms]
+        return found | {"peak": self.peak}
+
+    def __str__(self) -> str:
+        from dilated_attention.planning.text import model_text
+
+        return model_text(self)
+
+
+def plan_model(
+    preset: str,
+    *,
+    num_positions: int,
+    batch_size: int = 1,
+    training: bool = True,
+    world_size: int = 1,
+    weight_shards: int = 1,
+    checkpoint_activations: bool = False,
+    dtype: torch.dtype | None = None,
+    autocast: bool | None = None,
+    gpu: str | Gpu | None = None,
+    memory: int | None = None,
+    find_longest: bool = True,
+    **overrides: Any,
+) -> ModelPlan:
+    """Estimates what a model needs on one process, from fake tensors and formulas.
+
+    Args:
+        preset: a name of ``factory.MODEL_PRESETS``.
+        num_positions: N of each sequence; for a slide its tiles, for an image its patches.
+        batch_size: sequences at a time.
+        training: a step of forward, backward and AdamW in float32. False: a language model generates, with keys and values of N positions
+            cached and prompts processed ``PREFILL`` positions at a time; any other model runs its forward.
+        world_size: processes that share each sequence (context parallelism), one GPU each.
+        weight_shards: processes over which FSDP shards weights, gradients and the optimizer's moments; two blocks at a time are gathered
+            whole.
+        checkpoint_activations: see ``create_model``.
+        dtype: that the model computes in; None for the default of ``plan_attention``.
+        autocast: weights in float32 and autocast to ``dtype``; None enables it in training where ``dtype`` is a 16-bit one.
+        gpu, memory, find_longest: see ``plan_attention``.
+        overrides: fields of the preset's configuration, see ``create_model``.
+
+    Raises:
+        ValueError, TypeError: see ``plan_attention`` and ``create_model``.
+    >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200", checkpoint_activations=True))
+    """
+    flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
+    for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
+        check_bool(name, flag)
+    machine = machine_of(gpu, memory)
+    sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
+    # overrides are frozen because plans are cached by their arguments
+    fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
+    model = model_of(preset, fields)
+    config: LongNetConfig = getattr(model.config, "encoder", model.config)
+    problem = _attention_of(config, machine.gpu, sizes, dtype, training)
+    half = problem.dtype in (torch.float16, torch.bfloat16)
+    casts = (training and half) if autocast is None else autocast
+    if casts and not half:
+        raise ValueError(f"autocast is True and dtype is {problem.dtype}; autocast computes in float16 or bfloat16: leave it out")
+    run = Run(
+        preset=preset,
+        overrides=fields,
+        batch_size=batch_size,
+        training=training,
+        dtype=problem.dtype,
+        casts=casts,
+        checkpoint_activations=checkpoint_activations,
+        on_gpu=machine.gpu is not None,
+        is_causal=config.is_causal,
+    )
+    fixed = fixed_of(model, run, sizes["weight_shards"])
+    terms, moment = peak_of_step(run, fixed, problem)
+    budget = int(USABLE * machine.memory)
+    fits = sum(size for _, size in terms) <= budget
+    longest = num_positions * fits
+    if find_longest:
+
+        def excess(n: int) -> int:
+            return sum(size for _, size in peak_of_step(run, fixed, problem.of_length(n))[0]) - budget
+
+        longest = search(excess, world_size, most_positions(problem))
+    exchange = exchange_of(problem) if world_size > 1 else NO_EXCHANGE
+    sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    flops = _flops(config, sizes_of, problem)
+    seconds, source, why_not = _seconds(run, problem, exchange, flops)
+    return ModelPlan(
+        preset=preset,
+        num_positions=num_positions,
+        batch_size=batch_size,
+        training=training,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        autocast=casts,
+        world_size=world_size,
+        weight_shards=weight_shards,
+        checkpoint_activations=checkpoint_activations,
+        parameters=sum(sizes_of.values()),
+        layers=config.num_layers,
+        terms=terms,
+        moment=moment,
+        flops=flops,
+        exchange=exchange,
+        seconds=seconds,
+        time_source=source,
+        no_time=why_not,
+        device=machine.name,
+        device_memory=machine.memory,
+        fits=fits,
+        longest=longest,
+    )
+
+
+def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int], dtype: torch.dtype | None, training: bool) -> Problem:
+    """Returns the attention of one layer as a separate problem."""
+    pattern = None if config.kind == "dense" else config.pattern
+    spread = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
+    return make_problem(
+        spread[config.kind] if sizes["world_size"] > 1 else config.kind,
+        num_positions=sizes["num_positions"],
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        batch_size=sizes["batch_size"],
+        dtype=dtype,
+        world_size=sizes["world_size"],
+        layout="contiguous" if sizes["world_size"] > 1 else None,
+        is_causal=config.is_causal,
+        training=training,
+        pattern=pattern,
+        gpu=gpu,
+    )
+
+
+def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> float:
+    embeddings = sum(size for key, size in sizes.items() if key.endswith("embedding.weight"))
+    summary = Summary(
+        name="", config=config, num_parameters=sum(sizes.values()), embedding_parameters=embeddings, lengths=(), memory=1, device=""
+    )
+    each = (
+        summary.training_flops(problem.num_positions) if not isinstance(problem.pattern, BlockPattern) else _block_flops(summary, problem)
+    )
+    return problem.batch_size * problem.num_positions * each / (1 if problem.training else 3)
+
+
+def _block_flops(summary: Summary, problem: Problem) -> float:
+    from dilated_attention.planning.estimate.plan import pairs_of
+
+    config = summary.config
+    keys = pairs_of(problem)[0] / (problem.batch_size * problem.num_positions * problem.num_heads)
+    looked_up = 0 if config.tie_embeddings else summary.embedding_parameters
+    return 6 * (summary.num_parameters - looked_up) + 12 * config.embed_dim * keys * config.num_layers
+
+
+def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
+    """Returns (seconds of a step or a forward, what they are based on, why there is no estimate)."""
+    gpu = problem.gpu
+    least = (0, 0)
+    passes, why_not = passes_of(problem, exchange, least)
+    if not passes:
+        return None, "", why_not
+    peak = None if gpu is None else gpu.peak(problem.dtype)
+    if gpu is None or peak is None or gpu.bandwidth is None:
+        return None, "", "rates of its linear layers were not measured"
+    model = model_of(run.preset, run.overrides)
+    config: LongNetConfig = getattr(model.config, "encoder", model.config)
+    again = run.training and run.checkpoint_activations
+    attention = config.num_layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
+    pairs = (
+        problem.pattern.pairs(problem.num_positions, config.num_heads, is_causal=config.is_causal)
+        if not isinstance(problem.pattern, BlockPattern)
+        else 0
+    )
+    attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
+    linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
+    rows = -(-problem.num_positions // problem.world_size)
+    moved = trace_of(run).moved.at(rows) / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    source = (
+        f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
+        f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
+    )
+    return attention + linear + moved, source, ""
+
+
+def _frozen(value: Any) -> Any:
+    """Converts lists to tuples, recursively."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,207 @@
+"""Measures what is alive while a function runs, without running it: fake tensors under a dispatch mode that counts their storages.
+
+A fake run does not show what this library's custom ops allocate internally. For norms and linear layers, this module computes it from their
+shapes. For attention, the tape only records the position, and its reader adds the figure (``estimate/memory.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dilated_attention.backends.base import accumulation_dtype
+
+# rows that the CPU's norms and linear layers process at a time (functional/fused_norm_linear_torch.py)
+_CHUNK_ROWS = 1024
+_ATTENTION = {
+    "dilated_attention.dilated_attention.default": "forward",
+    "dilated_attention.dilated_attention_backward.default": "backward",
+    "dilated_attention.block_sparse_attention.default": "forward",
+    "dilated_attention.block_sparse_attention_backward.default": "backward",
+}
+_FILLS = frozenset(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "copy_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state after one operation.
+
+    Args:
+        alive: bytes of everything that was created since the tape began and still lives, including the results of this operation.
+        grads: of these, the gradients of parameters.
+        inside: bytes that the operation needed temporarily in addition.
+        attention: ``"forward"`` or ``"backward"`` where the operation is one of this library's attention ops, whose internal memory is not
+            counted here; else "".
+        kept: number of attention calls with detached mixing whose branch outputs may be alive, as a GPU keeps them for the backward.
+        moved: bytes that operations, except attention, have read and written so far.
+    """
+
+    alive: int
+    grads: int
+    inside: int
+    attention: str
+    kept: int
+    moved: int
+
+
+class Tape(TorchDispatchMode):
+    """Records a ``Moment`` for each operation that creates something.
+
+    Args:
+        on_gpu: whether the tensors, which are on a CPU as far as PyTorch knows, represent a GPU's.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__()
+        self.on_gpu = on_gpu
+        self.moments: list[Moment] = []
+        self._alive = self._grads = self._kept = self._moved = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Excludes tensors that are counted elsewhere."""
+        for x in tensors:
+            self._seen.add(x.untyped_storage())
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Also counts the gradients of these parameters separately."""
+
+        def made(parameter: torch.Tensor) -> None:
+            grad = parameter.grad
+            self._grads += 0 if grad is None else grad.untyped_storage().nbytes()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(made)
+
+    def note(self) -> None:
+        """Records the current state without an operation."""
+        self.moments.append(Moment(self._alive, self._grads, 0, "", self._kept, self._moved))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = 0
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage not in self._seen:
+                    self._seen.add(storage)
+                    size = storage.nbytes()
+                    made += size
+                    weakref.finalize(storage, self._free, size)
+        self._alive += made
+        name = str(func)
+        attention = _ATTENTION.get(name, "")
+        if attention == "forward" and _is_detached(name, args):
+            # the branch outputs are freed together with the log-sum-exp, which the backward needs as well
+            self._kept += 1
+            weakref.finalize(out[1].untyped_storage(), self._free_kept)
+        if made and not attention:
+            self._moved += made + sum(x.numel() * x.element_size() for x in tree_iter(args) if isinstance(x, torch.Tensor))
+        inside = _inside(name, args, out, self.on_gpu)
+        if made or inside or attention:
+            # memory cannot be higher between two allocations
+            self.moments.append(Moment(self._alive, self._grads, inside, attention, self._kept, self._moved))
+        return out
+
+    def _free(self, size: int) -> None:
+        self._alive -= size
+
+    def _free_kept(self) -> None:
+        self._kept -= 1
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside this context tensors have no memory, and PyTorch's warnings, e.g. about slower kernels, are silenced."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Unfilled(TorchFunctionMode):
+    """Inside this mode parameters are created without initial values.
+
+    Tensors without memory have none, and drawing them takes a third of the time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.Tensor.any:
+            # trunc_normal_ redraws values outside its bounds: there are none
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
+    """Returns the peak bytes, excluding its inputs, of a function of fake tensors that calls none of this library's attention ops."""
+    tape = Tape(on_gpu=on_gpu)
+    with tape:
+        kept = function()
+    del kept
+    assert not any(moment.attention for moment in tape.moments)
+    return max((moment.alive + moment.inside for moment in tape.moments), default=0)
+
+
+def _is_detached(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call of dilated attention has detached mixing and needs gradients (engine/ops/dilated.py)."""
+    return "block_sparse" not in name and bool(args[17]) and bool(args[19])
+
+
+def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
+    if name == "dilated_attention.norm_linear.default":
+        return _norm_linear(args, on_gpu)
+    if name == "dilated_attention.norm_linear_backward.default":
+        return _norm_linear_backward(args, out, on_gpu)
+    if name in ("dilated_attention.add_dropped.default", "dilated_attention.dropped.default") and not on_gpu:
+        # computed in float32 or higher before it is rounded
+        y = args[1] if "add" in name else args[0]
+        wide = max(4, out.element_size())
+        return y.numel() * wide * ((y.element_size() < wide) + (out.element_size() < wide))
+    if name == "aten._softmax_backward_data.default" and on_gpu:
+        # torch's CUDA kernel takes grad · output as a separate tensor (aten/native/cuda/SoftMax.cu)
+        return args[0].numel() * args[0].element_size()
+    return 0
+
+
+def _norm_linear(args: tuple[Any, ...], on_gpu: bool) -> int:
+    x, _, _, _, weights, _, _, _, _, dtype, _ = args
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    cast = sum(w.numel() for w in weights) * dtype.itemsize if weights[0].dtype is not dtype else 0
+    if on_gpu:
+        # the rows in the dtype of the matrix product
+        return cast + rows * columns * dtype.itemsize
+    wide = accumulation_dtype(x.dtype).itemsize
+    return cast + min(rows, _CHUNK_ROWS) * columns * (2 * wide + dtype.itemsize)
+
+
+def _norm_linear_backward(args: tuple[Any, ...], out: list[torch.Tensor], on_gpu: bool) -> int:
+    dys, x, _, _, _, weights, _, stats, needs, *_, dtype, wide = args
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    size, width = dtype.itemsize, sum(w.shape[0] for w in weights)
+    joined = width * columns * size if len(weights) > 1 or weights[0].dtype is not dtype else 0
+    dy = rows * width * size if len(dys) > 1 or dys[0].dtype is not dtype else 0
+    # gradients of several weights are computed together and then copied into separate tensors
+    apart = width * columns * (size if on_gpu else stats.element_size()) if needs[2] else 0
+    copied = apart if len(weights) > 1 or (weights[0].dtype.itemsize != (size if on_gpu else stats.element_size())) else 0
+    if not on_gpu:
+        chunk = min(rows, _CHUNK_ROWS) * (columns * 5 + width) * stats.element_size()
+        return joined + dy + copied + chunk
+    z = rows * columns * size if needs[2] else 0
+    # dx reuses the memory of dz where the dtypes match
+    dz = rows * columns * size if (wide or x.dtype) is not dtype else 0
+    weight_grads = sum(w.numel() * w.element_size() for w in weights) if needs[2] else 0
+    return joined + dy + max(z + dz + apart - weight_grads, copied)

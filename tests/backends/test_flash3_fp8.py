@@ -1,0 +1,269 @@
+"""precision="fp8": who takes it, who refuses it and why, and that the adapter reaches fa3_fwd as meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import (
+    BackendUnavailable,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    attention,
+    dilated_attention,
+    explain_backend,
+)
+from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends.flash import flash3_fp8
+from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
+from dilated_attention.backends.flash.fp8 import quantise_torch
+from dilated_attention.backends.torch_ops.math import MathBackend
+from dilated_attention.engine.branches import strategy
+from dilated_attention.factory import EXAMPLES
+
+HOPPER = EXAMPLES["hopper"]
+FP8: dict[str, Any] = {"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, "precision": "fp8"}
+BACKEND = registry.get("flash3_fp8")
+
+if os.environ.get("FLASH3_FP8_LIBRARY") and torch.cuda.is_available():
+    flash3_fp8.load_library(os.environ["FLASH3_FP8_LIBRARY"])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Errors of 8-bit arithmetic are a matter of the draw: every run has the same."""
+    torch.manual_seed(0)
+
+
+def reasons(**changes: Any) -> list[str]:
+    return BACKEND.why_not(Request(**(FP8 | changes)))
+
+
+def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        request = Request(**(FP8 | {"dtype": dtype}))
+        assert registry.select(request) is BACKEND
+        for name, against in registry.table(request):
+            if name != "flash3_fp8":
+                assert 'computes in the inputs\' precision only, not fp8: precision="native"' in against, name
+
+
+def test_the_argument_is_not_ignored() -> None:
+    native = Request(**(FP8 | {"precision": "native"}))
+    assert registry.select(native).name == "flash4"
+    assert BACKEND.why_not(native) == ['computes fp8 only, not native: precision="fp8"']
+    assert "fp8" in Request(**FP8).describe()
+    assert "fp8" not in native.describe()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"needs_grad": True}, 'call it under torch.no_grad(), or train with precision="native"'),
+        ({"hardware": EXAMPLES["ada"]}, "needs compute capability 9.0 to 9.0, the GPU has 8.9"),
+        ({"hardware": EXAMPLES["blackwell"]}, "needs compute capability 9.0 to 9.0, the GPU has 10.0"),
+        ({"hardware": EXAMPLES["cpu"]}, "runs on cuda, not on cpu"),
+        ({"hardware": EXAMPLES["rocm"]}, "not tried on ROCm"),
+        ({"hardware": dataclasses.replace(HOPPER, packages=frozenset({"triton"}))}, "flash-attn-3-fp8 is not installed: pip install"),
+        ({"hardware": dataclasses.replace(HOPPER, packages=frozenset({"flash-attn-3-fp8"}))}, "triton is not installed"),
+        ({"dtype": torch.float32}, "takes bfloat16, float16, not float32"),
+        ({"dtype": torch.float64}, "takes bfloat16, float16, not float64"),
+        ({"head_dim": 72}, "head_dim must be a multiple of 16, not 72"),
+        ({"head_dim": 272}, "head_dim is at most 256, not 272"),
+        ({"key_mask": True}, "takes no key_padding_mask"),
+        ({"window": True}, "takes no window"),
+        ({"dropout": True}, "has no dropout by position"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
+    assert any(reason in text for text in reasons(**changes)), reasons(**changes)
+    with pytest.raises(BackendUnavailable, match="fp8"):
+        registry.select(Request(**(FP8 | changes)))
+
+
+def test_no_silent_fallback_through_any_door() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    layer = MultiheadDilatedAttention(32, 2, [4], [1], precision="fp8")
+    calls = (
+        lambda: dilated_attention(q, q, q, [4], [1], precision="fp8"),
+        lambda: attention(q, q, q, precision="fp8"),
+        lambda: dilated_attention(q, q, q, [4], [1], precision="fp8", backend="math"),
+        lambda: DilatedAttention([4], [1], precision="fp8")(q, q, q),
+        lambda: layer(torch.randn(1, 8, 32)),
+    )
+    for call in calls:
+        with pytest.raises(BackendUnavailable, match="not fp8"):
+            call()
+    with pytest.raises(BackendUnavailable, match="computes fp8 only, not native"):
+        dilated_attention(q, q, q, [4], [1], backend="flash3_fp8")
+
+
+def test_names_are_checked_and_settings_are_shown() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="precision is 'fp4'; expected one of 'native', 'fp8'"):
+        dilated_attention(q, q, q, [4], [1], precision="fp4")
+    with pytest.raises(TypeError, match="precision is 8"):
+        DilatedAttention([4], [1], precision=8)  # type: ignore[arg-type]
+    assert "precision='fp8'" in repr(DilatedAttention([4], [1], precision="fp8"))
+    assert "precision" not in repr(DilatedAttention([4], [1]))
+    explanation = explain_backend(hardware=HOPPER, needs_grad=False, precision="fp8")
+    assert explanation.forward == "flash3_fp8"
+    training = explain_backend(hardware=HOPPER, precision="fp8")
+    assert (training.forward, training.backward) == ("flash3_fp8", None)
+
+
+class StandIn:
+    """fa3_fwd's published signature in plain torch, so a swapped argument or descale shows as a wrong number."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        out, descales, settings = rest[3], rest[17:20], rest[20:]
+        assert len(rest) == 31
+        assert all(x is None for x in (*rest[:3], *rest[4:17]))
+        assert all(x.dtype is torch.float8_e4m3fn and x.stride(-1) == 1 for x in (q, k, v))
+        scale, causal, left, right, chunk, softcap, _, metadata, num_splits, pack_gqa, sm_margin = settings
+        assert (left, right, chunk, softcap, metadata, pack_gqa, sm_margin) == (-1, -1, 0, 0.0, None, None, 0)
+        self.calls.append((q.shape[1], k.shape[1], num_splits))
+        group = q.shape[2] // k.shape[2]
+        assert all(d.shape == (q.shape[0], k.shape[2]) for d in descales)
+        q, k, v = (
+            x.float() * d.repeat_interleave(x.shape[2] // d.shape[1], 1)[:, None, :, None] for x, d in zip((q, k, v), descales, strict=True)
+        )
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        scores = torch.einsum("plgd,psgd->pgls", q, k) * scale
+        if causal:
+            L, S = scores.shape[-2:]
+            scores = scores.masked_fill(torch.ones(L, S).triu(S - L + 1).bool(), -torch.inf)
+        out.copy_(torch.einsum("pgls,psgd->plgd", scores.softmax(-1), v))
+        return out, scores.logsumexp(-1), out, out
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    ops = StandIn()
+    monkeypatch.setattr(flash3_fp8, "_ops", lambda: ops)
+    yield ops
+
+
+def relative(x: torch.Tensor, true: torch.Tensor) -> float:
+    return ((x.double() - true.double()).norm() / true.double().norm()).item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_is_reached_as_meant(stand_in: StandIn, causal: bool, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 120, h, 32).to(dtype)[:, ::3] for h in (heads, kv_heads, kv_heads))
+    k, v = k + 3, v + 1
+    options = Options(scale=0.17, causal=causal)
+    true_out, true_lse = MathBackend().forward(q.double(), k.double(), v.double(), options)
+    out, lse = Flash3Fp8Backend().forward(q, k, v, options)
+    assert out.dtype is dtype
+    assert lse.shape == (2, heads, 40)
+    assert lse.dtype is torch.float32
+    assert stand_in.calls == [(40, 40, 1)]
+    assert relative(out, true_out) < 0.03
+    assert (lse - true_lse).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    monkeypatch.setattr(flash3_fp8, "_SPLIT_BYTES", 1)
+    monkeypatch.setattr(flash3_fp8, "_LEAST_ROWS", 16)
+    q, k, v = (torch.randn(1, 40, 2, 16).bfloat16() for _ in range(3))
+    whole, whole_lse = Flash3Fp8Backend().forward(q, k, v, Options(scale=0.25, causal=causal))
+    stand_in.calls.clear()
+    out, lse = Flash3Fp8Backend(keys_a_sum=12).forward(q, k, v, Options(scale=0.25, causal=causal))
+    assert stand_in.calls == ([(16, 16, 4), (16, 32, 4), (8, 40, 4)] if causal else [(16, 40, 4), (16, 40, 4), (8, 40, 4)])
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_dilated_call_runs_on_it_segment_by_segment(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, fused: bool, causal: bool
+) -> None:
+    monkeypatch.setattr(Flash3Fp8Backend, "why_not", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
+    monkeypatch.setattr(registry, "_answers", {})
+    if fused:
+        monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
+    q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))
+    native, native_lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True)
+    assert not stand_in.calls
+    out, lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True, precision="fp8")
+    assert {(32, 32), (16, 16)} <= {call[:2] for call in stand_in.calls}
+    assert 1e-4 < relative(out, native) < 0.05
+    assert 1e-4 < (lse - native_lse).abs().max() < 0.2
+
+
+def test_library_paths_are_checked(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="is no file; expected the path of a shared library"):
+        flash3_fp8.load_library(tmp_path / "none.so")
+    with pytest.raises(NotImplementedError):
+        BACKEND.backward()  # type: ignore[call-arg]
+
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or bool(BACKEND.why_not(Request(**(FP8 | {"hardware": detect()})))),
+        reason="needs a Hopper GPU and fa3-fwd (FLASH3_FP8_LIBRARY=…/_C.abi3.so)",
+    ),
+]
+
+
+@pytest.mark.parametrize("head_dim", [pytest.param(d, marks=on_hopper) for d in (16, 48, 64, 80, 96, 128, 160, 192, 256)])
+def test_on_a_gpu_the_error_is_that_of_rounding(head_dim: int) -> None:
+    """Against float64 attention of the tensors as rounded to 8 bits, what is left is P's own rounding to 8 bits."""
+    for heads, kv_heads, causal in ((4, 4, False), (4, 2, True), (3, 1, False)):
+        q, k, v = (torch.randn(2, 1400, h, head_dim, device="cuda").bfloat16()[:, 1::2] for h in (heads, kv_heads, kv_heads))
+        k, v = k + 2, v + 1
+        options = Options(scale=head_dim**-0.5, causal=causal)
+        true_out, _ = MathBackend().forward(q.double(), k.double(), v.double(), options)
+        rounded, means = [], []
+        for x, centre in ((q, False), (k, True), (v, True)):
+            y, descale, mean = quantise_torch(x, kv_heads, centre=centre)
+            rounded.append(y.double() * descale.repeat_interleave(x.shape[2] // kv_heads, 1)[:, None, :, None])
+            means += [] if mean is None else [mean.double()]
+        spread_out, same_lse = MathBackend().forward(*rounded, options)
+        # the part of the scores that the keys share is of q as given, not as rounded
+        same_lse = same_lse + options.scale * torch.einsum("plkgd,pkd->pkgl", q.double().unflatten(2, (kv_heads, -1)), means[0]).flatten(
+            1, 2
+        )
+        same_out = spread_out + means[1].repeat_interleave(heads // kv_heads, 1)[:, None]
+        for keys in (flash3_fp8.KEYS_A_SUM, 128):
+            out, lse = Flash3Fp8Backend(keys_a_sum=keys).forward(q, k, v, options)
+            assert (lse - same_lse).abs().max() < 2e-2
+            assert relative(out, same_out) < 0.05 * (spread_out.norm() / same_out.norm()).item() + 4e-3
+            assert relative(out, true_out) < 1.5 * relative(same_out, true_out) + 4e-3
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_hopper) for kind in ("dense", "dilated", "causal", "long")])
+def test_on_a_gpu_through_the_door(kind: str) -> None:
+    n = 20_000 if kind == "long" else 3000
+    q, k, v = (torch.randn(1, n, 4, 64, device="cuda").half() + 1 for _ in range(3))
+
+    def run(x: tuple[torch.Tensor, ...], precision: str) -> torch.Tensor:
+        if kind in ("dense", "long"):
+            return attention(*x, precision=precision)  # type: ignore[no-any-return]
+        return dilated_attention(*x, [512, 2048], [1, 4], is_causal=kind == "causal", precision=precision)  # type: ignore[no-any-return]
+
+    out = run((q, k, v), "fp8")
+    native = run((q, k, v), "native")
+    assert out.dtype is torch.float16
+    assert 1e-6 < relative(out, native) < 0.02
+    with pytest.raises(BackendUnavailable, match=r"torch\.no_grad"):
+        run((q.requires_grad_(), k, v), "fp8")
+    with torch.no_grad():
+        assert torch.equal(run((q, k, v), "fp8"), out)

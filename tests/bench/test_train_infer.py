@@ -1,0 +1,212 @@
+"""The train-infer suite: one set of parameters for all kinds of attention, right first, and figures that follow from the times."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.bench import Results, Row
+from dilated_attention.bench.report.rows import machine
+from dilated_attention.bench.runner import write
+from dilated_attention.bench.suites import SUITES
+from dilated_attention.bench.workloads import generating, language, training
+from dilated_attention.bench.workloads.language import KINDS, Shape, check, family
+from dilated_attention.bench.workloads.training import Means, means_of
+from dilated_attention.cli import main
+from dilated_attention.models import KVCache
+
+CPU = torch.device("cpu")
+NARROW = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 32}
+SMALL = Shape("gpt2-124m", NARROW, True)
+HERE: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "seconds": 0.001}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Any:
+    """What one test makes wrong is not remembered by the next."""
+    yield
+    language._checked.cache_clear()
+
+
+def test_kinds_share_their_parameters_and_differ_in_attention() -> None:
+    models = family(SMALL, KINDS, CPU, torch.float32)
+    assert [model.config.kind for model in models.values()] == list(KINDS)
+    for model in models.values():
+        assert all(a is b for a, b in zip(model.parameters(), models["dense"].parameters(), strict=True))
+    tokens = torch.randint(64, (1, 1200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense, dilated, window = (models[kind](tokens) for kind in KINDS)
+    # within the window and the first segment all see the same keys
+    assert torch.allclose(window[:, :256], dense[:, :256], atol=1e-4)
+    assert not torch.allclose(window[:, 300:], dense[:, 300:], atol=1e-3)
+    assert not torch.allclose(dilated[:, 300:], dense[:, 300:], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_layers_are_compared_with_float64(kind: str) -> None:
+    errors = check(Shape("gpt2-124m", NARROW | {"embed_dim": 64}, True), kind, CPU, torch.float32)
+    assert set(errors) == {"logits", "gradient", "decoded"}
+    assert all(0 < error < 1e-4 for error in errors.values())
+
+
+def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "train-infer", "--output", str(tmp_path), "--models", "gpt2-124m", "llama-7b", "--contexts", "64", "96"]
+    command += ["--batches", "1", "2", "--tokens", "192", "--prompts", "150", "--seconds", "0.001", "--no-plots", "--quiet"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    before = (tmp_path / "train-infer.json").read_text()
+    rows = Results.load(tmp_path / "train-infer.json").rows
+    # two prompts of 96 are more than 150 tokens
+    assert {(row.case["N"], row.case["B"]) for row in rows if row.note} == {(96, 2)}
+    trained = [row for row in rows if row.case["task"] == "train"]
+    assert len(trained) == 2 * 2 * 3
+    first: dict[Any, float] = {}
+    for row in trained:
+        values, case = row.values, row.case
+        assert case["B"] == 192 // case["N"] and case["optimizer"] == "AdamW" and case["checkpointed"] is False
+        assert values["samples_per_s"] == pytest.approx(1000 * case["B"] / values["ms"], rel=1e-3)
+        assert values["tokens_per_s"] == pytest.approx(case["N"] * values["samples_per_s"], rel=1e-3)
+        assert 0 < values["low_ms"] <= values["ms"] <= values["high_ms"]
+        # random tokens of a vocabulary of 1,024, logits of variance 1; so short a context is whole to the window, while branches count near keys twice
+        assert values["loss"] == pytest.approx(math.log(1024) + 0.5, abs=0.2)
+        tolerance = 0.05 if row.name == "dilated" else 1e-4
+        assert values["loss"] == pytest.approx(first.setdefault((case["model"], case["N"]), values["loss"]), rel=tolerance)
+        assert set(row.errors) == {"logits", "gradient"}
+    written = [row for row in rows if row.case["task"] == "decode"]
+    assert len(written) == len([row for row in rows if row.case["task"] == "prefill" and row.values]) == 2 * 3 * 3
+    for row in written:
+        assert row.values["tokens_per_s"] == pytest.approx(1000 * row.case["B"] / row.values["ms"], rel=1e-3)
+    cached = {
+        (row.name, row.case["N"], row.case["B"]): row.values["cache_bytes"] for row in written if row.case["model"].startswith("gpt2")
+    }
+    # 2 layers of keys and values of 128 floats, for the prompt, what comes behind it, and 4 more
+    assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 4 + 5 * 8)
+    assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing behind a prompt" in text
+    assert "block_sparse: the last 256 keys" in text and "dilated: segments/rates 256/1, 1,024/4" in text
+    assert "more than 150 tokens of prompts together are left out" in text
+    assert main(command) == 0
+    assert (tmp_path / "train-infer.json").read_text() == before
+
+
+def test_a_model_that_decodes_wrong_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(language.Stepper):
+        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().__call__(tokens).roll(1, -1)
+
+    monkeypatch.setattr(language, "Stepper", Shifted)
+    rows = generating.measure(SMALL, ("dense", "block_sparse"), 16, 1, new_tokens=1, **HERE)
+    assert all(row.note.startswith("wrong: decoded off by") and not row.values for row in rows) and len(rows) == 2
+    # training does not decode
+    assert all(row.values for row in training.measure(SMALL, ("dense",), 16, 1, **HERE))
+
+
+def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, lr, fused: torch.optim.SGD(parameters, lr=1e30))
+    (row,) = training.measure(SMALL, ("dense",), 16, 1, **HERE)
+    assert row.note.startswith("wrong: the loss went from") and not row.values
+
+
+def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: Any, *arguments: Any, **options: Any) -> KVCache:
+        if config.kind == "dilated":
+            raise torch.OutOfMemoryError("no room for the cache")
+        return KVCache(config, *arguments, **options)
+
+    monkeypatch.setattr(generating, "KVCache", full)
+    rows = generating.measure(SMALL, KINDS, 16, 2, new_tokens=1, **HERE)
+    assert [(row.name, row.case["task"]) for row in rows if row.note] == [("dilated", "prefill")]
+    assert rows[0].note == "out of memory beside the other kinds' caches"
+    assert {row.name for row in rows if row.values} == {"dense", "block_sparse"}
+
+    def no_room(shape: Shape, *arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("not even the weights")
+
+    monkeypatch.setattr(training, "family", no_room)
+    notes = [row.note for row in training.measure(SMALL, KINDS, 16, 1, **HERE)]
+    assert notes == ["out of memory"] * 3
+
+
+def test_the_means_are_what_fits() -> None:
+    llama = Shape("llama-7b")
+    found = {gib: means_of(llama, 8192, torch.bfloat16, gib * 2**30) for gib in (24, 40, 80, 141)}
+    assert found == {24: Means("SGD", True), 40: Means("SGD", True), 80: Means("AdamW", True), 141: Means("AdamW", False)}
+    assert means_of(llama, 32768, torch.bfloat16, 141 * 2**30) == Means("AdamW", True)
+    assert means_of(Shape("gpt2-124m"), 32768, torch.bfloat16, 80 * 2**30) == Means("AdamW", False)
+    assert means_of(llama, 8192, torch.float32, None) == Means("AdamW", False)
+
+
+def test_cut_models_say_so() -> None:
+    assert Shape("llama-7b").name == "llama-7b" and Shape("llama-7b").parameters == 6_738_415_616
+    assert Shape("llama-7b", {"num_layers": 8}).name == "llama-7b cut to 8 × 4096"
+    assert SMALL.name == "gpt2-124m cut to 2 × 32"
+
+
+def test_checkpointed_steps_are_the_same_steps() -> None:
+    kept, again = (training.measure(SMALL, ("dilated",), 32, 2, checkpointed=flag, **HERE)[0] for flag in (False, True))
+    assert kept.values["loss"] == pytest.approx(again.values["loss"], rel=1e-5)
+    assert (kept.case["checkpointed"], again.case["checkpointed"]) == (False, True)
+
+
+def synthetic() -> Results:
+    """What an H200 could leave."""
+    here = machine(CPU)
+    rows = []
+    for model, contexts in (("gpt2-124m", (1024, 4096, 16384, 65536, 131072)), ("llama-7b", (2048, 8192, 32768))):
+        for i, kind in enumerate(KINDS):
+            for n in contexts:
+                rate = 1e5 / (1 + n / (4096 if kind == "dense" else 1e6)) * (1 + 0.1 * i)
+                ms = 1000 * max(32768, n) / rate
+                case = {"model": model, "N": n, "dtype": "bfloat16", "attention": f"like {kind}"}
+                values = {
+                    "ms": ms,
+                    "low_ms": 0.97 * ms,
+                    "high_ms": 1.05 * ms,
+                    "tokens_per_s": rate,
+                    "samples_per_s": rate / n,
+                    "tflops": 400.0,
+                }
+                how = {"task": "train", "B": max(1, 32768 // n), "optimizer": "AdamW", "checkpointed": n > 8192}
+                if (model, kind, n) == ("llama-7b", "dense", 32768):
+                    rows.append(Row(name=kind, case=case | how, note="out of memory"))
+                else:
+                    rows.append(Row(name=kind, case=case | how, values=values | {"peak_bytes": 2**35 + n * 2**18, "loss": 11.3}))
+                for batch in (1, 8):
+                    for task in ("prefill", "decode"):
+                        rates = {
+                            "ms": 5.0,
+                            "tokens_per_s": rate * batch / (1 if task == "prefill" else 100),
+                            "cache_bytes": n * batch * 2**18,
+                        }
+                        rows.append(Row(name=kind, case=case | {"task": task, "B": batch}, values=rates))
+    failed = Row(name="all", case={"group": "train llama-7b N=65536 B=1 bfloat16"}, note="out of memory")
+    return Results("train-infer", here, {}, {"all": rows, "failed": [failed]})
+
+
+def test_results_of_a_gpu_are_told_and_drawn(tmp_path: Path) -> None:
+    suite, results = SUITES["train-infer"](), synthetic()
+    tables = suite.tables(results)
+    assert len(tables) == 2 * 6
+    gpt, llama = tables[0], tables[6]
+    assert gpt.columns == ["N", "1,024", "4,096", "16,384", "65,536", "131,072"]
+    # a rate over dense: more is better
+    assert float(gpt.rows[1][5].split("(")[1].split()[0]) > 10
+    assert "activations computed again at 16,384, 65,536, 131,072" in gpt.caption and "like dilated" in gpt.caption
+    assert "[1] out of memory" in llama.caption and "train llama-7b N=65536 B=1 bfloat16: out of memory" in llama.caption
+    assert tables[4].columns[1:3] == ["1 × 1,024", "8 × 1,024"]
+    pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]
+    assert len(pictures) == 2 * 4 and all(path.stat().st_size > 5000 for path in pictures)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_one_gpu(tmp_path: Path) -> None:
+    command = ["bench", "train-infer", "--output", str(tmp_path), "--layers", "2", "--contexts", "2048", "--seconds", "0.1", "--quiet"]
+    assert main(command) == 0
+    rows = Results.load(tmp_path / "train-infer.json").rows
+    assert not [row for row in rows if row.note]
+    assert all(row.values["peak_bytes"] > 2**28 for row in rows)
+    assert {row.case["model"] for row in rows} == {"gpt2-124m cut to 2 × 768", "llama-7b cut to 2 × 4096"}

@@ -1,0 +1,1 @@
+"""Tests of attention over several processes, on gloo."""

@@ -1,0 +1,146 @@
+"""The multi-head block-sparse module on a sequence that processes share: against the module of one process, gradients too."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from dilated_attention import (
+    MultiheadBlockSparseAttention,
+    RingMultiheadBlockSparseAttention,
+    balanced_layout,
+    create_attention,
+    shard_sequence,
+)
+from dilated_attention.pattern import BigBird, LocalWindow, TopBlocks
+from tests.helpers.pool import here, patience, pool_of
+
+# no multiple of a block
+N = 333
+SHARED = LocalWindow(40, block_size=64)
+PER_HEAD = BigBird(30, 3, 1, block_size=64)
+DOCUMENTS = torch.tensor([0, 90, 90, N], dtype=torch.int32)
+PADDING = torch.arange(N)[None] >= torch.tensor([[N], [N - 70]])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped_heads": {"num_kv_heads": 2, "qk_norm": True, "rotary": True},
+    "xpos": {"rotary": True, "xpos_scale_base": 50.0, "bias": False},
+    "head_steps": {"head_steps": 2, "layer_norm": False, "scale": 0.4, "gamma_init": 2.0},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "padding": {"key_padding_mask": PADDING},
+    "documents": {"cu_seqlens": DOCUMENTS, "is_causal": True},
+}
+
+
+def make_layer(kind: Any, pattern: Any = SHARED, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    if kind is RingMultiheadBlockSparseAttention:
+        settings["timeout"] = patience()
+    # made on the CPU, where a seed gives the same weights everywhere
+    return kind(16, 4, pattern, **{"dtype": torch.float64, **settings}).to(here())
+
+
+def draw(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(here())
+
+
+def equal_to_one_process(rank: int, world: int, setting: str) -> None:
+    group, settings = dist.group.WORLD, SETTINGS[setting]
+    alone_settings = {name: value for name, value in settings.items() if name != "head_steps"}
+    padding = PADDING.to(here())
+    for index, (call, options) in enumerate(CALLS.items()):
+        options = {name: x.to(here()) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        pattern = (SHARED, PER_HEAD)[(index + len(setting)) % 2]
+        layout = ("contiguous", "zigzag", balanced_layout(pattern, N, world, 4, is_causal=True))[index]
+        alone = make_layer(MultiheadBlockSparseAttention, pattern, **alone_settings)
+        spread = make_layer(RingMultiheadBlockSparseAttention, pattern, group=group, layout=layout, **settings)
+        rows = 1 if call == "documents" else 2
+        x, value, dout = draw(rows, N, 16), draw(rows, N, 16, seed=2), draw(rows, N, 16, seed=3)
+        x.requires_grad_()
+        expected = alone(x, None, value, **options)[0]
+        grads = torch.autograd.grad(expected, [x, *alone.parameters()], dout)
+        wanted = shard_sequence(group, [expected, grads[0]], [1, 1], layout=layout)
+        part, dpart, value, mask = (t.detach() for t in shard_sequence(group, [x, dout, value, padding], [1] * 4, layout=layout))
+        given = {**options, "key_padding_mask": mask} if call == "padding" else options
+        got, weights = spread(part.requires_grad_(), None, value, seq_len=N if call == "causal" else None, **given)
+        assert weights is None
+        shares = torch.autograd.grad(got, [part, *spread.parameters()], dpart)
+        torch.testing.assert_close([got, shares[0]], wanted, atol=1e-10, rtol=1e-8)
+        for share, whole in zip(shares[1:], grads[1:], strict=True):
+            share = share.contiguous()
+            dist.all_reduce(share)
+            torch.testing.assert_close(share, whole, atol=1e-9, rtol=1e-8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_processes_give_what_one_gives(setting: str, world: int) -> None:
+    pool_of(world).run(equal_to_one_process, setting)
+
+
+def in_the_ecosystem(rank: int, world: int) -> None:
+    alone, spread = make_layer(MultiheadBlockSparseAttention, rotary=True), make_layer(RingMultiheadBlockSparseAttention, rotary=True)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.add_(draw(*parameter.shape) / 4)
+    assert spread.load_state_dict(alone.state_dict(), strict=True) and alone.load_state_dict(spread.state_dict(), strict=True)
+    x, want = shard_sequence(None, [draw(2, N, 16), alone(draw(2, N, 16), is_causal=True)[0]], [1, 1])
+    for module in (spread, copy.deepcopy(spread), pickle.loads(pickle.dumps(spread))):
+        torch.testing.assert_close(module(x, is_causal=True, seq_len=N)[0], want, atol=1e-10, rtol=1e-8)
+    torch._dynamo.reset()
+    fast = torch.compile(spread, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(x, is_causal=True, seq_len=N)[0], want, atol=1e-10, rtol=1e-8)
+    with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
+        fast(x, is_causal=True)
+    # refused on every process, none waits
+    with pytest.raises(ValueError, match=f"a contiguous sequence of {N + world} has"):
+        spread(x, seq_len=N + world)
+    with pytest.raises(ValueError, match="rows and k has"):
+        spread(x, x[:, 1:])
+
+
+def test_weights_copies_compilation_and_refusals_on_processes() -> None:
+    pool_of(2).run(in_the_ecosystem)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_one_process_is_the_multihead_module_to_the_bit(layout: str) -> None:
+    x, results = draw(2, N, 16).requires_grad_(), []
+    settings: dict[str, Any] = {"rotary": True, "num_kv_heads": 2, "dropout": 0.2}
+    for kind, where in ((MultiheadBlockSparseAttention, {}), (RingMultiheadBlockSparseAttention, {"layout": layout})):
+        module = make_layer(kind, **settings, **where)
+        torch.manual_seed(3)
+        out = module(x, is_causal=True)[0]
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])])
+    assert all(map(torch.equal, *results))
+
+
+def test_by_its_kind_and_its_repr() -> None:
+    layer = create_attention("ring_multihead_block_sparse", embed_dim=16, num_heads=4, sparsity_ratio=0.3, sparsity="local", rotary=True)
+    assert isinstance(layer, RingMultiheadBlockSparseAttention)
+    out, _ = layer(torch.zeros(1, 200, 16), is_causal=True)
+    assert out.shape == (1, 200, 16)
+    text = repr(layer)
+    assert "rotary_base=10000.0" in text and "RingBlockSparseAttention(" in text and "one process" in text
+
+
+def test_what_cannot_work_is_refused_at_construction() -> None:
+    for settings, text in (
+        ({"layout": "striped"}, "layout is 'striped'"),
+        ({"pattern": TopBlocks(1)}, "chosen by content"),
+        ({"pattern": None}, "neither given"),
+        ({"head_steps": 0}, "head_steps is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3"),
+        ({"xpos_scale_base": 512.0}, "use rotary=True"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            RingMultiheadBlockSparseAttention(16, 4, **{"pattern": SHARED, **settings})  # type: ignore[arg-type]

@@ -1,0 +1,158 @@
+"""Bytes on the wire: what is measured equals the closed formulas, and the formulas the numbers that one works out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern
+from dilated_attention.distributed.comm.comm_stats import traffic
+from dilated_attention.distributed.comm.comm_volume import Bytes, Sizes, dense_bytes, dilated_bytes, heads_bytes
+from dilated_attention.testing import inputs
+from tests.distributed.test_ring import spread_of
+from tests.helpers.pool import pool_of
+from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, ring_call
+
+D, B = 8, 2
+
+
+def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, needs_grad: bool) -> list[Bytes]:
+    """What this rank exchanges in each call, forward and backward. Nothing but keys, their gradients and what changes hands."""
+    found = []
+    for spread in spreads:
+        case = spread.case
+        x = local_inputs(inputs(case, dtype), positions(case.num_keys, rank, world, spread.layout))
+        leaves = [y.detach().requires_grad_(needs_grad) for y in (x.q, x.k, x.v)]
+        function = ring_call(spread)
+        if spread.steps:
+            with byte_limits_of_one():
+                found.append(_count(function, case, x, leaves, needs_grad))
+        else:
+            found.append(_count(function, case, x, leaves, needs_grad))
+    return found
+
+
+def _count(function: Any, case: Any, x: Any, leaves: list[torch.Tensor], needs_grad: bool) -> Bytes:
+    with traffic() as forward:
+        out, lse = function(case, x, *leaves)
+    with traffic() as backward:
+        if needs_grad:
+            outputs, grads = ([out, lse], [x.dout, x.dlse]) if case.lse_grad else ([out], [x.dout])
+            torch.autograd.grad(outputs, leaves, grads)
+    return Bytes(forward.sent, forward.received, backward.sent, backward.received)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A call, and the name and arguments of its formula."""
+
+    spread: Spread
+    formula: str
+    arguments: tuple[Any, ...] = ()
+
+
+def dense(world: int) -> list[Expected]:
+    return [
+        Expected(spread_of(WHOLE, n, layout=layout, exchange=exchange, is_causal=is_causal, window=window, steps=steps), "dense")
+        for n in (16 * world + 3, world - 1)
+        for layout in ("contiguous", "zigzag")
+        for is_causal in (False, True)
+        for exchange, window, steps in (
+            ("all_gather", None, False),
+            ("all_gather", None, True),
+            ("ring", None, False),
+            ("all_gather", (5, 2), False),
+            ("all_gather", (0, None), False),
+            ("all_gather", (30, 30), True),
+        )
+    ]
+
+
+def dilated(world: int) -> list[Expected]:
+    n, whole = 24, 24 * world
+    found = []
+    # heads of a key/value head: fewer than offsets, as many, more
+    for heads, kv_heads in ((4, 4), (4, 2), (8, 2), (8, 1)):
+        for lengths, rates in (
+            ((12, 24), (1, 4)),
+            ((24, 48, whole), (1, 2, 4)),
+            ((whole,), (4,)),
+            ((8, whole), (2, 2)),
+            ((whole, whole), (1, 4)),
+        ):
+            pattern = DilatedPattern(lengths, rates)
+            found += [
+                Expected(
+                    spread_of(pattern, whole, heads=heads, kv_heads=kv_heads, is_causal=c, exchange="all_gather"),
+                    "dilated",
+                    (lengths, rates),
+                )
+                for c in (False, True)
+                if all(length <= n or whole % length == 0 for length in lengths)
+            ]
+    return found
+
+
+def by_heads(world: int) -> list[Expected]:
+    return [
+        Expected(spread_of(pattern, n, heads=heads, kv_heads=kv_heads, layout=layout, exchange="all_to_all", lse_grad=lse_grad), "heads")
+        for pattern in (WHOLE, DilatedPattern((8, 32), (1, 4)))
+        for n in (8 * world, 29)
+        for heads, kv_heads in ((2 * world, 2 * world), (world, 1))
+        for layout in ("contiguous", "zigzag", "striped")
+        # without a gradient of lse, too, zeros travel: another rank may have one
+        for lse_grad in (False, True)
+    ]
+
+
+def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
+    case = one.spread.case
+    sizes = Sizes(case.heads, case.kv_heads, D, B, dtype.itemsize, max(4, dtype.itemsize))
+    if one.formula == "dense":
+        return dense_bytes(case.num_keys, world, rank, one.spread.layout, sizes, is_causal=case.is_causal, window=case.window)
+    if one.formula == "dilated":
+        return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, is_causal=case.is_causal)
+    return heads_bytes(case.num_keys, world, rank, one.spread.layout, sizes, lse_grad=True)
+
+
+@pytest.mark.parametrize("make", [dense, dilated, by_heads])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64), (8, torch.float32)])
+def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
+    calls = make(world)
+    assert len(calls) >= 20
+    needs_grad = world < 8
+    for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype, needs_grad, timeout=120.0)):
+        for one, count in zip(calls, found, strict=True):
+            wanted = formula(one, world, rank, dtype)
+            assert count.forward_sent == wanted.forward_sent and count.forward_received == wanted.forward_received, (rank, one)
+            if needs_grad:
+                assert count == wanted, (rank, one)
+
+
+def test_formulas_by_hand() -> None:
+    """Numbers worked out on paper, so that a formula and the code cannot be wrong alike."""
+    # 4 ranks of 8 positions, 2 key/value heads of 8 numbers of 2 bytes, batch 1: a row of K and V is 64 bytes, of their gradients 128
+    sizes = Sizes(4, 2, 8, 1, 2, 4)
+
+    def of(rank: int, layout: str = "contiguous", is_causal: bool = False, **options: Any) -> Bytes:
+        return dense_bytes(32, 4, rank, layout, sizes, is_causal=is_causal, **options)
+
+    assert of(1) == Bytes(24 * 64, 24 * 64, 24 * 64 + 24 * 128, 24 * 64 + 24 * 128)
+    # rank 1 of a contiguous causal sequence sees rank 0's keys, and is seen by two
+    assert of(1, is_causal=True) == Bytes(16 * 64, 8 * 64, 16 * 64 + 8 * 128, 8 * 64 + 16 * 128)
+    # zigzag: its runs are [4, 8) and [24, 28): it sees all before 28 but its own 8, the first four twice
+    causal = of(1, "zigzag", True)
+    assert causal.forward_received == 20 * 64 and causal.backward_sent - causal.forward_sent == (4 + 20) * 128
+    # nothing but neighbours lies in a window: three rows before, two behind
+    assert of(1, window=(3, 2)).forward_received == 5 * 64 and of(0, window=(3, 2)).forward_received == 2 * 64
+    # one branch of rate 2 over all 32, 2 query heads to a key/value head, so both halves of its rows are read: 24 rows again
+    assert dilated_bytes(32, 4, 3, (8, 32), (1, 2), sizes, is_causal=False).forward_received == 24 * 64
+    # rate 4: two of four offsets
+    assert dilated_bytes(32, 4, 3, (8, 32), (1, 4), sizes, is_causal=False).forward_received == 24 // 4 * 2 * 64
+    assert dilated_bytes(32, 4, 0, (8, 32), (1, 4), sizes, is_causal=True).forward_received == 0
+    assert dilated_bytes(32, 4, 2, (8, 4), (1, 4), sizes, is_causal=True) == Bytes(0, 0, 0, 0)
+    # one query head and one key/value head of 24 rows come (3 · 16 bytes a row), three heads of 8 rows of out and lse (20 bytes) go back
+    assert heads_bytes(32, 4, 0, "zigzag", sizes).forward_received == 24 * 48 + 24 * 20

@@ -1,0 +1,159 @@
+"""Rings on many groups at once: first uses from threads at the same time leave torch as it was, and results exact."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dilated_attention import (
+    attention,
+    block_sparse_attention,
+    dilated_attention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+)
+from dilated_attention.pattern import LocalWindow
+from tests.helpers.pool import Pool
+
+N = 256
+KINDS = ("dense", "dilated", "blocks")
+SOON = datetime.timedelta(seconds=10)
+
+
+def whole(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, N, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def attend(kind: str, tensors: list[torch.Tensor], group: Any, is_causal: bool) -> list[torch.Tensor]:
+    """(out, dq, dk, dv), on one process where ``group`` is None."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    arguments: dict[str, Any] = {"is_causal": is_causal}
+    if group is not None:
+        arguments |= {"group": group, "seq_len": N, "timeout": 20.0, "layout": "contiguous"}
+    if kind == "dense":
+        out = (attention if group is None else ring_attention)(*leaves, **arguments)
+    elif kind == "dilated":
+        out = (dilated_attention if group is None else ring_dilated_attention)(*leaves, [64, N], [1, 2], **arguments)
+    else:
+        out = (block_sparse_attention if group is None else ring_block_sparse_attention)(
+            *leaves, LocalWindow(64, block_size=64), **arguments
+        )
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def made(rank: int, world: int, how: str, count: int) -> list[Any]:
+    """This rank's groups, one for each thread."""
+    if how == "whole":
+        return [dist.new_group(list(range(world))) for _ in range(count)]
+    if how == "mesh":
+        meshes = [dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp")) for _ in range(count)]
+        return [mesh["cp"].get_group() for mesh in meshes]
+    # members alone, and not equally many groups on all ranks
+    if rank == 0:
+        return []
+    return [dist.new_group(list(range(1, world)), use_local_synchronization=True) for _ in range(count)]
+
+
+def first_uses(rank: int, world: int, how: str, count: int) -> tuple[int, list[str], int]:
+    """(results compared, errors, groups that could be made afterwards)."""
+    usual = dist.distributed_c10d._process_group_name  # type: ignore[attr-defined,unused-ignore]
+    groups = made(rank, world, how, count)
+    known = len(dist.distributed_c10d._world.pg_names)
+    errors: list[str] = []
+    compared = [0] * count
+    start = threading.Barrier(max(1, len(groups)))
+
+    def use(index: int) -> None:
+        try:
+            start.wait()
+            for turn in range(2):
+                kind, full = KINDS[(index + turn) % 3], whole(index)
+                parts = shard_sequence(groups[index], full, [1] * 3)
+                found = attend(kind, parts, groups[index], bool(index % 2))
+                expected = shard_sequence(groups[index], attend(kind, full, None, bool(index % 2)), [1] * 4)
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+                    compared[index] += 1
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test shows it
+            errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=use, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert dist.distributed_c10d._process_group_name is usual  # type: ignore[attr-defined,unused-ignore]
+    # by this number torch names groups that members make by themselves: ranks in other rings have to come to the same
+    assert len(dist.distributed_c10d._world.pg_names) == known
+    after = [dist.new_group([world - 2, world - 1], timeout=SOON, use_local_synchronization=True)] if rank >= world - 2 > 0 else []
+    after += [dist.new_group(list(range(world)), timeout=SOON) for _ in range(2)]
+    for group in after:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == dist.get_world_size(group)
+    return sum(compared), errors, len(after)
+
+
+@pytest.mark.parametrize(("how", "world", "count"), [("whole", 2, 8), ("mesh", 4, 4), ("members", 3, 4)])
+def test_first_uses_of_many_groups_at_once(how: str, world: int, count: int) -> None:
+    pool = Pool(world)
+    try:
+        for rank, (compared, errors, after) in enumerate(pool.run(first_uses, how, count, timeout=100.0)):
+            assert not errors
+            assert compared == (0 if how == "members" and rank == 0 else 8 * count)
+            assert after >= 2
+    finally:
+        pool.close()
+
+
+def overlapping(rank: int, world: int) -> str:
+    """Ranks 0 and 1 share a ring; 1 and 2 then make a group by themselves, which torch names by how many groups a process has."""
+    mine = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
+    attend("dense", shard_sequence(mine, whole(0), [1] * 3), mine, False)
+    if rank == 0:
+        return ""
+    group = dist.new_group([1, 2], timeout=SOON, use_local_synchronization=True)
+    dist.all_reduce(torch.ones(1), group=group)
+    return str(group.group_name)
+
+
+def test_a_ring_leaves_the_names_of_later_groups_alone() -> None:
+    pool = Pool(3)
+    try:
+        _, *names = pool.run(overlapping)
+        assert names[0] == names[1]
+    finally:
+        pool.close()
+
+
+def two_groups(rank: int, world: int) -> None:
+    """Calls on two groups in turn, the backward of one after the forward of the other; then groups are destroyed and made again."""
+    for life in range(3):
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        parts = [[x.requires_grad_() for x in shard_sequence(group, whole(life), [1] * 3)] for group in groups]
+        outs = [ring_attention(*mine, group=group, seq_len=N, layout="contiguous") for mine, group in zip(parts, groups, strict=True)]
+        for out in outs[::-1] if life % 2 else outs:
+            out.square().sum().backward()
+        expected = shard_sequence(groups[0], attend("dense", whole(life), None, False), [1] * 4)
+        for out, mine in zip(outs, parts, strict=True):
+            for a, b in zip([out, *(x.grad for x in mine)], expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def test_two_groups_in_turn_and_anew() -> None:
+    pool = Pool(2)
+    try:
+        pool.run(two_groups)
+    finally:
+        pool.close()

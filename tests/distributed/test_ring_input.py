@@ -1,0 +1,307 @@
+"""Ring calls that are refused: bad input at the door, and calls that differ between ranks, with one text on all of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dilated_attention import (
+    BackendUnavailable,
+    RingMultiheadDilatedAttention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+)
+from dilated_attention.distributed.comm import call_consistency
+from dilated_attention.distributed.errors import RingError
+from dilated_attention.modules import RingMultiheadBlockSparseAttention
+from dilated_attention.pattern import LocalWindow
+from tests.helpers.pool import pool_of
+
+
+def tensors(rows: int = 8, heads: int = 4, kv_heads: int = 2, batch: int = 2, **changes: Any) -> dict[str, Any]:
+    made = {"q": torch.zeros(batch, rows, heads, 8), "k": torch.zeros(batch, rows, kv_heads, 8), "v": torch.zeros(batch, rows, kv_heads, 8)}
+    return made | changes
+
+
+BOUNDS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+# (arguments, exception, words of its text) of both functions
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (tensors(q=None), TypeError, "q is a NoneType"),
+    (tensors(q=torch.zeros(2, 8, 32)), ValueError, "q has shape"),
+    (tensors(q=torch.zeros(2, 7, 4, 8)), ValueError, "q has 7 rows and k has 8; a process holds queries and keys of the same positions"),
+    (tensors(heads=3), ValueError, "q has 3 heads and k has 2"),
+    (tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.float64)), ValueError, "q, k, v have dtypes"),
+    ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'; expected one of 'contiguous', 'zigzag', 'striped'"),
+    ({"layout": None}, TypeError, "layout is None"),
+    ({"exchange": "gather"}, ValueError, "exchange is 'gather'; expected one of 'auto', 'all_gather', 'ring', 'all_to_all', '2d'"),
+    ({"exchange": 2}, TypeError, "exchange is 2"),
+    ({"timeout": 0}, ValueError, "timeout is 0; expected a number of seconds > 0"),
+    ({"timeout": -1.0}, ValueError, r"timeout is -1\.0"),
+    ({"timeout": float("inf")}, ValueError, "timeout is inf"),
+    ({"timeout": float("nan")}, ValueError, "timeout is nan"),
+    ({"timeout": True}, ValueError, "timeout is True"),
+    ({"timeout": "60"}, ValueError, "timeout is '60'"),
+    ({"seq_len": -1}, ValueError, "seq_len is -1; expected an integer ≥ 0"),
+    ({"seq_len": 8.0}, TypeError, r"seq_len is 8\.0"),
+    ({"seq_len": 9}, ValueError, r"the group's ranks hold \[8\] positions; a \w+ sequence of 9 has \[9\]: cut it by shard_sequence"),
+    ({"exchange": "2d"}, ValueError, "exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node"),
+    ({"exchange": "2d", "ranks_per_node": 0}, ValueError, "ranks_per_node is 0; expected an integer ≥ 1"),
+    ({"exchange": "2d", "ranks_per_node": 1.0}, TypeError, r"ranks_per_node is 1\.0"),
+    ({"exchange": "2d", "ranks_per_node": 2}, ValueError, "ranks_per_node is 2 for a group of 1 processes; expected a divisor of 1"),
+    ({"is_causal": 1}, TypeError, "is_causal is 1"),
+    ({"return_lse": None}, TypeError, "return_lse is None"),
+    ({"deterministic": "no"}, TypeError, "deterministic is 'no'"),
+    ({"scale": 0.0}, ValueError, r"scale is 0\.0"),
+    ({"scale": "1"}, TypeError, "scale is '1'"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1\.0"),
+    ({"key_padding_mask": torch.zeros(2, 9, dtype=torch.bool)}, ValueError, "key_padding_mask has shape"),
+    ({"key_padding_mask": torch.zeros(2, 8)}, TypeError, "key_padding_mask has dtype"),
+    ({"cu_seqlens": BOUNDS}, ValueError, "cu_seqlens with batch size 2"),
+    (tensors(batch=1, cu_seqlens=BOUNDS.float()), TypeError, "cu_seqlens has dtype"),
+    (tensors(batch=1, cu_seqlens=BOUNDS[:2]), ValueError, r"cu_seqlens is \[0, 3\]; expected bounds that start at 0, .* end at N = 8"),
+    ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+    ({"backend": "flash3"}, BackendUnavailable, "flash3"),
+    ({"group": 1, "mesh": 2}, ValueError, "group and mesh are both given; .* pass group= or mesh="),
+    ({"group": 3}, ValueError, r"torch\.distributed is not initialised"),
+]
+DENSE_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window": (1, 2), "exchange": "ring"}, ValueError, "exchange='ring' with a window: .* use exchange='all_gather'"),
+    ({"window": -2}, ValueError, "window is -2"),
+    ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\)"),
+    ({"window": 1.5}, TypeError, r"window is 1\.5"),
+]
+DILATED_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"segment_lengths": [4, 8], "dilation_rates": [1]}, ValueError, "segment_lengths has 2 entries"),
+    ({"segment_lengths": 4}, TypeError, "segment_lengths is 4"),
+    ({"segment_lengths": [0]}, ValueError, r"segment_lengths\[0\] is 0"),
+    ({"dilation_rates": [5]}, ValueError, r"dilation_rates\[0\] is 5"),
+    ({"head_offsets": "odd"}, ValueError, "head_offsets is 'odd'"),
+    ({"head_offsets": [[0, 0]]}, ValueError, "2 integers per branch for 4 heads"),
+    ({"branch_heads": "some"}, ValueError, "branch_heads is 'some'"),
+    ({"tail": "cut"}, ValueError, "tail is 'cut'"),
+    ({"mixture_grad": "none"}, ValueError, "mixture_grad is 'none'"),
+    (
+        {"exchange": "all_to_all", "branch_heads": "split"},
+        ValueError,
+        "exchange='all_to_all': branch_heads='split' .* use exchange='all_gather'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), BAD + DENSE_BAD)
+def test_ring_attention_refuses(arguments: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(error, match=text):
+        ring_attention(**(tensors() | arguments))
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), BAD + DILATED_BAD)
+def test_ring_dilated_attention_refuses(
+    arguments: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(error, match=text):
+        ring_dilated_attention(**(tensors() | {"segment_lengths": [4], "dilation_rates": [2]} | arguments))
+
+
+# --- in a world of four -----------------------------------------------------------------------------------------------------------
+
+
+def call_of(rank: int, arguments: dict[str, Any]) -> str:
+    """The text of what this rank's call raises, and whether it was fast."""
+    arguments = {"timeout": 20.0} | arguments
+    if arguments.pop("leaf", False):
+        arguments["q"] = arguments["q"].requires_grad_()
+    function = ring_dilated_attention if "segment_lengths" in arguments else ring_attention
+    began = time.monotonic()
+    try:
+        function(**arguments)
+    except (ValueError, TypeError, RingError) as error:
+        assert time.monotonic() - began < 5
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused(rank: int, world: int, calls: list[tuple[dict[str, Any], dict[int, dict[str, Any]]]]) -> list[str]:
+    """Each call's text on this rank; then a call that is alike on all works as before."""
+    texts = [call_of(rank, tensors() | base | odd.get(rank, {})) for base, odd in calls]
+    assert call_of(rank, tensors()) == "no error"
+    return texts
+
+
+BASE = {"segment_lengths": [4, 16], "dilation_rates": [1, 2], "seq_len": 32}
+# (arguments of all, those of rank 2, text): what one rank has of its own
+ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (BASE, tensors(batch=1), r"q\.shape\[0\]: ranks 0, 1, 3 have 2, rank 2 has 1"),
+    (BASE, tensors(heads=8), r"q\.shape\[2\]: ranks 0, 1, 3 have 4, rank 2 has 8"),
+    (BASE, tensors(kv_heads=4), r"k\.shape\[2\]: ranks 0, 1, 3 have 2, rank 2 has 4"),
+    (BASE, {name: x[..., :4] for name, x in tensors().items()}, r"q\.shape\[3\]: ranks 0, 1, 3 have 8, rank 2 has 4"),
+    (BASE, {name: x.bfloat16() for name, x in tensors().items()}, r"dtype: .* have torch\.float32, rank 2 has torch\.bfloat16"),
+    (BASE, tensors(rows=7), r"ranks hold \[8, 8, 7, 8\] positions; a contiguous sequence of 32 has \[8, 8, 8, 8\]"),
+    (BASE, {"segment_lengths": [4, 32]}, r"segment_lengths: .* have \[4, 16\], rank 2 has \[4, 32\]"),
+    (BASE, {"dilation_rates": [1, 4]}, r"dilation_rates: .* have \[1, 2\], rank 2 has \[1, 4\]"),
+    (BASE, {"head_offsets": "zero"}, "head_offsets: .* have cyclic, rank 2 has zero"),
+    (BASE, {"head_offsets": [[0] * 4, [1] * 4]}, "head_offsets: .* have cyclic, rank 2 has"),
+    (BASE, {"branch_heads": "split"}, "branch_heads: .* have all, rank 2 has split"),
+    (BASE, {"tail": "zero_keys"}, "tail: .* have mask, rank 2 has zero_keys"),
+    (BASE, {"mixture_grad": "detached"}, "mixture_grad: .* have exact, rank 2 has detached"),
+    (BASE, {"is_causal": True}, "is_causal: .* have False, rank 2 has True"),
+    (BASE, {"scale": 0.5}, r"scale: .* rank 2 has 0\.5"),
+    (BASE, {"dropout_p": 0.5}, r"dropout_p: .* rank 2 has 0\.5"),
+    (BASE, {"deterministic": True}, "deterministic: .* rank 2 has True"),
+    (BASE, {"leaf": True}, "requires_grad: .* have False, rank 2 has True"),
+    (BASE, {"layout": "zigzag"}, "layout: .* have contiguous, rank 2 has zigzag"),
+    (BASE, {"exchange": "ring"}, "exchange: .* have auto, rank 2 has ring"),
+    (BASE, {"exchange": "2d", "ranks_per_node": 2}, "exchange: .*ranks_per_node: .* have None, rank 2 has 2"),
+    (BASE, {"seq_len": None}, "seq_len: .* have 32, rank 2 has None"),
+    (BASE, {"seq_len": 33}, "seq_len: .* have 32, rank 2 has 33"),
+    (BASE, {"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool)}, "key_padding_mask: .* have None, rank 2 has given"),
+    (
+        tensors(batch=1, cu_seqlens=BOUNDS * 4) | BASE,
+        {"cu_seqlens": BOUNDS[[0, 2]] * 4},
+        r"cu_seqlens: .* have \[0, 12, 32\], rank 2 has \[0, 32\]",
+    ),
+    ({}, {"window": (1, 2)}, "window: ranks 0, 1, 3 have None, rank 2 has"),
+    ({"window": (1, 2)}, {"window": (1, None)}, "window: ranks 0, 1, 3 have"),
+    (BASE, {"backend": "flash4"}, "kernels: ranks 0, 1, 3 have available, rank 2 has unavailable: backend='flash4' cannot compute"),
+    (BASE, {"return_lse": True}, "return_lse: .* have False, rank 2 has True"),
+    # one branch as long as any sequence is the other function
+    (BASE, {"segment_lengths": [2**62], "dilation_rates": [1]}, "function: .* have ring_dilated_attention, rank 2 has ring_attention"),
+    # no rank is odd, yet the call is wrong
+    (BASE | {"seq_len": 40}, {}, r"ranks hold \[8, 8, 8, 8\] positions; a contiguous sequence of 40 has \[10, 10, 10, 10\]"),
+    (tensors(batch=1, cu_seqlens=BOUNDS) | BASE, {}, r"cu_seqlens is \[0, 3, 8\]; expected bounds .* end at N = 32"),
+    (BASE | {"exchange": "all_to_all"} | tensors(heads=6), {}, "exchange='all_to_all': 6 heads are no multiple of 4 ranks"),
+    (BASE | {"exchange": "all_to_all"} | tensors(heads=12, kv_heads=3), {}, "3 key/value heads and 4 ranks: neither is a multiple"),
+    (BASE | {"exchange": "all_to_all", "branch_heads": "split"}, {}, "exchange='all_to_all': branch_heads='split'"),
+    (BASE | {"exchange": "2d", "ranks_per_node": 3}, {}, "ranks_per_node is 3 for a group of 4 processes; expected a divisor of 4"),
+    (BASE | {"exchange": "2d", "ranks_per_node": 4} | tensors(heads=6), {}, "exchange='2d': 6 heads are no multiple of 4 ranks"),
+]
+
+
+def test_what_differs_between_ranks_is_refused_alike_on_all() -> None:
+    ranks = pool_of(4).run(refused, [(base, {2: odd}) for base, odd, _ in ODD])
+    for index, (base, odd, text) in enumerate(ODD):
+        texts = {rank[index] for rank in ranks}
+        assert len(texts) == 1, (base, odd, texts)
+        with pytest.raises(ValueError, match=text):
+            name, _, message = texts.pop().partition(": ")
+            assert name == "ValueError", message
+            raise ValueError(message)
+
+
+def own_choices(rank: int, world: int) -> list[str]:
+    """Calls in which ranks differ in what each may choose, one call after the other of the same kind otherwise."""
+    choices = [{}, {"timeout": 10.0}, {"backend": "math"}, {"timeout": 15.0, "backend": "sdpa_cpu"}, {}]
+    return [call_of(rank, tensors() | {"seq_len": 8 * world} | (choice if rank == 1 else {})) for choice in choices]
+
+
+def test_ranks_may_choose_their_timeout_and_backend() -> None:
+    """A rank that calls with another timeout than before must not ask the others, who do not."""
+    assert pool_of(4).run(own_choices) == [["no error"] * 5] * 4
+
+
+def in_two_groups(rank: int, world: int) -> set[str]:
+    """Calls of all, before and after some ranks have made calls of a group of their own, so many that kinds are forgotten."""
+    pair = dist.new_group([0, 1])
+    x = {name: y[:1, :1] for name, y in tensors().items()}
+    whole, own = x | {"seq_len": world}, x | {"seq_len": 2, "group": pair}
+    most, call_consistency.MOST_KINDS = call_consistency.MOST_KINDS, 8
+    try:
+        texts = {call_of(rank, whole)}
+        if rank < 2:
+            texts |= {call_of(rank, own | {"scale": 1.0 + i}) for i in range(12)}
+        return texts | {call_of(rank, whole)}
+    finally:
+        call_consistency.MOST_KINDS = most
+
+
+def test_calls_of_one_group_leave_another_ones_agreement() -> None:
+    assert pool_of(3).run(in_two_groups) == [{"no error"}] * 3
+
+
+def group_and_mesh(rank: int, world: int) -> list[str]:
+    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
+    calls = [{"group": dist.group.WORLD, "mesh": mesh["cp"]}, {"mesh": mesh}, {"group": 3}]
+    texts = [call_of(rank, tensors() | arguments) for arguments in calls]
+    others = dist.new_group([0, 1])
+    return [*texts, call_of(rank, tensors() | {"group": others})]
+
+
+def test_groups_are_refused() -> None:
+    for rank, texts in enumerate(pool_of(4).run(group_and_mesh)):
+        both, axes, number, not_in = texts
+        assert both.startswith("ValueError: group and mesh are both given")
+        assert axes.startswith("ValueError: the mesh has 2 axes ('dp', 'cp'); a sequence is spread over one: pass mesh['cp']")
+        assert number.startswith("TypeError: expected a ProcessGroup, a DeviceMesh of one axis or None, got int")
+        assert not_in == "no error" if rank < 2 else f"ValueError: global rank {rank} is not in the group" in not_in
+
+
+EMPTY: list[tuple[str, dict[str, Any]]] = [
+    *(("dense", {"layout": layout}) for layout in ("contiguous", "zigzag", "striped")),
+    *(("dense", {"exchange": exchange}) for exchange in ("all_gather", "ring", "all_to_all")),
+    ("dense", {"window": 2}),
+    ("dense", {"is_causal": True, "dropout_p": 0.5}),
+    ("dilated", {}),
+    ("dilated", {"mixture_grad": "detached"}),
+    ("dilated", {"tail": "zero_keys", "branch_heads": "split"}),
+    ("blocks", {}),
+    ("blocks", {"layout": "zigzag", "is_causal": True}),
+]
+
+
+def empty(rank: int, world: int, batch: int, length: int) -> int:
+    """Calls and modules on a batch of 0, or on fewer positions than ranks: shapes as on one process, and gradients to match."""
+    done = 0
+    for kind, arguments in EMPTY:
+        for padded in (False, True):
+            layout = arguments.get("layout", "contiguous")
+            full = [torch.randn(batch, length, 4, 8) for _ in range(3)] + [torch.zeros(batch, length, dtype=torch.bool)]
+            *shards, padding = shard_sequence(None, full, [1] * 4, layout=layout)
+            leaves = [x.requires_grad_() for x in shards]
+            more = arguments | {"layout": layout, "seq_len": length, "key_padding_mask": padding if padded else None, "return_lse": True}
+            if kind == "dense":
+                out, lse = ring_attention(*leaves, **more)
+            elif kind == "dilated":
+                out, lse = ring_dilated_attention(*leaves, [2, 16], [1, 2], **more)
+            else:
+                out, lse = ring_block_sparse_attention(*leaves, LocalWindow(64, block_size=64), **more)
+            assert out.shape == leaves[0].shape and lse.shape == (batch, 4, leaves[0].shape[1])
+            (out.sum() if arguments.get("mixture_grad") else out.sum() + lse.sum()).backward()
+            for x in leaves:
+                assert x.grad is not None and x.grad.shape == x.shape and x.grad.isfinite().all()
+            done += 1
+    x = torch.randn(batch, len(range(rank, length, world)), 32, requires_grad=True)
+    for module in (
+        RingMultiheadDilatedAttention(32, 4, [2, 16], [1, 2]),
+        RingMultiheadBlockSparseAttention(32, 4, LocalWindow(64, block_size=64)),
+    ):
+        out, _ = module(x, seq_len=length)
+        out.sum().backward()
+        assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("batch", "length"), [(0, 16), (0, 1), (0, 0), (2, 0), (2, 1)])
+def test_nothing_is_attended_to_as_on_one_process(world: int, batch: int, length: int) -> None:
+    found = [empty(0, 1, batch, length)] if world == 1 else pool_of(world).run(empty, batch, length)
+    assert found == [2 * len(EMPTY) + 2] * world
+
+
+def batches(rank: int, world: int) -> str:
+    return call_of(rank, tensors(batch=rank) | {"seq_len": 8 * world})
+
+
+def test_a_batch_of_nothing_on_one_rank_only_is_refused() -> None:
+    assert (
+        pool_of(2).run(batches)
+        == ["ValueError: ring_attention: ranks disagree on q.shape[0]: rank 0 has 0, rank 1 has 1; all ranks must make the same call"] * 2
+    )

@@ -1,0 +1,259 @@
+"""block_lists against dense masks: every pattern and compositions of them; memory and time at a million positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.engine.blocks import lists as module
+from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, renumber_columns, select_rows
+from dilated_attention.pattern import (
+    BigBird,
+    BlockPattern,
+    BlockTensor,
+    Causal,
+    GlobalLocal,
+    LocalWindow,
+    MaskFunction,
+    RandomBlocks,
+    Strided,
+)
+from dilated_attention.pattern.blocks import kept_blocks
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
+
+MILLION = 2**20
+# bfloat16, 16 heads of 128
+BYTES_OF_Q = MILLION * 16 * 128 * 2
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> None:
+    clear_block_lists()
+
+
+def check(pattern: BlockPattern, n: int, is_causal: bool, first_query: int = 0, num_queries: int | None = None) -> BlockLists:
+    num_queries = n - first_query if num_queries is None else num_queries
+    lists = block_lists(pattern, n, HEADS, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device="cpu")
+    wanted = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)[:, first_query : first_query + num_queries]
+    assert torch.equal(expanded(lists, HEADS), wanted)
+    if lists.interval is not None:
+        assert torch.equal(expanded_by_interval(lists, HEADS), wanted)
+    ascending = (lists.columns[1:] > lists.columns[:-1]) | (lists.row_of_entry[1:] != lists.row_of_entry[:-1])
+    assert bool(ascending.all())
+    if lists.masks is not None:
+        # every mask is used, is needed, and is different from the others
+        used = lists.masks[lists.masks >= 0].unique()
+        assert used.tolist() == list(range(len(lists.bits)))
+        assert bool((lists.bits != 0).flatten(1).any(1).all())
+    else:
+        assert len(lists.bits) == 0 and lists.interval is None
+    return lists
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", sorted(simple_patterns(64, 64)))
+def test_lists_are_the_dense_mask(name: str, is_causal: bool) -> None:
+    for n in LENGTHS:
+        for block_size in BLOCK_SIZES if n > 200 else (64, (128, 64)):
+            pattern = simple_patterns(n, block_size)[name]
+            lists = check(pattern, n, is_causal)
+            assert pattern.mask_bytes(n, HEADS, is_causal=is_causal) == lists.nbytes
+            if n > 256:
+                check(pattern, n, is_causal, first_query=128)
+                check(pattern, n, is_causal, first_query=128, num_queries=100)
+
+
+@given(data=st.data(), n=st.sampled_from((1, 65, 190, 300, 515)), block_size=st.sampled_from(BLOCK_SIZES), is_causal=st.booleans())
+@settings(max_examples=60)
+def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, int], is_causal: bool) -> None:
+    pattern = data.draw(compositions(n, block_size))
+    check(pattern, n, is_causal, first_query=128 if n > 128 and data.draw(st.booleans()) else 0)
+    assert pattern.pairs(n, HEADS, is_causal=is_causal) == int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_building_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+    monkeypatch.setattr(kept_blocks, "BLOCKS_AT_ONCE", 10)
+    monkeypatch.setattr(kept_blocks, "PAIRS_AT_ONCE", 3 * 128 * 128)
+    for name, pattern in simple_patterns(700, (128, 64)).items():
+        lists = block_lists(pattern, 700, HEADS, is_causal=is_causal, device="cpu")
+        wanted = pattern.dense_mask(700, 700, HEADS, is_causal=is_causal)
+        assert torch.equal(expanded(lists, HEADS), wanted), name
+        assert lists.interval is None or torch.equal(expanded_by_interval(lists, HEADS), wanted), name
+        assert pattern.pairs(700, HEADS, is_causal=is_causal) == int(wanted.sum()), name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_causal"),
+    [
+        (LocalWindow(100), False),
+        (LocalWindow(100), True),
+        (Causal(), False),
+        (GlobalLocal(500, 128), False),
+        (GlobalLocal(500, 128), True),
+        (LocalWindow(300) | Strided(5, 0), True),
+        (BigBird(300, 128, 2), True),
+        (RandomBlocks(0.3), True),
+        (LocalWindow(300) & MaskFunction(lambda b, h, q, k: k >= 100), False),
+    ],
+)
+def test_interval_where_masks_are_stretches(pattern: BlockPattern, is_causal: bool) -> None:
+    lists = check(pattern, 2000, is_causal)
+    assert lists.mask_kind == "interval"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [MaskFunction(lattice), GlobalLocal(0, 10), LocalWindow(3) | LocalWindow((300, 0)) & MaskFunction(lattice)],
+    ids=["lattice", "global", "both"],
+)
+def test_no_interval_where_masks_have_holes(pattern: BlockPattern) -> None:
+    assert check(pattern, 500, False).mask_kind == "bits"
+
+
+def test_heads_that_differ_have_no_interval() -> None:
+    lists = check(MaskFunction(lambda b, h, q, k: k - q <= 10 * h, per_head=True), 500, False)
+    assert lists.mask_kind == "bits" and lists.num_heads == HEADS
+
+
+def test_few_masks_for_shifted_windows() -> None:
+    for pattern in (LocalWindow(100), GlobalLocal(100, 128), LocalWindow(100) | Strided(3), LocalWindow((None, 70)) & Causal()):
+        # one more of each for the short last row and column
+        assert len(block_lists(pattern, 128 * 40 + 1, 1, device="cpu").bits) <= 9
+    per_head = LocalWindow(100) & RandomBlocks(0.8)
+    assert len(block_lists(per_head, 128 * 40, 8, device="cpu").bits) <= 3
+
+
+def test_a_short_block_does_not_speak_for_whole_ones() -> None:
+    n = 128 * 5 + 30
+    # head 0 keeps the short last row or column only: its blocks come first, and have the distance of whole blocks of head 1
+    for short in (slice(None), 5), (5, slice(None)):
+        table = torch.zeros(HEADS, 6, 6, dtype=torch.bool)
+        table[0][short] = True
+        table[1] = True
+        pattern = LocalWindow(100) & BlockTensor(table)
+        check(pattern, n, False)
+        assert pattern.pairs(n, HEADS) == int(pattern.dense_mask(n, n, HEADS).sum())
+
+
+def test_cached_by_all_arguments() -> None:
+    pattern = LocalWindow(100)
+    lists = block_lists(pattern, 500, 2, device="cpu")
+    assert block_lists(LocalWindow(100), 500, 2, device=torch.device("cpu")) is lists
+    assert block_lists(pattern, 500, 2, num_queries=500, device="cpu") is lists
+    for changed in ({"is_causal": True}, {"first_query": 128}, {"num_queries": 100}):
+        assert block_lists(pattern, 500, 2, device="cpu", **changed) is not lists
+    # tables are equal to themselves only, whatever is in them
+    table = torch.ones(1, 4, 4, dtype=torch.bool)
+    full = block_lists(BlockTensor(table), 500, 2, device="cpu")
+    assert block_lists(BlockTensor(~table), 500, 2, device="cpu").num_entries == 0 and full.num_entries == 16
+
+
+def test_lists_made_while_inferring_serve_training() -> None:
+    with torch.inference_mode():
+        lists = block_lists(GlobalLocal(30, 10), 500, 2, device="cpu")
+    assert lists.masks is not None and not any(x.is_inference() for x in (lists.row_starts, lists.columns, lists.masks, lists.bits))
+
+
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED_BYTES", 3 * block_lists(LocalWindow(1), 5000, 1, device="cpu").nbytes)
+    for width in range(20):
+        block_lists(LocalWindow(width), 5000, 1, device="cpu")
+    assert 1 <= len(module._cache) <= 3
+    monkeypatch.setattr(module, "MAX_CACHED_BYTES", 1)
+    assert block_lists(LocalWindow(7), 5000, 1, device="cpu") is block_lists(LocalWindow(7), 5000, 1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"first_query": 64}, "first_query is 64; expected a multiple of the query block, 128"),
+        ({"first_query": -128}, "first_query is -128"),
+        ({"first_query": 128, "num_queries": 500}, r"queries \[128, 628\) reach beyond the 500 keys"),
+    ],
+)
+def test_refused(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        block_lists(LocalWindow(3), 500, 2, device="cpu", **arguments)
+
+
+class _CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.ops += 1
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "seconds", "ops"),
+    [(LocalWindow(1024), 2, 110), (GlobalLocal(1024, 128), 6, 320), (BigBird(1024, 128, 3, seed=1), 20, 800)],
+    ids=["window", "global_local", "big_bird"],
+)
+def test_a_million_positions(pattern: BlockPattern, is_causal: bool, seconds: float, ops: int) -> None:
+    begin = time.perf_counter()
+    with _CountOps() as count:
+        lists = block_lists(pattern, MILLION, 16, is_causal=is_causal, device="cpu")
+    taken = time.perf_counter() - begin
+    print(f"{pattern}, causal {is_causal}: {taken:.3f} s, {count.ops} ops, {lists.nbytes / BYTES_OF_Q:.2%} of q, largest {count.largest:,}")
+    assert lists.nbytes <= 0.01 * BYTES_OF_Q
+    assert taken <= seconds
+    assert count.ops <= ops
+    # nothing of rows × columns for each head, let alone N²
+    assert count.largest < 0.2 * lists.num_heads * lists.num_rows * lists.num_columns
+    assert lists.interval is not None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_select_rows(is_causal: bool) -> None:
+    n = 700
+    for name, pattern in simple_patterns(n, 64).items():
+        lists = block_lists(pattern, n, HEADS, is_causal=is_causal, device="cpu")
+        mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
+        for rows in ([3, 1, 10], [], [0, 2, 2, 9], list(range(11))):
+            chosen = select_rows(lists, torch.tensor(rows, dtype=torch.int64))
+            positions = [p for row in rows for p in range(64 * row, min(64 * row + 64, n))]
+            assert torch.equal(expanded(chosen, HEADS), mask[:, positions]), name
+            assert chosen.interval is None or torch.equal(expanded_by_interval(chosen, HEADS), mask[:, positions]), name
+            assert (chosen.interval is None) == (lists.interval is None)
+        with pytest.raises(ValueError, match="rows selects the short last query block, 10, before its end; select it last"):
+            select_rows(lists, torch.tensor([10, 0]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_renumber_columns(is_causal: bool) -> None:
+    n, columns = 700, 11
+    for name, pattern in simple_patterns(n, 64).items():
+        lists = block_lists(pattern, n, HEADS, is_causal=is_causal, device="cpu")
+        mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
+        for held in ([4, 2, 7], [0, 1, 2, 3], [5, 3, 10], [], list(range(11))):
+            mapping = torch.full((columns,), -1)
+            mapping[held] = torch.arange(len(held))
+            positions = [p for column in held for p in range(64 * column, min(64 * column + 64, n))]
+            renumbered = renumber_columns(lists, mapping, len(positions))
+            assert torch.equal(expanded(renumbered, HEADS), mask[:, :, positions]), name
+            if renumbered.interval is not None:
+                assert held == list(range(len(held)))
+                assert torch.equal(expanded_by_interval(renumbered, HEADS), mask[:, :, positions]), name
+            if renumbered.num_entries:
+                both = dataclasses.replace(renumbered).by_column
+                assert int(both.starts[-1]) == renumbered.num_entries
+        mapping = torch.full((columns,), -1)
+        mapping[[10, 3]] = torch.arange(2)
+        with pytest.raises(ValueError, match=r"mapping takes key blocks to places of another size \(700 → 124 keys, blocks of 64\)"):
+            renumber_columns(lists, mapping, 124)

@@ -1,0 +1,490 @@
+"""Content-chosen blocks against their definition in float64 loops; the kernels' choice and lists against torch's, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.engine.blocks import bitmask, selection
+from dilated_attention.engine.blocks.bitmask import lists_of_kept, pack, unpack
+from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.blocks.selection import choose_blocks_op
+from dilated_attention.functional import block_sparse_attention
+from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, PerHead, TopBlocks, pattern_from_spec
+
+SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
+
+
+@dataclass(frozen=True)
+class Case:
+    pattern: TopBlocks
+    q: torch.Tensor
+    k: torch.Tensor
+    is_causal: bool
+    query_offset: int = 0
+    padding: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    def choose(self) -> torch.Tensor:
+        arguments = (self.padding, self.cu_seqlens, self.pattern.spec(), self.is_causal, self.q.shape[3] ** -0.5, self.query_offset)
+        return choose_blocks_op(self.q, self.k, *arguments)
+
+
+def random_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
+    """Everything that a choice may depend on, drawn by a seed."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    block = rng.choice(SIZES)
+    heads, B, is_causal = rng.choice([(1, 1), (4, 2), (3, 1)]), rng.choice([1, 2]), rng.random() < 0.5
+    documents = rng.random() < 0.25
+    # interpreted kernels take their time
+    N = rng.randint(1, 900 if dtype is torch.float64 else 400)
+    Nq = N if documents or rng.random() < 0.5 else rng.randint(1, N)
+    offset = rng.randint(0, N - Nq)
+    statics = [
+        LocalWindow((rng.randint(0, 200), rng.randint(0, 200)), block_size=block),
+        LocalWindow((300, None), block_size=block) & LocalWindow((None, 0), block_size=block),
+        LocalWindow((500, 300), block_size=block),
+    ]
+    always, within = (rng.choice([None, None, *statics]) for _ in range(2))
+    amount = rng.choice([{"blocks": rng.randint(1, 6)}, {"density": rng.choice([0.1, 0.3, 1.0, rng.random()])}, {"mass": rng.random()}])
+    queries = rng.choice([None, None, "block", "before"])
+    pattern = TopBlocks(**amount, always=always, within=within, queries=queries, block_size=block)  # type: ignore[arg-type]
+    cu_seqlens = None
+    if documents:
+        B = 1
+        bounds = sorted(rng.randint(0, N) for _ in range(rng.randint(0, 3)))
+        cu_seqlens = torch.tensor([0, *bounds, N], dtype=torch.int32)
+    padding = None
+    if rng.random() < 0.3:
+        padding = torch.rand(B, N, generator=generator) < 0.4
+        first = rng.randrange(N)
+        padding[0, first : first + 200] = True
+    q, k = (
+        torch.randn(B, n, h, 8, generator=generator, dtype=torch.float64).to(dtype)
+        for n, h in ((Nq, heads[0]), (N, heads[1] if heads[0] % heads[1] == 0 else 1))
+    )
+    return Case(pattern, q, k, is_causal, offset, padding, cu_seqlens)
+
+
+def blocks_of(pattern: BlockPattern, num_positions: int, num_heads: int) -> torch.Tensor:
+    """(H, rows, columns) bool: blocks of which the pattern keeps any pair."""
+    mask = pattern.dense_mask(num_positions, num_positions, num_heads)
+    q_block, k_block = pattern.q_block, pattern.k_block
+    mask = torch.nn.functional.pad(mask, (0, -num_positions % k_block, 0, -num_positions % q_block))
+    return mask.unflatten(1, (-1, q_block)).unflatten(3, (-1, k_block)).any(4).any(2)
+
+
+def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
+    """(B, H, rows, columns) bool for the document ``keys``: the docstring of TopBlocks, block by block."""
+    pattern, is_causal, offset = case.pattern, case.is_causal, case.query_offset
+    q_block, k_block = pattern.q_block, pattern.k_block
+    q = (case.q if case.cu_seqlens is None else case.q[:, keys]).detach().double()
+    k = case.k[:, keys].detach().double()
+    B, Nq, H, D = q.shape
+    N, K = k.shape[1:3]
+    real_key = torch.ones(B, N, dtype=torch.bool) if case.padding is None else ~case.padding[:, keys]
+    always, within = (None if x is None else blocks_of(x, N, H) for x in (pattern.always, pattern.within))
+    before = pattern.queries == "before" or (pattern.queries is None and is_causal)
+    rows = range(offset // q_block, -(-(offset + Nq) // q_block))
+    found = torch.zeros(B, H, len(rows), -(-N // k_block), dtype=torch.bool)
+    for b, h, row in itertools.product(range(B), range(H), rows):
+        first = row * q_block
+        last = min(first + q_block, offset + Nq) - 1
+        scoring = range(first - q_block + 1, first + 1) if before else range(first, last + 1)
+        scoring = [p - offset for p in scoring if offset <= p < offset + Nq] or [0]
+        q_mean = q[b, scoring, h].mean(0)
+        scores, forced, seen = {}, [], 0
+        for c in range(-(-N // k_block)):
+            positions = [j for j in range(c * k_block, min((c + 1) * k_block, N)) if real_key[b, j]]
+            if not positions or (is_causal and c * k_block > last):
+                continue
+            seen += 1
+            whole = not is_causal or (c + 1) * k_block - 1 <= first
+            allowed = within is None or bool(within[min(h, within.shape[0] - 1), row, c])
+            own = c * k_block <= last and (c + 1) * k_block > first
+            if (always is not None and always[min(h, always.shape[0] - 1), row, c]) or (
+                allowed and (not whole or (own and always is None))
+            ):
+                forced.append(c)
+            if whole and (allowed or c in forced):
+                scores[c] = float(q_mean @ k[b, positions, h // (H // K)].mean(0)) * D**-0.5
+        best = sorted((c for c in scores if c not in forced), key=lambda c: (-scores[c], c))
+        if pattern.mass is not None:
+            high = max(scores.values(), default=0.0)
+            weight = {c: math.exp(s - high) for c, s in scores.items()}
+            wanted = pattern.mass * sum(weight.values()) - sum(weight[c] for c in forced if c in weight)
+            take = 0
+            while take < len(best) and sum(weight[c] for c in best[:take]) < wanted:
+                take += 1
+        else:
+            # blocks that the row would see if the sequence did not end in it
+            missing = (first + q_block - 1) // k_block - last // k_block if is_causal else 0
+            seen += missing
+            take = max(0, (pattern.blocks or max(1, math.ceil(pattern.share * seen - 1e-9))) - len(forced) - missing)  # type: ignore[operator]
+        found[b, h, row - rows.start, forced + best[:take]] = True
+    return found
+
+
+def by_loops(case: Case) -> torch.Tensor:
+    """(B, H, rows, 32 · words) bool, documents one after another."""
+    N = case.k.shape[1]
+    bounds = [0, N] if case.cu_seqlens is None else case.cu_seqlens.tolist()
+    parts = [chosen_by_loops(case, slice(a, b)) for a, b in itertools.pairwise(bounds) if a < b]
+    width = -(-N // (32 * case.pattern.k_block)) * 32
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], 2)
+
+
+def kept_pairs(case: Case) -> torch.Tensor:
+    """(B, H, Nq, N) bool: what the loops' choice lets each query attend to."""
+    pattern, offset = case.pattern, case.query_offset
+    B, Nq, H = case.q.shape[:3]
+    N = case.k.shape[1]
+    pairs = torch.zeros(B, H, Nq, N, dtype=torch.bool)
+    bounds = [0, N] if case.cu_seqlens is None else case.cu_seqlens.tolist()
+    for a, b in itertools.pairwise(bounds):
+        if a < b:
+            blocks = chosen_by_loops(case, slice(a, b))
+            whole = blocks.repeat_interleave(pattern.q_block, 2).repeat_interleave(pattern.k_block, 3)
+            queries = slice(0, Nq) if case.cu_seqlens is None else slice(a, b)
+            pairs[:, :, queries, a:b] = whole[:, :, offset % pattern.q_block :][:, :, : queries.stop - queries.start, : b - a]
+    if case.is_causal:
+        pairs &= torch.arange(N) <= torch.arange(offset, offset + Nq)[:, None]
+    return pairs if case.padding is None else pairs & ~case.padding[:, None, None]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops run their Triton kernels, interpreted, on a CPU's tensors."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(selection, "has_kernels", lambda x: x.dtype is not torch.float64)
+    monkeypatch.setattr(bitmask, "has_kernels", lambda x: True)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_choice_is_its_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts, shares and masses; causal or not; ragged, offset, grouped, padded, packed; always and within; few rows at a time."""
+    case = random_case(seed)
+    if seed % 3 == 0:
+        monkeypatch.setattr(selection, "_TORCH_BYTES", 4096)
+        monkeypatch.setattr(selection, "_MEAN_BYTES", 4096)
+    found = case.choose()
+    expected = by_loops(case)
+    rows = expected.shape[2]
+    assert torch.equal(unpack(found[:, :, :rows], expected.shape[-1]), expected)
+    assert not found[:, :, rows:].any()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
+    """The whole op on its kernels: means differ by rounding, which no case here is close enough to notice."""
+    case = random_case(seed, torch.float32)
+    found, expected = case.choose(), by_loops(case)
+    assert torch.equal(unpack(found[:, :, : expected.shape[2]], expected.shape[-1]), expected)
+
+
+@pytest.mark.parametrize("amount", [{"blocks": 5}, {"density": 0.2}, {"mass": 0.7}], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:
+    """Bit for bit: many equal scores, zeros of both signs, infinities, what is no number."""
+    choose_triton = pytest.importorskip("dilated_attention.engine.blocks.selection_triton")
+    N, H = 16 * 64, 1
+    pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
+    grid = selection.make_grid(N, N, (64, 64), None, None, is_causal, 0, is_causal, torch.device("cpu"))
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[1, 256:400] = True
+    num_real = selection._count(~padding, grid.keys)
+    part = selection.part_of(pattern, grid, grid.documents[0], num_real, H, 0)
+    scores = (torch.randn(2, H, 16, grid.last_scored[-1], generator=torch.Generator().manual_seed(0)) * 2).round() / 2
+    scores[0, 0, 5:9] *= -0.0
+    scores[0, 0, 11:, 7], scores[1, 0, 12:, 9] = -torch.inf, torch.inf
+    # not a number, with the sign that would put it below everything
+    scores.view(torch.int32)[0, 0, 10:, 3] = -(2**22)
+    weights = None if pattern.mass is None else selection.softmax_weights(scores, part)
+    share = selection.share_units(pattern.mass or 0.5)
+    found, expected = (torch.zeros(2, H, 16, 1, dtype=torch.int32) for _ in range(2))
+    choose_triton.choose_rows(found, scores, weights, part, 16, share)
+    selection.choose_rows(expected, scores, weights, part, 16, share)
+    assert torch.equal(found, expected)
+    bits = unpack(expected, 16)
+    forced, candidates = (x.expand_as(bits) for x in selection.fates(part, 16))
+    assert bits[0, 0, 10:13, 3].all()  # NaN is kept where it may be
+    if part.budget is not None:
+        count = torch.minimum(part.budget[:, None] - forced.sum(-1), candidates.sum(-1)).clamp(min=0)
+        assert torch.equal(bits.sum(-1), forced.sum(-1) + count)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
+    """Neither other tokens after a position, nor more of them."""
+    rng = random.Random(seed)
+    block = rng.choice(SIZES)
+    pattern = TopBlocks(**[{"blocks": 4}, {"density": 0.4}, {"mass": 0.6}][seed % 3], block_size=block)  # type: ignore[arg-type]
+    N, stop = 1000, rng.randint(200, 900)
+    q, k = (torch.randn(1, N, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (seed, seed + 100))
+    whole = pattern.choose(q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True)
+    later_q, later_k = q.clone(), k.clone()
+    later_q[:, stop:], later_k[:, stop:] = 9.0, -9.0
+    assert torch.equal(pattern.choose(later_q, later_k, is_causal=True).dense_mask(N, N, 2, is_causal=True)[:, :stop], whole[:, :stop])
+    shorter = pattern.choose(q[:, :stop], k[:, :stop], is_causal=True).dense_mask(stop, stop, 2, is_causal=True)
+    assert torch.equal(shorter, whole[:, :stop, :stop])
+    # and what the choice of a row is made of does reach it
+    assert not torch.equal(pattern.choose(-q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True), whole)
+
+
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_attention_is_that_over_the_chosen_pairs(seed: int) -> None:
+    """Results and all gradients, in float64, of the softmax over the pairs that the loops chose."""
+    case = random_case(seed)
+    q, k = (x.requires_grad_() for x in (case.q, case.k))
+    generator = torch.Generator().manual_seed(seed)
+    v, dlse = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (k.shape, (q.shape[0], q.shape[2], q.shape[1])))
+    v.requires_grad_()
+    arguments = {
+        "is_causal": case.is_causal,
+        "query_offset": case.query_offset,
+        "key_padding_mask": case.padding,
+        "cu_seqlens": case.cu_seqlens,
+    }
+    out, lse = block_sparse_attention(q, k, v, case.pattern, return_lse=True, **arguments)
+    pairs = kept_pairs(case)
+    repeat = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(repeat, 2)) * q.shape[3] ** -0.5
+    rows = pairs.any(-1)
+    safe = torch.where(pairs | ~rows[..., None], scores, -torch.inf)
+    true_lse = torch.where(rows, safe.logsumexp(-1), -torch.inf)
+    weights = torch.where(pairs, safe.softmax(-1), 0.0)
+    true_out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(repeat, 2))
+    torch.testing.assert_close(out, true_out, atol=1e-11, rtol=0)
+    torch.testing.assert_close(lse, true_lse, atol=1e-11, rtol=0)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    found = torch.autograd.grad([out, lse], [q, k, v], [dout, torch.where(rows, dlse, 0.0)])
+    true = torch.autograd.grad([true_out, true_lse], [q, k, v], [dout, torch.where(rows, dlse, 0.0)])
+    for name, grad, true_grad in zip("qkv", found, true, strict=True):
+        torch.testing.assert_close(grad, true_grad, atol=1e-10, rtol=0, msg=lambda m, name=name: f"d{name}: {m}")
+
+
+def test_attention_over_chosen_blocks_compiles_and_leaks_nothing() -> None:
+    q, k, v = (torch.randn(2, 500, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return block_sparse_attention(q, k, v, TopBlocks(density=0.5, block_size=64), is_causal=True)
+
+    whole = step(q, k, v)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v), whole)
+    changed = [torch.cat([x[:, :300], -3 * x[:, 300:]], 1) for x in (q, k, v)]
+    torch.testing.assert_close(step(*changed)[:, :300], whole[:, :300], atol=1e-12, rtol=0)
+    torch.testing.assert_close(step(q[:, :300], k[:, :300], v[:, :300]), whole[:, :300], atol=1e-12, rtol=0)
+
+
+def test_documents_are_as_if_alone() -> None:
+    pattern = TopBlocks(density=0.5, block_size=64)
+    q, k = (torch.randn(1, 700, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    bounds = [0, 130, 130, 500, 700]
+    found = choose_blocks_op(q, k, None, torch.tensor(bounds, dtype=torch.int32), pattern.spec(), True, 0.3, 0)
+    assert found.shape == (1, 2, 700 // 64 + 4, 1)
+    row = 0
+    for a, b in itertools.pairwise(bounds):
+        alone = choose_blocks_op(q[:, a:b], k[:, a:b], None, None, pattern.spec(), True, 0.3, 0)
+        assert torch.equal(found[:, :, row : row + alone.shape[2], : alone.shape[3]], alone)
+        row += alone.shape[2]
+    assert not found[:, :, row:].any()
+
+
+def dense_of(lists: BlockLists) -> torch.Tensor:
+    """(groups, Nq, N) bool."""
+    dense = torch.zeros(lists.num_groups, lists.num_rows, lists.num_columns, lists.q_block, lists.k_block, dtype=torch.bool)
+    for entry, row in enumerate(lists.row_of_entry.tolist()):
+        mask = -1 if lists.masks is None else int(lists.masks[entry])
+        dense[row // lists.num_rows, row % lists.num_rows, lists.columns[entry]] = (
+            True if mask < 0 else unpack(lists.bits[mask], lists.k_block)
+        )
+    return dense.transpose(2, 3).flatten(1, 2).flatten(2)[:, : lists.num_queries, : lists.num_keys]
+
+
+def lists_cases() -> list[tuple[int, bool, tuple[int, int]]]:
+    return [(N, is_causal, block) for N, block in zip((300, 200, 320, 1), SIZES, strict=True) for is_causal in (False, True)]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize(("N", "is_causal", "block"), lists_cases())
+def test_lists_are_the_kept_pairs(N: int, is_causal: bool, block: tuple[int, int], fused: bool, request: pytest.FixtureRequest) -> None:
+    pattern = TopBlocks(blocks=3, block_size=block)
+    q, k = torch.randn(2, N, 3, 8), torch.randn(2, N, 1, 8)
+    chosen = pattern.choose(q, k, is_causal=is_causal)
+    if fused:
+        request.getfixturevalue("kernels")
+    lists = lists_of_kept(chosen.kept, pattern, N, N, is_causal=is_causal)
+    assert (lists.num_batch, lists.num_heads, lists.row_starts.dtype) == (2, 3, torch.int32)
+    expected = torch.cat([chosen[b].dense_mask(N, N, 3, is_causal=is_causal) for b in range(2)])
+    assert torch.equal(dense_of(lists), expected)
+    assert lists.mask_kind == ("interval" if is_causal else "none")
+    if lists.interval is not None:
+        low, high = lists.interval
+        j = torch.arange(N)
+        whole = chosen[0].dense_mask(N, N, 3)
+        assert torch.equal(whole & (j >= low[:, None]) & (j < high[:, None]), expected[:3])
+    # the same as of the patterns' own machinery
+    alone = lists_of_kept(chosen.kept[1:, 1:], pattern, N, N, is_causal=is_causal)
+    other = block_lists(ChosenBlocks(chosen.kept[1:, 1:], N, block_size=block), N, 2, is_causal=is_causal, device="cpu")
+    assert torch.equal(alone.row_starts, other.row_starts) and torch.equal(alone.columns, other.columns)
+    assert torch.equal(dense_of(alone), dense_of(other))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+def test_lists_of_some_rows_of_a_longer_sequence(fused: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries from position 256 on, blocks cut by causality, few blocks at a time; and nothing kept at all."""
+    monkeypatch.setattr(bitmask, "_CHUNK", 16)
+    pattern = TopBlocks(blocks=3, block_size=(128, 64))
+    q, k = torch.randn(1, 200, 2, 8), torch.randn(1, 600, 2, 8)
+    chosen = pattern.choose(q, k, is_causal=True, query_offset=256)
+    if fused:
+        request.getfixturevalue("kernels")
+    lists = lists_of_kept(chosen.kept, pattern, 200, 600, is_causal=True, query_offset=256)
+    assert torch.equal(dense_of(lists), chosen.dense_mask(200, 600, 2, is_causal=True, query_offset=256))
+    nothing = lists_of_kept(torch.zeros_like(chosen.kept), pattern, 200, 600, is_causal=True, query_offset=256)
+    assert nothing.num_entries == 0 and nothing.masks is None and not nothing.row_starts.any()
+    assert torch.equal(bitmask.bits_of_lists(lists), chosen.kept[0, :, :, :1])
+
+
+def test_bits_round_trip() -> None:
+    flags = torch.rand(3, 5, 71) < 0.5
+    words = pack(flags)
+    assert words.shape == (3, 5, 3) and torch.equal(unpack(words, 71), flags)
+    assert pack(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("amount", [{"blocks": 1}, {"blocks": 4}, {"density": 0.1}, {"density": 0.55}, {"density": 1.0}], ids=str)
+def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
+    for block, N in zip(SIZES, (640, 1024, 897 if is_causal else 896, 130 if is_causal else 128), strict=True):
+        pattern = TopBlocks(**amount, block_size=block)
+        chosen = pattern.choose(torch.randn(1, N, 3, 4), torch.randn(1, N, 1, 4), is_causal=is_causal)
+        pairs = int(chosen.dense_mask(N, N, 3, is_causal=is_causal).sum())
+        assert pattern.pairs(N, 3, is_causal=is_causal) == chosen.pairs(N, 3, is_causal=is_causal) == pairs
+        assert pattern.density(N, 3, is_causal=is_causal) == pairs / (3 * N * N)
+    # ten of a hundred, not eleven, whatever 0.1 is in binary; and at least one
+    words = choose_blocks_op(
+        *(torch.randn(1, 6400, 1, 4) for _ in range(2)), None, None, TopBlocks(density=0.3, block_size=64).spec(), False, 1.0, 0
+    )
+    assert unpack(words, 100).sum(-1).unique().tolist() == [30]
+
+
+@pytest.mark.parametrize(
+    "change", [{"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2}]
+)
+def test_counts_that_depend_on_content_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"call choose\(q, k\)"):
+        TopBlocks(**change).density(500)
+
+
+def test_compositions_with_static_patterns() -> None:
+    a, b = LocalWindow(100, block_size=64), LocalWindow((300, 0), block_size=64)
+    top = TopBlocks(blocks=3, block_size=64)
+    q, k = torch.randn(1, 640, 1, 8), torch.randn(1, 640, 1, 8)
+
+    def blocks(pattern: BlockPattern, is_causal: bool = False) -> torch.Tensor:
+        assert isinstance(pattern, TopBlocks) and pattern_from_spec(pattern.spec()) == pattern
+        return blocks_of(pattern.choose(q, k, is_causal=is_causal), 640, 1)
+
+    static, other, eye = (blocks_of(x, 640, 1) for x in (a, b, LocalWindow(0, block_size=64)))
+    assert a | top == top | a and a & top == top & a
+    assert (blocks(a | top) >= static | eye).all()
+    # three with those of the window, so no more where it has three
+    assert torch.equal(blocks(a | top)[:, 2:8], static[:, 2:8] | eye[:, 2:8])
+    assert (blocks(b & top) <= other).all() and (blocks(b & top) >= eye).all()
+    assert (blocks(b & top).sum(-1) == other.sum(-1).clamp(max=3)).all()
+    assert torch.equal(blocks((a | top) & b, True), blocks((a & b) | (top & b), True))
+    # the diagonal of a causal row, too, keeps to what is allowed
+    past = LocalWindow((500, 0), block_size=64) & ChosenBlocks(pack(~eye)[None], 640, block_size=64)
+    assert not (blocks_of((top & past).choose(q, k, is_causal=True), 640, 1) & eye).any()
+    with pytest.raises(ValueError, match="both are chosen by content"):
+        top | TopBlocks(blocks=2, block_size=64)
+    with pytest.raises(ValueError, match=r"join it by \| or &"):
+        PerHead([a, top])
+    with pytest.raises(TypeError):
+        top | 3  # type: ignore[operator]
+
+
+def test_what_has_no_tensors_has_no_mask() -> None:
+    pattern = TopBlocks(density=0.1)
+    for ask in (
+        lambda: pattern.dense_mask(256, 256, 1),
+        lambda: pattern.entries(256, 1),
+        lambda: pattern.show(256),
+        lambda: block_lists(pattern, 256, 1, device="cpu"),
+    ):
+        with pytest.raises(ValueError, match=r"TopBlocks\(density=0.1, .*call its choose\(q, k\)"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: TopBlocks(), ValueError, "none of blocks, density and mass given"),
+        (lambda: TopBlocks(3, density=0.5), ValueError, "exactly one"),
+        (lambda: TopBlocks(0), ValueError, "blocks is 0"),
+        (lambda: TopBlocks(0.1), TypeError, "blocks is 0.1"),  # type: ignore[arg-type]
+        (lambda: TopBlocks(density=0), ValueError, "density is 0"),
+        (lambda: TopBlocks(density=20), ValueError, "for a number of blocks use blocks="),
+        (lambda: TopBlocks(mass=float("nan")), ValueError, "mass is nan"),
+        (lambda: TopBlocks(mass="0.9"), TypeError, "mass is '0.9'"),  # type: ignore[arg-type]
+        (lambda: TopBlocks(1, always=3), TypeError, "always is 3"),  # type: ignore[arg-type]
+        (lambda: TopBlocks(1, within=TopBlocks(2)), ValueError, "within is TopBlocks"),
+        (lambda: TopBlocks(1, always=LocalWindow(3, block_size=64)), ValueError, "give both the same block_size"),
+        (lambda: TopBlocks(1, pool="max"), ValueError, "pool is 'max'"),
+        (lambda: TopBlocks(1, queries="all"), ValueError, "queries is 'all'"),
+        (lambda: TopBlocks(1, block_size=32), ValueError, "block_size is 32"),
+        (lambda: TopBlocks(1).choose(torch.randn(1, 8, 3, 4), torch.randn(1, 8, 2, 4)), ValueError, "multiple of the key/value heads"),
+        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 8, 1, 4)), ValueError, "query_offset is 0"),
+        (lambda: TopBlocks(1).choose(*(torch.randn(2, 8, 1, 4),) * 2).density(8), ValueError, r"chosen\[b\]"),
+        (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) anew"),
+        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError, "with these queries"),
+    ],
+)  # fmt: skip
+def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_the_op_is_deterministic_has_no_gradient_and_compiles() -> None:
+    case = random_case(3, torch.bfloat16)
+    q, k = case.q.requires_grad_(), case.k.requires_grad_()
+    first = case.choose()
+    assert not first.requires_grad and torch.equal(first, case.choose())
+    arguments = (q, k, case.padding, case.cu_seqlens, case.pattern.spec(), case.is_causal, 0.3, case.query_offset)
+    torch.library.opcheck(choose_blocks_op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    packed = torch.tensor([0, 100, 100, case.k.shape[1]], dtype=torch.int32)
+    arguments = (k[:1], k[:1], None, packed, case.pattern.spec(), case.is_causal, 0.3, 0)
+    torch.library.opcheck(choose_blocks_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert choose_blocks_op(q[:, :0], k, None, None, case.pattern.spec(), False, 0.3, 0).shape[2] == 0
+    no_batch = choose_blocks_op(q[:0], k[:0], None, None, case.pattern.spec(), False, 0.3, 0)
+    assert no_batch.shape[0] == 0
+
+
+def test_autocast_does_not_round_scores() -> None:
+    pattern = TopBlocks(blocks=3, block_size=64)
+    q, k = torch.randn(1, 1280, 2, 64), torch.randn(1, 1280, 2, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = choose_blocks_op(q, k, None, None, pattern.spec(), False, 0.1, 0)
+    assert torch.equal(found, choose_blocks_op(q, k, None, None, pattern.spec(), False, 0.1, 0))
+
+
+def test_strided_inputs_are_read_as_they_lie(kernels: None) -> None:
+    pattern = TopBlocks(blocks=3, block_size=64)
+    packed = torch.randn(2, 130, 3, 1, 8)
+    q, k = packed[:, :, 0], packed[:, :, 1]
+    found = choose_blocks_op(q, k, None, None, pattern.spec(), True, 0.3, 0)
+    dense = choose_blocks_op(q.contiguous(), k.contiguous(), None, None, pattern.spec(), True, 0.3, 0)
+    heads_first = choose_blocks_op(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)), None, None, pattern.spec(), True, 0.3, 0
+    )
+    assert torch.equal(found, dense) and torch.equal(found, heads_first)

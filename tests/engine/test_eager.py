@@ -1,0 +1,581 @@
+"""Calls outside the dispatcher: taken where nothing looks on, equal to the op's bit for bit, and nothing remembered that has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import dilated_attention as da
+from dilated_attention.backends import Backend, MathBackend, hardware, registry, tuning_table
+from dilated_attention.engine.branches import strategy
+from dilated_attention.functional import block_sparse, single
+from dilated_attention.pattern import LocalWindow, TopBlocks
+
+BRANCHES: tuple[list[int], list[int]] = ([4, 8], [1, 2])
+
+
+class Looks(TorchDispatchMode):
+    """Sees everything and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Listens(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def make(
+    n: int = 16, *, heads: int = 4, kv_heads: int = 4, batch: int = 2, dim: int = 8, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    shapes = [(batch, n, heads, dim), (batch, n, kv_heads, dim), (batch, n, kv_heads, dim)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that public functions called."""
+    called: list[str] = []
+    op = single.dilated_attention_op
+    monkeypatch.setattr(single, "dilated_attention_op", lambda *args: called.append("dilated") or op(*args))
+    forward, backward = block_sparse.BLOCK_OPS
+    spied: Any = lambda *args: called.append("blocks") or forward(*args)  # noqa: E731
+    spied._init_fn = forward._init_fn
+    monkeypatch.setattr(block_sparse, "BLOCK_OPS", (spied, backward))
+    return called
+
+
+def dense(*qkv: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = da.attention(*qkv, is_causal=True)
+    return out
+
+
+def dilated(*qkv: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = da.dilated_attention(*qkv, *BRANCHES)
+    return out
+
+
+def blocks(*qkv: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = da.block_sparse_attention(*qkv, LocalWindow(3, block_size=64))
+    return out
+
+
+KINDS = {"dense": dense, "dilated": dilated, "blocks": blocks}
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+PLAIN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": default_device,
+}
+LOOKED_ON: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "dispatch mode": Looks,
+    "function mode": Listens,
+    "flop counter": lambda: FlopCounterMode(display=False),
+    "fake mode": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False),
+    "forward mode": torch.autograd.forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", PLAIN)
+def test_no_op_is_called_where_nothing_looks_on(kind: str, where: str, ops: list[str]) -> None:
+    with PLAIN[where]():
+        KINDS[kind](*make(dtype=torch.float32))
+    KINDS[kind](*(torch.nn.Parameter(x.detach()) for x in make()))
+    assert not ops
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", LOOKED_ON)
+def test_the_op_is_called_where_something_looks_on(kind: str, where: str, ops: list[str]) -> None:
+    with LOOKED_ON[where]():
+        KINDS[kind](*make())
+    assert len(ops) == 1
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_is_called_for_tensors_of_other_kinds(kind: str, ops: list[str]) -> None:
+    q, k, v = (x.detach() for x in make())
+    call = KINDS[kind]
+    expected = call(q, k, v)
+    subclass = call(q.as_subclass(Tagged), k, v)
+    assert type(subclass) is Tagged and torch.equal(subclass.as_subclass(torch.Tensor), expected) and len(ops) == 1
+    call(*(x.to("meta") for x in (q, k, v)))
+    assert len(ops) == 2
+    # −q by a flag that the memory does not show
+    negative = torch.complex(torch.zeros_like(q), q).conj().imag
+    assert negative.is_neg()
+    assert torch.equal(call(negative, k, v), call(-q, k, v)) and len(ops) == 3
+    assert torch.equal(torch.func.vmap(call)(q[None], k[None], v[None])[0], expected) and len(ops) == 4
+    torch.func.grad(lambda q: call(q, k, v).sum())(q)
+    assert len(ops) == 5
+    torch.jit.trace(call, (q, k, v), check_trace=False)
+    assert len(ops) == 6
+
+
+def test_a_compiled_call_holds_the_op() -> None:
+    torch._dynamo.reset()
+    found: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(dilated, backend=backend, fullgraph=True)(*make())
+    names = {str(target) for target in found}
+    assert any("dilated_attention.dilated_attention" in name for name in names), names
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Of a last stride that is not 1."""
+    return x.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+
+
+def padding() -> torch.Tensor:
+    return torch.arange(16).expand(2, -1) > torch.tensor([[12], [5]])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lse": {"return_lse": True},
+    "lse alone": {"return_lse": True, "only": 1},
+    "out alone": {"return_lse": True, "only": 0},
+    "padding": {"key_padding_mask": padding(), "return_lse": True},
+    "documents": {"cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32), "batch": 1},
+    "dropout": {"dropout_p": 0.5},
+    "offset": {"query_offset": 6, "rows": 7, "is_causal": True},
+    "grouped": {"kv_heads": 2},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float32": {"dtype": torch.float32, "deterministic": True},
+    "strides": {"layout": transposed},
+    "scale": {"scale": 1},
+    "lists": {"head_offsets": [[0, 0, 0, 0], [0, 1, 1, 0]]},
+    "split": {"branch_heads": "split"},
+    "zero keys": {"tail": "zero_keys", "head_offsets": "blocked"},
+    "detached": {"mixture_grad": "detached", "return_lse": True},
+    "empty": {"n": 0},
+}
+DENSE = ("plain", "causal", "lse", "padding", "documents", "dropout", "offset", "strides", "bfloat16", "empty")
+
+
+def run(case: dict[str, Any], function: Callable[..., Any], grads: str, enter: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
+    """out, lse if asked for, and the gradients of a loss that hands on gradients of some layout."""
+    case = dict(case)
+    inputs = make(case.pop("n", 16), **{name: case.pop(name) for name in ("batch", "kv_heads", "dtype") if name in case})
+    if (layout := case.pop("layout", None)) is not None:
+        inputs = [layout(x) for x in inputs]
+    if (rows := case.pop("rows", None)) is not None:
+        inputs[0] = inputs[0].detach()[:, :rows].requires_grad_()
+    only = case.pop("only", None)
+    torch.manual_seed(5)
+    with enter():
+        results = function(*inputs, **case)
+        results = results if isinstance(results, tuple) else (results,)
+        wanted = results if only is None else results[only : only + 1]
+        if grads == "expanded":
+            loss = sum((x.masked_fill(x == -torch.inf, 0).sum() for x in wanted if x.requires_grad), torch.zeros(()))
+        else:
+            weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape[::-1]).permute(*range(x.ndim)[::-1]) for x in wanted]
+            loss = sum(
+                ((x.masked_fill(x == -torch.inf, 0) * w).sum() for x, w in zip(wanted, weights, strict=True) if x.requires_grad),
+                torch.zeros(()),
+            )
+        return [*results, *torch.autograd.grad(loss, inputs)]
+
+
+def compare(case: dict[str, Any], function: Callable[..., Any], grads: str) -> None:
+    ours = [run(case, function, grads, nullcontext) for _ in range(2)]
+    theirs = run(case, function, grads, Looks)
+    for found in ours:
+        for mine, other in zip(found, theirs, strict=True):
+            assert torch.equal(mine, other) and mine.stride() == other.stride() and mine.requires_grad == other.requires_grad
+
+
+@pytest.mark.parametrize("grads", ["expanded", "permuted"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_of_dilated_attention_are_those_of_the_op(name: str, grads: str) -> None:
+    compare(CASES[name], lambda *x, **options: da.dilated_attention(*x, *BRANCHES, **options), grads)
+
+
+@pytest.mark.parametrize("grads", ["expanded", "permuted"])
+@pytest.mark.parametrize("name", DENSE)
+def test_results_and_gradients_of_dense_and_windowed_attention_are_those_of_the_op(name: str, grads: str) -> None:
+    compare(CASES[name], da.attention, grads)
+    compare(CASES[name], lambda *x, **options: da.attention(*x, window=(3, 1), **options), grads)
+
+
+@pytest.mark.parametrize("grads", ["expanded", "permuted"])
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("pattern", [LocalWindow(3, block_size=64), TopBlocks(2, block_size=64)], ids=["window", "content"])
+def test_results_and_gradients_of_blocks_are_those_of_the_op(name: str, grads: str, pattern: Any) -> None:
+    compare(CASES[name], lambda *x, **options: da.block_sparse_attention(*x, pattern, **options), grads)
+    compare(CASES[name], lambda *x, **options: da.block_sparse_dilated_attention(*x, *BRANCHES, pattern, **options), grads)
+
+
+def test_the_module_gives_what_its_function_gives() -> None:
+    inputs = make()
+    layer = da.DilatedAttention(*BRANCHES, head_offsets=[[0, 0, 0, 0], [0, 1, 1, 0]])
+    with Looks():
+        expected = layer(*inputs, is_causal=True)
+    assert torch.equal(layer(*inputs, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_derivative_is_refused_by_the_same_words(kind: str) -> None:
+    inputs, texts = make(), []
+    for enter in (nullcontext, Looks):
+        with enter():
+            (dq,) = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs[0], create_graph=True)
+            with pytest.raises(NotImplementedError, match="no second derivative") as error:
+                torch.autograd.grad(dq.sum(), inputs[1])
+            texts.append(str(error.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_input_is_refused_by_the_backward(kind: str) -> None:
+    q, k, v = make()
+    held = q * 1
+    out = KINDS[kind](held, k, v)
+    held.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_gradients_is_mapped(kind: str) -> None:
+    inputs = make()
+    weights = torch.randn(3, *inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    batched = torch.autograd.grad(KINDS[kind](*inputs), inputs, weights, is_grads_batched=True)
+    for i in range(3):
+        for mine, other in zip(batched, torch.autograd.grad(KINDS[kind](*inputs), inputs, weights[i]), strict=True):
+            torch.testing.assert_close(mine[i], other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_gradients_are_equal(kind: str, reentrant: bool) -> None:
+    inputs = make()
+    expected = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
+    for x in inputs:
+        x.grad = None
+    checkpoint(KINDS[kind], *inputs, use_reentrant=reentrant).square().sum().backward()
+    for x, grad in zip(inputs, expected, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tensors_may_come_back_with_other_strides(kind: str) -> None:
+    inputs = make()
+    expected = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
+    packed: list[torch.Size] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: transposed(x) if x.ndim == 4 else x.clone()):
+        found = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
+    assert packed.count(inputs[0].shape) >= 4
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_forward_outside_goes_with_a_backward_that_is_looked_at() -> None:
+    inputs = make()
+    expected = torch.autograd.grad(dilated(*inputs).square().sum(), inputs)
+    loss = dilated(*inputs).square().sum()
+    with FlopCounterMode(display=False) as counter:
+        found = torch.autograd.grad(loss, inputs)
+    assert counter.get_total_flops() == 2 * da.DilatedPattern(*BRANCHES).flops(16, 4, 8)[1]
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_is_held_after_a_call(kind: str) -> None:
+    inputs = [*make(), padding()]
+    held = [weakref.ref(x) for x in inputs]
+    call = {"dense": da.attention, "dilated": lambda *x, **o: da.dilated_attention(*x, *BRANCHES, **o)}.get(
+        kind, lambda *x, **o: da.block_sparse_attention(*x, LocalWindow(3), **o)
+    )
+    call(*inputs[:3], key_padding_mask=inputs[3]).sum().backward()
+    del inputs
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "is_causal": {"is_causal": 1},
+    "numpy bool": {"is_causal": numpy.True_},
+    "return_lse": {"return_lse": 0},
+    "deterministic": {"deterministic": 0},
+    "scale": {"scale": True},
+    "negative scale": {"scale": -1.0},
+    "scale of a list": {"scale": [1.0]},
+    "dropout": {"dropout_p": False},
+    "query_offset": {"query_offset": False},
+    "far query_offset": {"query_offset": 1},
+    "float query_offset": {"query_offset": 0.0},
+    "backend": {"backend": "none"},
+    "backend of a list": {"backend": ["auto"]},
+    "precision": {"precision": "fp4"},
+    "mask": {"key_padding_mask": torch.zeros(2, 15, dtype=torch.bool)},
+    "mask of integers": {"key_padding_mask": torch.zeros(2, 16, dtype=torch.uint8)},
+    "documents": {"cu_seqlens": torch.tensor([0, 16], dtype=torch.int32)},
+    "documents of floats": {"cu_seqlens": torch.tensor([0.0, 16])},
+    "tail": {"tail": "none"},
+    "mixture": {"mixture_grad": None},
+    "offsets": {"head_offsets": [[0, 0, 0, 0], [0, True, 2, 0]]},
+    "offsets of bool": {"head_offsets": [[0, 0, 0, 0], [0, True, False, 0]]},
+    "lengths": {"segment_lengths": [4, True]},
+    "float lengths": {"segment_lengths": [4, 8.0]},
+    "rates": {"dilation_rates": [True, 2]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_equals_a_call_before_it_is_refused_all_the_same(name: str) -> None:
+    inputs = make()
+    usual: dict[str, Any] = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "is_causal": True, "scale": 1.0}
+    for more in ({}, {"is_causal": True}, {"scale": 1}, {"head_offsets": [[0, 0, 0, 0], [0, 1, 0, 0]]}, {"tail": "mask"}):
+        da.dilated_attention(*inputs, **(usual | more))
+    da.dilated_attention(*inputs, **(usual | {"segment_lengths": [4, 2]}))
+    texts = []
+    for enter in (nullcontext, Looks):
+        with enter(), pytest.raises((TypeError, ValueError)) as error:
+            da.dilated_attention(*inputs, **(usual | WRONG[name]))
+        texts.append((type(error.value), str(error.value)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("tensors", ["list", "none", "sparse", "nested", "rank", "dtype", "heads", "integers"])
+def test_tensors_that_do_not_fit_are_refused_by_the_same_words(tensors: str) -> None:
+    q, k, v = (x.detach() for x in make())
+    da.attention(q, k, v)
+    other: Any = {
+        "list": [1.0], "none": None, "sparse": k.to_sparse(), "nested": torch.nested.nested_tensor([k[0], k[1, :3]]),
+        "rank": k[0], "dtype": k.float(), "heads": k[:, :, :3], "integers": k.long(),
+    }[tensors]  # fmt: skip
+    for wrong in ((q, other, v), (other, k, v)):
+        texts = []
+        for enter in (nullcontext, Looks):
+            with enter(), pytest.raises((TypeError, ValueError)) as error:
+                da.attention(*wrong)
+            texts.append((type(error.value), str(error.value)))
+        assert texts[0] == texts[1]
+
+
+class Counted(MathBackend):
+    """Math that counts its passes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.forwards, self.backwards = name, 0, 0
+
+    def raw_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        return super().raw_forward(*args, **kwargs)
+
+    def raw_backward(self, *args: Any, **kwargs: Any) -> Any:
+        self.backwards += 1
+        return super().raw_backward(*args, **kwargs)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """A backend that is registered for this test alone."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry, "_orders", dict(registry._orders))
+    monkeypatch.setattr(registry, "_answers", {})
+    return Counted("counted")
+
+
+def test_a_backend_registered_after_a_call_is_taken_by_the_next_one(counted: Counted) -> None:
+    inputs = make()
+    torch.autograd.grad(dilated(*inputs).sum(), inputs)
+    registry.register(counted)
+    registry.set_order("cpu", ("counted",))
+    loss = dilated(*inputs).sum()
+    launches = counted.forwards
+    assert launches > 0 == counted.backwards
+    torch.autograd.grad(loss, inputs)
+    assert counted.backwards == launches
+    registry.set_order("cpu", ("math",))
+    dilated(*inputs)
+    assert counted.forwards == launches
+
+
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    asked: list[Any] = []
+    select = registry.select
+    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request) or select(request, name))
+    return asked
+
+
+def test_a_call_is_decided_once_and_anew_after_anything_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, inputs = decisions(monkeypatch), make()
+
+    def decided(*, backward: int = 1) -> int:
+        asked.clear()
+        out = dilated(*inputs)
+        passes = len(asked)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert len(asked) == passes + (backward if passes else 0)
+        return len(asked)
+
+    # the forward asks for both passes
+    assert decided() == 3
+    assert [decided(), decided()] == [0, 0]
+    for refresh in (tuning_table.refresh, hardware.refresh):
+        refresh()
+        assert decided() == 3 and decided() == 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert decided() == 3 and all(request.torch_deterministic for request in asked) and decided() == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert decided() == 0
+    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    assert decided() == 3 and decided() == 0
+    inputs = [transposed(x).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+    assert decided() == 3 and decided() == 0
+    with torch.no_grad():
+        asked.clear()
+        dilated(*inputs)
+        assert [request.needs_grad for request in asked] == [False]
+
+
+def test_gradients_of_another_layout_are_decided_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, inputs = decisions(monkeypatch), make()
+    out = dilated(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    asked.clear()
+    wide = torch.ones(2, 16, 4, 16, dtype=torch.float64)[..., :8]
+    torch.autograd.grad(out, inputs, wide)
+    assert [request.needs_grad for request in asked] == [True]
+
+
+def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dilated_attention.backends import selection
+
+    monkeypatch.setattr(selection, "_MOST_ANSWERS", 8)
+    for n in range(1, 20):
+        dense(*make(n))
+    assert len(registry.answers()) <= 8
+    inputs = make()
+    out = dilated(*inputs)
+    passes = out.grad_fn.call.resolved.passes  # type: ignore[union-attr]
+    for extra in range(40):
+        torch.autograd.grad(out, inputs, torch.ones(2, 16, 4, 8 + extra, dtype=torch.float64)[..., :8], retain_graph=True)
+        assert 0 < len(passes) <= 16
+
+
+def test_what_is_data_is_read_in_every_call() -> None:
+    q, k, v = make(batch=1)
+    bounds, mask = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.bool)
+    first = da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
+    bounds[1] = 9
+    second = da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
+    assert not torch.equal(first, second)
+    bounds[1] = 17
+    with pytest.raises(ValueError, match="never decrease"):
+        da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
+    first = da.dilated_attention(q, k, v, *BRANCHES, key_padding_mask=mask)
+    mask[:, 8:] = True
+    assert not torch.equal(first, da.dilated_attention(q, k, v, *BRANCHES, key_padding_mask=mask))
+    # an offset may be a tensor, as of a loop that counts in place
+    step, row = torch.tensor(3), q[:, :1]
+    first = da.attention(row, k, v, is_causal=True, query_offset=step)
+    step += 9
+    second = da.attention(row, k, v, is_causal=True, query_offset=step)
+    assert torch.equal(second, da.attention(row, k, v, is_causal=True, query_offset=12)) and not torch.equal(first, second)
+    drawn = [da.attention(q, k, v, dropout_p=0.5) for _ in range(2)]
+    assert not torch.equal(*drawn)
+
+
+def test_documents_are_read_once_for_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, bounds = make(batch=1), torch.tensor([0, 5, 16], dtype=torch.int32)
+    read: list[int] = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(1) or original(x))
+    torch.autograd.grad(da.dilated_attention(*inputs, *BRANCHES, cu_seqlens=bounds).sum(), inputs)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple, numpy.array, torch.tensor])
+def test_lengths_of_any_type_are_one_call(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make()
+    expected = dilated(*inputs)
+    asked = decisions(monkeypatch)
+    assert torch.equal(da.dilated_attention(*inputs, kind([4, 8]), kind([1, 2])), expected) and not asked
+
+
+def test_a_named_backend_that_cannot_is_refused_in_every_call() -> None:
+    inputs = make()
+    lacks: Backend = registry.get("sdpa_cpu")
+    assert not lacks.facts.dropout
+    texts = []
+    for _ in range(3):
+        with pytest.raises(da.BackendUnavailable) as error:
+            da.attention(*inputs, dropout_p=0.5, backend="sdpa_cpu")
+        texts.append(str(error.value))
+    with Looks(), pytest.raises(da.BackendUnavailable) as error:
+        da.attention(*inputs, dropout_p=0.5, backend="sdpa_cpu")
+    assert {*texts} == {str(error.value)}
+
+
+def test_autocast_inside_and_around_a_backward_changes_no_bit() -> None:
+    inputs = make(dtype=torch.float32)
+    found = []
+    for enter in (nullcontext, Looks):
+        with enter(), torch.autocast("cpu", torch.bfloat16):
+            out = dilated(*inputs)
+            assert out.dtype is torch.bfloat16
+            found.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_facts_are_those_of_the_backend_at_the_time(counted: Counted) -> None:
+    """A record names a backend and copies none of what it is asked while it runs."""
+    registry.register(counted)
+    q, k, v = make()
+    da.attention(q, k, v, backend="counted")
+    counted.facts = replace(counted.facts, max_batch=1)
+    da.attention(q, k, v, backend="counted")
+    assert counted.forwards == 1 + 2

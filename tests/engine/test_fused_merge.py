@@ -1,0 +1,222 @@
+"""Layers, chunks and the fused merge: the same function as problem by problem, in bounded memory. On a CPU, with the torch twin."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.backends import registry
+from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, strategy
+from dilated_attention.engine.branches.chunking import make_cut
+from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.testing import RESULTS, Case, Space, call, inputs, max_error, random_case, reference, results
+
+SPACE = Space(window=False, dropout=False, max_length=60)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The fused path on a CPU; the list tells which passes ran through it."""
+    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    ran: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(fused_merge, name)
+        monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
+    return ran
+
+
+@pytest.mark.parametrize("budget", [2**40, 2**13, 1], ids=["whole", "chunks", "smallest_chunks"])
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_the_reference_in_any_chunks(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, budget: int) -> None:
+    case = random_case(seed + 500, SPACE)
+    case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
+    # a backward that knows no gradient of lse goes problem by problem; every third case sees the other one, too
+    case = replace(case, lse_grad=case.lse_grad and seed % 3 == 0)
+    monkeypatch.setattr(strategy, "transient_budget", lambda _: budget)
+    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    x = inputs(case, torch.float64)
+    truth, found = results(reference, case, x), results(call, case, x)
+    # a single dense problem is one launch, without layers
+    shape = Shape(case.heads, case.kv_heads, (0, case.num_keys), (0, case.num_keys), ((0, case.num_keys),), case.is_causal)
+    one_launch = case.padding == "none" and strategy.is_one_problem(case.pattern, shape)
+    assert not truth["out"].numel() or one_launch or "forward" in on_cpu
+    for name in RESULTS:
+        assert max_error(found[name], truth[name]) <= 1e-10, name
+
+
+def test_the_backward_goes_through_layers_where_it_can(on_cpu: list[str]) -> None:
+    q, k, v = (torch.randn(1, 40, 4, 8, requires_grad=True) for _ in range(3))
+    dilated_attention(q, k, v, [8, 16], [1, 2]).sum().backward()
+    assert on_cpu == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("budget", [2**40, 2**12], ids=["whole", "tiers"])
+@pytest.mark.parametrize("tail", ["mask", "zero_keys"])
+@pytest.mark.parametrize("seed", range(12))
+def test_detached_mixing_goes_through_layers_too(
+    on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, tail: str, budget: int
+) -> None:
+    monkeypatch.setattr(strategy, "transient_budget", lambda _: budget)
+    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    case = random_case(seed, SPACE)
+    pattern = (
+        DilatedPattern((8, 24, 64), (1, 3, 4), "blocked", "all", tail) if seed % 4 else DilatedPattern((64,), (2,), "zero", "all", tail)
+    )
+    case = replace(case, pattern=pattern, num_queries=case.num_keys, kv_heads=case.heads, query_offset=0, bounds=None)
+    case = replace(case, is_causal=tail == "mask" and seed % 2 == 0, mixture_grad="detached", lse_grad=False)
+    x = inputs(case, torch.float64)
+    truth, found = results(reference, case, x), results(call, case, x)
+    for name in RESULTS:
+        assert max_error(found[name], truth[name]) <= 1e-10, name
+    assert not truth["out"].numel() or "backward" in on_cpu
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_backend_that_writes_where_it_is_told(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Launches are then as long as the kernel takes them, and nothing is cut for memory."""
+    math = registry.get("math")
+    monkeypatch.setattr(math, "facts", replace(math.facts, writes_views=True, max_batch=3))
+    case = random_case(seed, SPACE)
+    case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
+    x = inputs(case, torch.float64)
+    truth, found = results(reference, case, x), results(call, case, x, backend="math")
+    for name in RESULTS:
+        assert max_error(found[name], truth[name]) <= 1e-10, name
+
+
+# --- chunks ------------------------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) -> None:
+    kv_heads, ratio = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    heads, n = kv_heads * ratio, data.draw(st.integers(1, 300))
+    lengths = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 16, 24, 48, 1000]), min_size=1, max_size=3)))
+    rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
+    pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
+    budget = data.draw(st.integers(1, 5000))
+    cut = make_cut(pattern, batch=2, num_positions=n, num_heads=heads, num_kv_heads=kv_heads, row_bytes=1, budget=budget)
+    taken = torch.zeros(n, heads, dtype=torch.int64)
+    pieces = list(cut.chunks(heads, n))
+    for chunk in pieces:
+        taken[slice(*chunk.positions), slice(*chunk.heads)] += 1
+        assert chunk.heads[0] % ratio == 0
+        assert chunk.positions[0] == 0 or all(chunk.positions[0] % w == 0 for w in lengths)
+    assert bool((taken == 1).all())
+    if len(pieces) > 1:
+        assert cut.lanes == chunking.LANES
+        rows = [
+            branch_buffers.make_layers(pattern, heads, c.heads, c.positions[1] - c.positions[0], False).rows(with_direct=False)
+            * 2
+            * (c.heads[1] - c.heads[0])
+            for c in pieces
+        ]
+        smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
+        assert smallest or max(rows) * cut.lanes <= budget
+
+
+def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head whose longest segment is the sequence: short branches in chunks of positions, then the long ones, both exact."""
+    monkeypatch.setattr(strategy, "transient_budget", lambda _: 2**11)
+    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    seen = []
+    original = strategy.make_tiers
+    monkeypatch.setattr(strategy, "make_tiers", lambda *args: seen.append(original(*args)) or seen[-1])
+    for causal, tail in ((False, "mask"), (True, "mask"), (False, "zero_keys")):
+        pattern = DilatedPattern((4, 8, 24, 200), (1, 2, 3, 9), tail=tail)
+        case = Case(pattern=pattern, num_queries=71, num_keys=71, heads=1, kv_heads=1, head_dim=4, is_causal=causal, seed=3)
+        x = inputs(case, torch.float64)
+        truth, found = results(reference, case, x), results(call, case, x)
+        for name in RESULTS:
+            assert max_error(found[name], truth[name]) <= 1e-10, name
+    lengths = [[tier.segment_lengths for tier in tiers] for tiers in seen]
+    assert [(4, 8), (24, 200)] in lengths or [(4, 8, 24), (200,)] in lengths
+
+
+def test_budget_is_half_a_gibibyte_or_a_twentieth() -> None:
+    assert chunking.transient_budget(2**30) == 2**29
+    assert chunking.transient_budget(2**40) == 2**40 // 20
+
+
+def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
+    """16 heads of 128, the paper's geometric branches: parts of both passes within 5 % of q, k and v."""
+    n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
+    shape = Shape(16, 16, (0, n), (0, n), ((0, n),), False)
+    q = torch.empty(1, n, 16, 128, dtype=torch.bfloat16, device="meta")
+    limit = chunking.transient_budget(3 * q.numel() * 2)
+    for cut, row_bytes in ((strategy.forward_cut(pattern, shape, q, q), 260), (strategy.backward_cut(pattern, shape, q, q), 768)):
+        layers = branch_buffers.make_layers(pattern, 16, (0, cut.heads), cut.positions, False)
+        assert cut.lanes * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
+        assert cut.positions % 32768 == 0
+
+
+# --- layers ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) -> None:
+    """Written through ``of_problem``, read by position: the same rows, and no row written twice."""
+    case = random_case(seed + 90, SPACE)
+    n, heads = case.num_keys, case.heads
+    if not n:
+        return
+    layers = branch_buffers.make_layers(case.pattern, heads, (0, heads), n, False)
+    counts = torch.zeros(heads * layers.rows(with_direct=True))
+    views = layers.split(counts, 1, head_dim=1, with_direct=True)
+    label = torch.arange(n * heads, dtype=torch.float32).view(1, n, heads, 1) + 1
+    plan = make_plan(case.pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), case.is_causal))
+    for problem in plan.problems:
+        layer = views[problem.branch]
+        assert layer is not None
+        rows = fused_merge.query_rows(problem, 0).of(label)
+        part = branch_buffers.of_problem(problem, layer)
+        assert part.shape == rows.shape and not part.any()
+        part.copy_(rows)
+    m = [case.pattern.branches, case.pattern.offsets(heads)]
+    for branch, ((w, r), offsets) in enumerate(zip(*m, strict=True)):
+        layer = views[branch]
+        assert layer is not None
+        found = branch_buffers._spread(layers, branch, layer, 0.0)[0, :, :, 0]
+        for position, head in itertools.product(range(n), range(heads)):
+            taken = offsets[head] >= 0 and position % w % r == offsets[head]
+            assert found[position, head] == (label[0, position, head, 0] if taken else 0)
+
+
+def test_merge_of_empty_and_of_huge_parts() -> None:
+    layers = branch_buffers.make_layers(DilatedPattern((4, 4), (1, 1)), 1, (0, 1), 4, False)
+    out, part = torch.zeros(1, 4, 1, 2), torch.full((1, 1, 4, 1, 2), 3.0)
+    out[0, 1], part[0, 0, 3] = 1.0, torch.nan
+    lses = [
+        torch.tensor([-torch.inf, 1e4, 0.0, -torch.inf]).view(1, 1, 1, 4),
+        torch.tensor([-torch.inf, 1e4, 90.0, -torch.inf]).view(1, 1, 1, 4),
+    ]
+    lse = torch.empty(1, 4, 1)
+    branch_buffers.merge_layers(layers, out, lse, [None, part], lses)
+    assert lse[0, :, 0].tolist() == pytest.approx([-torch.inf, 1e4 + 0.6931, 90.0, -torch.inf])
+    assert out[0, :, 0, 0].tolist() == pytest.approx([0.0, 2.0, 3.0, 0.0])
+
+
+def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What recorded launches are found by: two layers of one model share them, other lengths do not, and nothing is kept for ever."""
+    keys: list[object] = []
+    math = registry.get("math")
+    original = type(math).forward_into
+    monkeypatch.setattr(type(math), "forward_into", lambda *args: (keys.append(args[4].geometry), original(*args))[1])
+    found = []
+    for n in (64, 64, 72):
+        keys.clear()
+        fused_merge._geometry.cache_clear()
+        q, k, v = torch.randn(3, 1, n, 4, 8)
+        dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
+        found.append(list(keys))
+    assert found[0] and found[0] == found[1]
+    assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
+    assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
+    assert fused_merge._geometry.cache_info().maxsize is not None

@@ -1,0 +1,162 @@
+"""Detached mixing on the fused path: branches' own outputs kept by the forward, or made again. On a CPU, with the torch twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.backends import registry
+from dilated_attention.engine.branches import branch_buffers, strategy
+from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
+from dilated_attention.engine.ops import dilated
+from dilated_attention.engine.reference import reference_attention
+
+FORWARD = torch.ops.dilated_attention.dilated_attention.default
+BACKWARD = torch.ops.dilated_attention.dilated_attention_backward.default
+OPTIONS: dict[str, Any] = {"mixture_grad": "detached", "tail": "zero_keys", "head_offsets": "blocked"}
+PATTERNS = [
+    DilatedPattern((8, 24, 64), (1, 3, 4), "blocked", "all", "zero_keys"),
+    DilatedPattern((4, 8, 16), (1, 2, 4), "cyclic"),
+    # no branch takes everything; two are the same
+    DilatedPattern((9, 9, 30), (2, 2, 5), "zero", "all", "zero_keys"),
+    # equal lengths and rates, other offsets
+    DilatedPattern((8, 8), (2, 2), ((0, 0, 1, 1), (1, 0, 1, 0))),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+
+
+def make(n: int, heads: int = 2, kv_heads: int | None = None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    shapes = [(2, n, heads, 4), (2, n, kv_heads or heads, 4), (2, n, kv_heads or heads, 4), (2, n, heads, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Forwards of the backend that are run from now on."""
+    launched: list[int] = []
+    math = type(registry.get("math"))
+    original = math.forward
+    monkeypatch.setattr(math, "forward", lambda *args: (launched.append(1), original(*args))[1])
+    return launched
+
+
+@pytest.mark.parametrize("cut", ["whole", "chunks", "tiers"])
+@pytest.mark.parametrize("which", range(len(PATTERNS)))
+@pytest.mark.parametrize("n", [64, 77])
+def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest.MonkeyPatch, which: int, n: int, cut: str) -> None:
+    """However the backward is cut: its budget is another one here."""
+    small = {"whole": 2**40, "chunks": 2**14, "tiers": 2**12}[cut]
+    monkeypatch.setattr(strategy, "transient_budget", lambda size: small if size else 2**40)
+    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    launched = count_forwards(monkeypatch)
+    pattern = PATTERNS[which]
+    *qkv, dout = make(n, 1 if cut == "tiers" and which != 3 else 4)
+    found = []
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(dilated, "kept_elements", lambda *_: 0)
+        options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
+        out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
+        launched.clear()
+        found.append(torch.autograd.grad(out, qkv, dout))
+        assert bool(launched) is not keeps
+    truth = reference_attention(*qkv, pattern, mixture_grad="detached")[0]
+    for kept, again, true in zip(*found, torch.autograd.grad(truth, qkv, dout), strict=True):
+        torch.testing.assert_close(kept, again, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(kept, true, rtol=1e-10, atol=1e-12)
+
+
+def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    original = strategy.forward
+    monkeypatch.setattr(strategy, "forward", lambda *args: (kept.append(0 if args[6] is None else args[6].numel()), original(*args))[1])
+    q, k, v, _ = make(20)
+    elements = 2 * 2 * 4 * (3 * 8 + 5)
+
+    def run(k: torch.Tensor = k, v: torch.Tensor = v, lengths: Any = (8, 40), rates: Any = (1, 4), **options: Any) -> int:
+        dilated_attention(q, k, v, lengths, rates, **options)
+        return kept.pop()
+
+    assert run(**OPTIONS) == elements
+    assert run(**OPTIONS, key_padding_mask=(torch.arange(20) > 17).repeat(2, 1)) == elements
+    with torch.no_grad():
+        assert run(**OPTIONS) == 0
+    assert run(**{**OPTIONS, "mixture_grad": "exact"}) == 0
+    assert run(k[:, :, :1], v[:, :, :1], **OPTIONS) == 0
+    assert run(**OPTIONS, dropout_p=0.1) == 0
+    assert run(lengths=(8,), rates=(1,), **OPTIONS) == 0
+    monkeypatch.setattr(strategy, "transient_budget", lambda _: elements * 8 - 1)
+    assert run(**OPTIONS) == 0
+
+
+def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
+    # whole segments: places of positions that there are not hold nothing that could be compared
+    qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
+    pattern = ([2, 4], [1, 2], "blocked", [], "all", "zero_keys", [], False, 0.5)
+    arguments = (*qkv, None, None, None, *pattern, 0, 0.0, True, False, True, "auto", "native")
+    out, lse, kept = FORWARD(*arguments)
+    assert kept.numel() == 2 * 2 * 4 * (8 + 4)
+    assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}
+    given = [x.detach() for x in (torch.ones_like(out), *qkv, out, lse, kept)]
+    results = torch.library.opcheck(BACKWARD, (given[0], None, *given[1:], *arguments[3:]))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_and_checkpointed_gradients_equal_eager_ones(dynamic: bool) -> None:
+    def run(*qkv: torch.Tensor) -> torch.Tensor:
+        return dilated_attention(*(x.sin() for x in qkv), [8, 40], [1, 4], **OPTIONS).exp()
+
+    torch._dynamo.reset()
+    graph = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    # a graph of one length serves the other two if it is dynamic
+    for n in (20, 33, 48) if dynamic else (20,):
+        qkv = make(n)[:3]
+        eager, again = (torch.autograd.grad(f(*qkv).sum(), qkv) for f in (run, lambda *x: checkpoint(run, *x, use_reentrant=False)))
+        with torch.compiler.set_stance("default" if n == 20 else "fail_on_recompile"):
+            compiled = torch.autograd.grad(graph(*qkv).sum(), qkv)
+        for one, other, third in zip(eager, again, compiled, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(third, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 7, 24, 41])
+def test_zero_keys_of_a_part_are_counted_as_for_one_launch(n: int) -> None:
+    """Against the definition, row by row; an empty part is 0."""
+    layers = replace(branch_buffers.make_layers(DilatedPattern((7, 12), (2, 5), "cyclic", tail="zero_keys"), 3, (0, 3), n, False), direct=None)
+    flat = torch.randn(3 * 4 * layers.rows(with_direct=True), dtype=torch.float64)
+    flat_lse = torch.randn(3 * layers.rows(with_direct=True), dtype=torch.float64)
+    flat_lse[::5] = -torch.inf
+    before = layers.split(flat.clone(), 1, head_dim=4, with_direct=True)
+    after = layers.split(flat, 1, head_dim=4, with_direct=True)
+    lses = layers.split(flat_lse, 1, head_dim=0, with_direct=True)
+    branch_buffers.count_zero_keys(layers, [x for x in after if x is not None], [x for x in lses if x is not None])
+    for branch, (length, rate) in enumerate(layers.branches):
+        was, found, lse = before[branch], after[branch], lses[branch]
+        assert was is not None and found is not None and lse is not None
+        for segment in range(found.shape[1]):
+            size = min(length, n - segment * length)
+            for head in range(3):
+                real = len(range(layers.offsets[branch][head], size, rate))
+                zeros = found.shape[2] - real
+                row, weigh = was[0, segment, :real, head], lse[0, segment, head, :real]
+                expected = add_zero_keys(row, weigh, zeros)[0] if zeros else row
+                torch.testing.assert_close(found[0, segment, :real, head], expected, rtol=1e-12, atol=0)
+
+
+def test_zero_keys_are_a_part_of_score_and_value_0() -> None:
+    out, lse = torch.randn(6, 4, dtype=torch.float64), torch.tensor([-torch.inf, -800.0, -1.0, 0.0, 3.0, 1e4], dtype=torch.float64)
+    found, found_lse = add_zero_keys(out, lse, 3)
+    expected_lse, weight, _ = merge_weights(lse, torch.full_like(lse, 3.0).log())
+    torch.testing.assert_close(found, out * weight[:, None], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found_lse, expected_lse, rtol=1e-14, atol=0)

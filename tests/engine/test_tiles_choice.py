@@ -1,0 +1,135 @@
+"""Whether a call runs as a whole on the table of tiles or problem by problem on a library: estimates for GPUs that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern
+from dilated_attention.backends import Hardware, Options, Request, registry, tuning_table
+from dilated_attention.engine.branches.plan import Shape
+from dilated_attention.engine.branches.sequential import Call
+from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
+from dilated_attention.factory import EXAMPLES
+
+LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+REQUEST = Request(hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=64, num_heads=12, num_kv_heads=12)
+
+
+def machine(*packages: str, hardware: Hardware = EXAMPLES["hopper"]) -> Hardware:
+    return replace(hardware, packages=frozenset({"triton", *packages}))
+
+
+def is_chosen(
+    N: int,
+    request: Request = REQUEST,
+    *,
+    is_backward: bool = False,
+    documents: int = 1,
+    device: str = "cuda",
+    backend: str = "auto",
+    **changes: Any,
+) -> bool:
+    """What a pass is told that runs on N positions in equal documents."""
+    ranges = tuple((N * i // documents, N * (i + 1) // documents) for i in range(documents))
+    shape = Shape(12, 12, (0, N), (0, N), ranges, False)
+    request = replace(request, needs_grad=is_backward, length=N // documents)
+    call = Call(registry.select(request, backend), Options(scale=0.125), request=request, named=backend != "auto")
+    q: Any = SimpleNamespace(device=torch.device(device), shape=(1, N, 12, request.head_dim))
+    return runs_on_tiles(LONGNET, shape, q, replace(call, **changes), is_backward)
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_table, "measured_here", lambda hardware: None)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("packages", [("flash-attn-4",), ("flash-attn-3",), ()], ids=str)
+def test_short_calls_take_the_tiles_and_long_ones_the_library(packages: tuple[str, ...], is_backward: bool) -> None:
+    request = replace(REQUEST, hardware=machine(*packages))
+    lengths = [2**i for i in range(8, 21)]
+    chosen = [is_chosen(N, request, is_backward=is_backward) for N in lengths]
+    assert chosen[0] and chosen[lengths.index(4096)] and not chosen[-1]
+    # one crossing
+    assert chosen == sorted(chosen, reverse=True)
+
+
+def test_many_documents_are_many_launches_of_a_library() -> None:
+    N = 131_072
+    assert not is_chosen(N)
+    assert is_chosen(N, documents=64)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        replace(REQUEST, hardware=EXAMPLES["turing"], dtype=torch.float16),
+        replace(REQUEST, hardware=replace(EXAMPLES["hopper"], packages=EXAMPLES["hopper"].packages - {"triton"})),
+        replace(REQUEST, dtype=torch.float64),
+        replace(REQUEST, precision="fp8"),
+    ],
+    ids=["old GPU", "no triton", "float64", "fp8"],
+)
+def test_never_where_they_have_a_reason_against_it(asked: Request) -> None:
+    assert registry.get("tiles").why_not(asked)
+    assert not any(is_chosen(N, asked) for N in (64, 256, 4096, 2**20))
+
+
+def test_kernels_that_are_no_match_lose_at_any_length() -> None:
+    # what is left on these machines: torch's memory-efficient kernels or plain torch
+    masked = replace(REQUEST, hardware=machine("flash-attn-4"), key_mask=True)
+    assert is_chosen(2**20, masked) and is_chosen(2**20, masked, is_backward=True)
+    assert is_chosen(2**20, replace(REQUEST, dropout=True))
+    assert is_chosen(1024, replace(REQUEST, dtype=torch.float32))
+
+
+def test_what_was_asked_for_by_name_stays() -> None:
+    assert is_chosen(1024)
+    assert not is_chosen(1024, backend="flash4")
+    assert not is_chosen(1024, device="cpu")
+    assert is_chosen(2**20, backend="tiles")
+
+
+def test_passes_of_detached_mixing_go_one_way() -> None:
+    """The backward reads what the forward kept, in an order of its own, so one answer holds for both: on any kernels."""
+    lengths = [*range(2048, 100_000, 2048), 2**18, 2**20]
+    differ = 0
+    for hardware, head_dim, deterministic in (
+        (EXAMPLES["hopper"], 64, False),
+        # forward flash4, backward flash3
+        (EXAMPLES["hopper"], 48, False),
+        # forward flash4 or torch's, backward tiles
+        (machine("flash-attn-4"), 48, True),
+        (machine(), 64, True),
+        (machine(hardware=EXAMPLES["ada"]), 128, True),
+    ):
+        request = replace(REQUEST, hardware=hardware, head_dim=head_dim, deterministic=deterministic)
+        for N in lengths:
+            apart = [is_chosen(N, request, is_backward=b) for b in (False, True)]
+            both = [is_chosen(N, request, is_backward=b, detached=True, needs_grad=True) for b in (False, True)]
+            assert both[0] == both[1], (request, N)
+            differ += apart[0] != apart[1]
+    assert differ
+
+
+def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
+    N = 2**20
+    assert not is_chosen(N)
+    timings = [SimpleNamespace(backend="flash4", tflops=300.0), SimpleNamespace(backend="tiles", tflops=900.0)]
+    row = SimpleNamespace(timings=timings, names=("flash4", "tiles"))
+    table = SimpleNamespace(row_for=lambda request: row, path="tuned.json", date="2026-11-22")
+    monkeypatch.setattr(tuning_table, "measured_here", lambda hardware: table)
+    monkeypatch.setattr(tuning_table, "generation", lambda: -1)
+    assert is_chosen(N)
+
+
+def test_hardware_without_a_table_has_rates_to_go_by() -> None:
+    bare = Hardware(device_type="cuda", capability=(8, 6), packages=frozenset({"triton"}), name="86")
+    request = replace(REQUEST, hardware=bare)
+    assert tuning_table.shipped(bare.architecture) is None
+    assert is_chosen(1024, request) and not is_chosen(2**20, request)

@@ -1,0 +1,151 @@
+"""The account of calls on a table of tiles: against the formulas, against what the launches allocate, and where plans and needs ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.backends import Options, registry
+from dilated_attention.engine.branches.plan import Shape
+from dilated_attention.engine.branches.sequential import Call
+from dilated_attention.engine.kernels import tiles_choice
+from dilated_attention.engine.kernels.tiles_layout import ranges_of, tiles_scratch
+from dilated_attention.engine.memory import attention_memory
+from dilated_attention.factory import EXAMPLES, explain_backend
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.planning.estimate.gpus import find_gpu
+from dilated_attention.planning.estimate.memory import memory_of, on_tiles
+from dilated_attention.planning.estimate.problem import make_problem
+
+N, H, D = 4096, 8, 64
+PATTERN = DilatedPattern((1024, 4096), (1, 4))
+# places of a head: branch 1/1 takes all positions and is the direct one, branch 1/4 a quarter
+PLACES, ALL = N // 4, N + N // 4
+
+
+def terms_of(side: Sequence[tuple[str, int]]) -> int:
+    return dict(side)["scratch of the tiles"]
+
+
+def account(**options: Any) -> tuple[int, int]:
+    options = {"dtype": torch.bfloat16, "device_type": "cuda", "tiles": (True, True), "batch_size": 2} | options
+    found = attention_memory(PATTERN, N, H, D, **options)
+    return terms_of(found.forward), terms_of(found.backward)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_formulas(kv_heads: int) -> None:
+    # query heads that share keys take other offsets, so gradients of keys are summed for each; without sharing the direct branch needs none
+    rows, keys = 2 * H * PLACES, 2 * H * (PLACES if kv_heads == H else ALL)
+    assert account(num_kv_heads=kv_heads) == (rows * (D * 2 + 4), 2 * H * ALL * 8 + (rows + 2 * keys) * D * 2)
+    words = 4 * 2 * H * 3 * N
+    assert account(num_kv_heads=kv_heads, dropout=True) == (
+        rows * (D * 2 + 4) + words,
+        2 * H * ALL * 16 + (rows + 2 * keys) * D * 2 + words,
+    )
+
+
+def test_detached_mixing_keeps_the_outputs_of_all_branches_or_makes_them_again() -> None:
+    rows, keys, row = 2 * H * ALL, 2 * H * PLACES, D * 2
+    kept = rows * row
+    backward = rows * 8 + (rows + 2 * keys) * row
+    assert account(detached=True, kept=kept) == (rows * 4, backward)
+    again = attention_memory(PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True)
+    assert terms_of(again.backward) == kept + backward
+    there = attention_memory(
+        PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True, kept=kept
+    )
+    assert dict(there.backward)["the branches' own outputs"] == kept and there.backward_peak == again.backward_peak
+
+
+def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = account()
+    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", 2**20)
+    cut = account()
+    # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, two of them backward
+    budget = int(0.05 * 3 * 2 * N * H * D * 2)
+    assert cut[0] <= budget < whole[0] and cut == (whole[0] // 2, whole[1] * 2 // 16)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("budget", [2**29, 2**19])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from dilated_attention.backends.tiles import launch, run
+    from dilated_attention.engine.kernels import tiles
+
+    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    taken: list[int] = []
+
+    class Recorded(launch.Workspace):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            taken.append(self.memory.numel())
+
+    monkeypatch.setattr(run, "Workspace", Recorded)
+    shape = Shape(H, kv_heads, (0, N), (0, N), ((0, N),), True)
+    q, k, v = (torch.zeros(2, N, heads, D, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads))
+    call = Call(backend=registry.get("tiles"), options=Options(scale=1.0), is_causal=True, detached=detached, needs_grad=True)
+    counted = {which: tiles_scratch(PATTERN, shape, 2, D, torch.bfloat16, is_backward=which, detached=detached) for which in (False, True)}
+    out, lse = tiles.forward(tiles.make_shares(PATTERN, shape, q, k, call, is_backward=False, is_kept=False), q, k, v, call, None)
+    assert max(taken) == counted[False]
+    taken.clear()
+    shares = tiles.make_shares(PATTERN, shape, q, k, call, is_backward=True, is_kept=False)
+    parts = ranges_of(PATTERN, shape, 2, D, torch.bfloat16, is_backward=True, detached=detached, is_kept=False)
+    assert [(share.batch, share.heads) for share in shares] == list(parts) and (len(parts) > 1) == (budget < 2**29)
+    tiles.backward(shares, (out, q, k, v, out, lse), call, None, None)
+    own = max(x.prepared.extent.own_outputs() for x in shares) * 2 if detached else 0
+    assert own + max(taken) == counted[True]
+
+
+def test_plans_ask_what_a_call_asks() -> None:
+    def planned(n: int, **options: Any) -> Any:
+        shape = {"num_positions": n, "num_heads": 16, "head_dim": 64, "gpu": find_gpu("H200"), "is_causal": True}
+        return make_problem("dilated", segment_lengths=[2048, 8192], dilation_rates=[1, 4], **shape, **options)
+
+    short, long = planned(8192), planned(2**20)
+    assert on_tiles(short) == (True, True) and on_tiles(long) == (False, False)
+    for problem, there in ((short, True), (long, False)):
+        found = memory_of(problem)
+        assert ("scratch of the tiles" in dict(found.backward)) == there == ("scratch of the tiles" in dict(found.forward))
+    assert on_tiles(planned(8192, training=False)) == (True, False)
+    assert on_tiles(dataclasses.replace(short, dtype=torch.float64)) == (False, False)
+    assert on_tiles(dataclasses.replace(short, device_type="cpu")) == (False, False)
+
+
+def test_the_choice_without_tensors_is_that_of_a_run() -> None:
+    request = dataclasses.replace(make_problem("dense", num_positions=8192, num_heads=8, head_dim=64, gpu=find_gpu("H200")).request(
+        backward=False, length=8192
+    ), hardware=EXAMPLES["hopper"])  # fmt: skip
+    for n in (512, 8192, 2**17, 2**20):
+        shape = tiles_choice.whole_shape(request, n)
+        for choice, is_backward in zip(tiles_choice.choices_of(PATTERN, shape, request, 1, needs_grad=True), (False, True), strict=True):
+            asked = dataclasses.replace(request, needs_grad=is_backward)
+            call = Call(backend=registry.get(choice.library), options=Options(scale=1.0), request=asked, needs_grad=True)
+
+            class OnGpu:
+                device, shape = torch.device("cuda"), (1, n, 8, 64)
+
+            q: Any = OnGpu()
+            assert tiles_choice.runs_on_tiles(PATTERN, shape, q, call, is_backward) == choice.tiles
+            assert choice.tiles == (choice.tiles_ms < choice.library_ms)
+    named = tiles_choice.choices_of(PATTERN, tiles_choice.whole_shape(request, 512), request, 1, needs_grad=False, backend="flash4")
+    assert named == (tiles_choice.Choice("flash4", False),)
+
+
+def test_explain_backend_names_the_rule_and_the_estimates() -> None:
+    options: dict[str, Any] = {"hardware": EXAMPLES["hopper"], "num_heads": 8}
+    short = explain_backend(**options, pattern=PATTERN, num_positions=N)
+    assert f"on {short.forward}: tiles · backward" in short.tiles and f"tiles: {short.tiles}" in str(short)
+    long = explain_backend(**options, pattern=PATTERN, num_positions=2**20)
+    assert long.tiles.endswith(f"on {long.backward}: {long.backward}") and long.as_dict()["tiles"] == long.tiles
+    assert "pattern=" in explain_backend(**options).tiles
+    assert explain_backend(**options, backend="flash4").tiles == explain_backend(device="cpu").tiles == ""
+    with pytest.raises(ValueError, match="give both"):
+        explain_backend(**options, num_positions=N)

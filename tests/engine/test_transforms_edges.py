@@ -1,0 +1,389 @@
+"""Transforms of torch.func where a call draws, keeps, compiles, is empty or takes a shortcut; and modules with a batch of gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+
+import dilated_attention as da
+from dilated_attention.functional.fused_norm_linear import norm_linear
+from dilated_attention.functional.residual_dropout import add_dropped
+from dilated_attention.pattern import LocalWindow, TopBlocks
+from tests.engine.test_transforms import assert_equal
+from tests.helpers.transform_cases import BLOCKS, BRANCHES, D, H, N, loss_of, many, qkv, weights_of
+
+Attend = Callable[..., torch.Tensor]
+DRAWN: dict[str, Attend] = {
+    "attention": lambda *x: da.attention(*x, dropout_p=0.5),
+    "dilated_attention": lambda *x: da.dilated_attention(*x, *BRANCHES, dropout_p=0.5),
+    "detached": lambda *x: da.dilated_attention(*x, *BRANCHES, dropout_p=0.5, mixture_grad="detached"),
+    "block_sparse_attention": lambda *x: da.block_sparse_attention(*x, BLOCKS, dropout_p=0.5),
+    "block_sparse_dilated_attention": lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS, dropout_p=0.5),
+    "ring_attention": lambda *x: da.ring_attention(*x, dropout_p=0.5),
+    "ring_dilated_attention": lambda *x: da.ring_dilated_attention(*x, *BRANCHES, dropout_p=0.5),
+    "ring_block_sparse_attention": lambda *x: da.ring_block_sparse_attention(*x, BLOCKS, dropout_p=0.5),
+}
+
+
+def one_by_one(function: Attend, *x: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """(out, dq, dk, dv) of each entry by plain calls, whose seeds are drawn as a mapped one draws its own."""
+    results = []
+    for entry in zip(*x, strict=True):
+        leaves = [tensor.clone().requires_grad_() for tensor in entry]
+        out = function(*leaves)
+        results.append((out.detach(), *torch.autograd.grad((out * weights_of(out)).sum(), leaves)))
+    return results
+
+
+def out_and_gradients(function: Attend) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def both(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = vjp(function, *x)
+        return out, *pull(weights_of(out))
+
+    return both
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mapped_dropout_draws_a_mask_for_each_entry(name: str) -> None:
+    torch.manual_seed(11)
+    seeds = torch.randint(2**62, (3,), dtype=torch.int64)
+    torch.manual_seed(11)
+    mapped = vmap(out_and_gradients(DRAWN[name]), randomness="different")(*many())
+    drawn = iter(seeds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", lambda *_, **__: next(drawn))
+        expected = one_by_one(DRAWN[name], *many())
+    assert_equal(mapped, tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mapped_dropout_may_be_the_same_for_all_entries_and_is_refused_by_default(name: str) -> None:
+    x = tuple(tensor[:1].expand_as(tensor) for tensor in many())
+    torch.manual_seed(5)
+    mapped = vmap(out_and_gradients(DRAWN[name]), randomness="same")(*x)
+    torch.manual_seed(5)
+    (expected,) = one_by_one(DRAWN[name], *(tensor[:1] for tensor in x))
+    for ours, other in zip(mapped, expected, strict=True):
+        assert_equal(tuple(ours), (other,) * 3)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(DRAWN[name])(*x)
+
+
+@pytest.mark.parametrize("tail", ["mask", "zero_keys"])
+@pytest.mark.parametrize("order", ["vmap_of_grad", "grad_of_vmap", "jacrev"])
+def test_a_detached_mixture_has_its_own_gradients_under_transforms(order: str, tail: str) -> None:
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = da.dilated_attention(*x, *BRANCHES, mixture_grad="detached", tail=tail)
+        return out
+
+    x = many()
+    expected = one_by_one(attend, *x)
+    if order == "vmap_of_grad":
+        found = vmap(grad(loss_of(attend), argnums=(0, 1, 2)))(*x)
+    elif order == "grad_of_vmap":
+        found = grad(lambda *x: vmap(loss_of(attend))(*x).sum(), argnums=(0, 1, 2))(*x)
+    else:
+        q, k, v = (tensor[0] for tensor in x)
+        weights = weights_of(q)
+        jacobian = jacrev(lambda q: attend(q, k, v))(q)
+        assert_equal(torch.einsum("bihd,bihdcjge->cjge", weights, jacobian), expected[0][1])
+        return
+    assert_equal(found, tuple(torch.stack(parts) for parts in list(zip(*expected, strict=True))[1:]))
+
+
+def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    from dilated_attention.engine.branches import strategy
+
+    for name in ("forward", "backward"):
+        inner = getattr(strategy, name)
+        monkeypatch.setattr(strategy, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vmap(grad(loss_of(lambda *x: da.dilated_attention(*x, *BRANCHES))))(*many())
+    assert len(calls) == 2
+
+
+def test_blocks_chosen_by_content_are_chosen_for_each_mapped_entry() -> None:
+    q, k, v = (torch.randn(3, 2, 512, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = da.block_sparse_attention(*x, TopBlocks(3, block_size=64))
+        return out
+
+    expected = one_by_one(attend, q, k, v)
+    assert_equal(vmap(out_and_gradients(attend))(q, k, v), tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
+
+
+
+@pytest.mark.parametrize("name", ["attention", "dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention"])
+@pytest.mark.parametrize(
+    ("shortcut", "how"),
+    [(shortcut, how) for shortcut in ("no_batch", "no_rows", "no_grad", "keys_alone", "leaf") for how in ("jvp", "make_dual")]
+    # torch makes no dual tensor in inference mode
+    + [("inference_mode", "jvp")],
+)
+def test_a_tangent_is_refused_on_every_shortcut(name: str, shortcut: str, how: str) -> None:
+    functions: dict[str, Attend] = {
+        "attention": da.attention,
+        "dilated_attention": lambda *x: da.dilated_attention(*x, *BRANCHES),
+        "block_sparse_attention": lambda *x: da.block_sparse_attention(*x, BLOCKS),
+        "block_sparse_dilated_attention": lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS),
+    }
+    q, k, v = qkv()
+    if shortcut == "no_batch":
+        q, k, v = q[:0], k[:0], v[:0]
+    elif shortcut == "no_rows":
+        q, k, v = q[:, :0], k[:, :0], v[:, :0]
+    elif shortcut == "leaf":
+        q = q.requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        arguments = (q, x, v) if shortcut == "keys_alone" else (x, k, v)
+        if shortcut == "no_grad":
+            with torch.no_grad():
+                return functions[name](*arguments)
+        return functions[name](*arguments)
+
+    given = k if shortcut == "keys_alone" else q
+    context = torch.inference_mode() if shortcut == "inference_mode" else torch.enable_grad()
+    with context, pytest.raises(NotImplementedError, match="has no forward mode, and got a tangent"):
+        if how == "jvp":
+            jvp(attend, (given,), (torch.ones_like(given),))
+        else:
+            with forward_ad.dual_level():
+                attend(forward_ad.make_dual(given, torch.ones_like(given)))
+
+
+def test_a_tangent_of_something_else_leaves_attention_alone() -> None:
+    q, k, v = qkv()
+    out, tangent = jvp(lambda scale: da.attention(q, k, v) * scale, (torch.tensor(2.0),), (torch.tensor(1.0),))
+    assert torch.equal(out, 2 * da.attention(q, k, v)) and torch.equal(tangent, da.attention(q, k, v).to(tangent.dtype))
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(da.attention(q, k, v)).tangent is None
+
+
+@pytest.mark.parametrize("function", [da.attention, lambda *x: da.block_sparse_attention(*x, BLOCKS), da.ring_attention])
+def test_a_tangent_of_the_gradient_is_refused(function: Attend) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out = function(q, k, v)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has no forward mode, and got a tangent"):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+def test_a_tangent_of_a_parameter_is_refused() -> None:
+    module = da.MultiheadDilatedAttention(H * D, H, *BRANCHES).double()
+    x = qkv()[0].flatten(2)
+    parameters = dict(module.named_parameters())
+    for name in ("q_proj.weight", "k_proj.weight", "v_proj.bias"):
+        others = {key: value.detach() for key, value in parameters.items() if key != name}
+        call = lambda p, name=name, others=others: functional_call(module, {name: p, **others}, (x,))[0]  # noqa: E731
+        with pytest.raises(NotImplementedError, match="has no forward mode"):
+            jvp(call, (parameters[name].detach(),), (torch.ones_like(parameters[name]),))
+    # those behind the attention have one
+    others = {key: value.detach() for key, value in parameters.items() if key != "out_proj.bias"}
+    call = lambda p: functional_call(module, {"out_proj.bias": p, **others}, (x,))[0]  # noqa: E731
+    bias = parameters["out_proj.bias"].detach()
+    assert torch.equal(jvp(call, (bias,), (torch.ones_like(bias),))[1], torch.ones_like(x))
+
+
+def test_an_op_called_by_itself_transforms_as_its_function_does() -> None:
+    q, k, v = qkv()
+    rest = (None, None, None, [4, 8], [1, 2], "cyclic", [], "all", "mask", [], False, D**-0.5, 0, 0.0, False, False, True, "auto", "native")
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.dilated_attention.dilated_attention(*x, *rest)[0]
+        return out
+
+    assert_equal(grad(loss_of(attend))(q, k, v), grad(loss_of(lambda *x: da.dilated_attention(*x, *BRANCHES)))(q, k, v))
+    with pytest.raises(NotImplementedError, match="has no forward mode"):
+        jvp(attend, (q, k, v), (q, k, v))
+
+
+def test_vmap_over_nothing_gives_nothing() -> None:
+    assert vmap(lambda *x: da.attention(*x))(*(x[:0] for x in many())).shape == (0, *qkv()[0].shape)
+    with pytest.raises(NotImplementedError, match="size 0"):
+        vmap(DRAWN["attention"], randomness="different")(*(x[:0] for x in many()))
+
+
+def test_functionalize_still_calls_the_op() -> None:
+    assert_equal(torch.func.functionalize(da.attention)(*qkv()), da.attention(*qkv()))
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap_of_grad", "jvp"])
+def test_transforms_inside_a_compiled_function(name: str) -> None:
+    attend = lambda *x: da.dilated_attention(*x, *BRANCHES)  # noqa: E731
+    inside: dict[str, Any] = {
+        "grad": lambda *x: grad(loss_of(attend))(*x),
+        "vmap_of_grad": lambda *x: vmap(grad(loss_of(attend)))(*x),
+        "jvp": lambda *x: jvp(attend, x, x)[1],
+    }
+    torch._dynamo.reset()
+    graph = torch.compile(inside[name], backend="aot_eager", fullgraph=name != "jvp")
+    x = many() if name == "vmap_of_grad" else qkv()
+    if name == "jvp":
+        with pytest.raises(NotImplementedError, match="has no forward mode"):
+            graph(*x)
+    else:
+        assert_equal(graph(*x), inside[name](*x))
+
+
+def test_a_batch_of_gradients_of_one_graph() -> None:
+    """vmap over ``torch.autograd.grad`` of a graph that was made outside."""
+    module = da.MultiheadDilatedAttention(H * D, H, *BRANCHES).double()
+    x = qkv()[0].flatten(2)
+    out = module(x)[0]
+    directions = torch.randn(4, *out.shape, dtype=torch.float64)
+    wanted = [module.q_proj.weight, module.out_proj.weight, module.inner_attn_ln.bias]
+    batched = vmap(lambda direction: torch.autograd.grad(out, wanted, direction, retain_graph=True))(directions)
+    expected = [torch.autograd.grad(out, wanted, direction, retain_graph=True) for direction in directions]
+    assert_equal(batched, tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
+
+
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "dilated": lambda **options: da.MultiheadDilatedAttention(12, 2, *BRANCHES, **options),
+    "rotary": lambda **options: da.MultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, num_kv_heads=1, **options),
+    "blocks": lambda **options: da.MultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
+    "ring": lambda **options: da.RingMultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, **options),
+    "ring_blocks": lambda **options: da.RingMultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
+}
+
+
+def per_sample(module: nn.Module, *, randomness: str = "error") -> Callable[[dict[str, torch.Tensor], torch.Tensor], Any]:
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        out = functional_call(module, parameters, (x[None],))
+        out = out[0] if isinstance(out, tuple) else out
+        return (out * weights_of(out).to(out.dtype)).sum()
+
+    return vmap(grad(loss), in_dims=(None, 0), randomness=randomness)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_each_sample_are_those_of_samples_alone(name: str) -> None:
+    torch.manual_seed(0)
+    module = MODULES[name]().double()
+    x = torch.randn(4, N, 12, dtype=torch.float64)
+    parameters = {key: value.detach() for key, value in module.named_parameters()}
+    found = per_sample(module)(parameters, x)
+    for index, sample in enumerate(x):
+        out = module(sample[None])[0]
+        expected = torch.autograd.grad((out * weights_of(out)).sum(), list(module.parameters()))
+        assert_equal([found[key][index] for key in parameters], list(expected))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_each_sample_with_dropout_draw_for_each(name: str) -> None:
+    torch.manual_seed(0)
+    module = MODULES[name](dropout=0.5).double().train()
+    x = torch.randn(1, N, 12, dtype=torch.float64).expand(4, -1, -1)
+    parameters = {key: value.detach() for key, value in module.named_parameters()}
+    different = per_sample(module, randomness="different")(parameters, x)["v_proj.weight"]
+    assert all((different[i] - different[j]).abs().max() > 1e-6 for i in range(4) for j in range(i))
+    same = per_sample(module, randomness="same")(parameters, x)["v_proj.weight"]
+    assert_equal(same, same[:1].expand_as(same))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "layer": {"norm": "layer", "activation": "gelu"},
+    "rms": {"norm": "rms", "activation": "none"},
+    "none": {"activation": "silu"},
+    "swiglu": {"norm": "layer", "activation": "swiglu"},
+}
+
+
+def layers_of(options: dict[str, Any]) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    activations = {"gelu": nn.functional.gelu, "silu": nn.functional.silu, "none": lambda x: x}
+    gated = options["activation"] == "swiglu"
+    norm = options.get("norm", "none")
+
+    def ours(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        extra = options | {"gate": gate if gated else None, "norm_weight": None if norm == "none" else scale}
+        first, second = norm_linear(x, [weight, weight.sin()], [bias, bias.cos()], **extra)
+        return torch.cat([first, second], -1)
+
+    def plain(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        z = nn.functional.silu(gate) * x if gated else activations[options["activation"]](x)
+        if norm == "layer":
+            z = nn.functional.layer_norm(z, z.shape[-1:], scale)
+        elif norm == "rms":
+            z = nn.functional.rms_norm(z, z.shape[-1:], scale, eps=1e-5)
+        return torch.cat([z @ weight.T + bias, z @ weight.sin().T + bias.cos()], -1)
+
+    return ours, plain
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "hessian", "vmap_of_grad", "vmap_of_one"])
+def test_linear_layers_behind_a_norm_have_every_derivative(name: str, transform: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 5), (2, 3, 5), (5,), (4, 5), (4,))
+    x = tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    tangents = tuple(tensor.cos() for tensor in x)
+
+    def result(f: Callable[..., torch.Tensor]) -> Any:
+        every = (0, 1, 2, 3, 4)
+        if transform == "jvp":
+            return jvp(f, x, tangents)
+        if transform == "make_dual":
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(f(*(forward_ad.make_dual(a, b) for a, b in zip(x, tangents, strict=True)))).tangent
+        if transform == "grad":
+            return grad(loss_of(f), argnums=every)(*x)
+        if transform == "hessian":
+            return hessian(loss_of(f), argnums=(0, 3))(*x)
+        batched = tuple(torch.stack([a, a.sin(), a.exp()]) for a in x)
+        if transform == "vmap_of_grad":
+            return vmap(grad(loss_of(f), argnums=every), in_dims=(0, 0, None, None, None))(*batched[:2], *x[2:])
+        # the gate alone is mapped, or a weight
+        return vmap(f, in_dims=(None, 0, None, 0, None))(x[0], batched[1], x[2], batched[3], x[4])
+
+    ours, plain = layers_of(LAYERS[name])
+    # where a kind of layers has no gate or norm, neither of them reads it
+    assert_equal(result(ours), result(plain))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "vmap_different", "vmap_same"])
+def test_the_end_of_a_residual_branch_has_every_derivative(transform: str) -> None:
+    x, y = (torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    path = torch.tensor([0.0, 2.0])
+    seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+
+    def end(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return add_dropped(x, y, dropout=0.5, path=path)
+
+    def factors(seed: torch.Tensor) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randint", lambda *_, **__: seed)
+            return end(torch.zeros_like(x), torch.ones_like(y))
+
+    torch.manual_seed(2)
+    drawn = torch.randint(2**62, (), dtype=torch.int64)
+    torch.manual_seed(2)
+    if transform == "jvp":
+        assert_equal(jvp(end, (x, y), (y, x)), (x + factors(drawn) * y, y + factors(drawn) * x))
+    elif transform == "make_dual":
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(end(x, forward_ad.make_dual(y, x)))
+            assert_equal((found.primal, found.tangent), (x + factors(drawn) * y, factors(drawn) * x))
+    elif transform == "grad":
+        assert_equal(grad(loss_of(end), argnums=(0, 1))(x, y), (weights_of(x), factors(drawn) * weights_of(x)))
+    else:
+        same = transform == "vmap_same"
+        batched = torch.stack([y, y.sin(), y.cos()])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randint", lambda *_, **__: seeds[0] if same else torch.ops.aten.select(seeds, 0, 0))
+            found_same = vmap(end, in_dims=(None, 0))(x, batched)
+        assert_equal(found_same, x + factors(seeds[0]) * batched)
+        if not same:
+            torch.manual_seed(7)
+            mine = torch.randint(2**62, (3,), dtype=torch.int64)
+            torch.manual_seed(7)
+            found_all = vmap(end, in_dims=(None, 0), randomness="different")(x, batched)
+            assert_equal(found_all, torch.stack([x + factors(seed) * z for seed, z in zip(mine, batched, strict=True)]))

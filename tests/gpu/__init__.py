@@ -1,0 +1,1 @@
+"""Tests of everything that needs one GPU."""

@@ -1,0 +1,336 @@
+"""Every GPU backend against float64, on a GPU. Random cases over the options each backend takes; skipped without CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+
+import pytest
+import torch
+
+from dilated_attention import BackendUnavailable, attention, dilated_attention
+from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends.flash import flash3
+from tests.helpers import gpu_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+if os.environ.get("FLASH3_LIBRARY") and torch.cuda.is_available():
+    flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
+
+HALVES = (torch.bfloat16, torch.float16)
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# (head dims, dtypes, query heads per key/value head, cases of each head dim and dtype): a kernel costs seconds to compile, another case
+# milliseconds. flash4 and flex compile one for nearly every option, so they have few head dims; so do the tiles, five kernels a case, which
+# have few cases, too, as tests/backends/test_tiles.py interprets the same kernels
+SWEEP: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...], list[int], int]] = {
+    "sdpa_flash": ((8, 24, 32, 48, 64, 80, 96, 128, 192, 256), (BF16, FP16), [1, 2, 4], 24),
+    "sdpa_cudnn": ((8, 24, 48, 64, 96, 128), (BF16, FP16), [1, 2], 16),
+    "sdpa_efficient": ((8, 24, 48, 64, 128, 256), (BF16, FP16, FP32), [1, 2], 24),
+    "flash4": ((24, 64, 128, 256), (BF16,), [1, 2], 60),
+    "flash3": ((24, 48, 64, 96, 128, 192, 256), (BF16, FP16), [1, 2, 4], 30),
+    "flex": ((24, 64), (BF16, FP32), [2], 4),
+    "tiles": ((24, 48, 64, 128, 256), (BF16, FP16, FP32), [1, 2, 4], 8),
+    "math": ((1, 24, 59, 64, 128), (FP64, FP32, BF16), [1, 2], 16),
+}
+KERNELS = [
+    (backend, dtype, head_dim)
+    for backend, (dims, dtypes, _, _) in SWEEP.items()
+    for head_dim in dims
+    for dtype in dtypes
+    if (backend != "flex" or (dtype is BF16) == (head_dim == 64)) and (backend != "tiles" or dtype is BF16 or head_dim == 64)
+]
+CASES = int(os.environ.get("GPU_CASES_PERCENT", "100"))
+
+
+def need(name: str, dtype: torch.dtype = BF16, head_dim: int = 64) -> None:
+    """Skips, with every reason, where this backend cannot be."""
+    if reasons := registry.get(name).why_not(Request(hardware=detect("cuda"), dtype=dtype, head_dim=head_dim)):
+        pytest.skip("; ".join(reasons))
+
+
+def errors(case: gpu_cases.Case, backend: str) -> list[tuple[str, float, float]]:
+    """(what, error, bound) of out, lse, dq, dk, dv: bound = 2 × plain same-dtype attention's error + a rounding band."""
+    q, k, v, padding = gpu_cases.tensors(case, "cuda")
+    cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device="cuda")
+    options: dict[str, object] = {"is_causal": case.is_causal, "query_offset": case.query_offset, "return_lse": True, "backend": backend}
+    options |= {"key_padding_mask": padding, "cu_seqlens": cu_seqlens}
+    torch.manual_seed(0)
+    dout = torch.randn(q.shape, device="cuda", dtype=torch.float32).to(case.dtype)
+    dlse = torch.randn(q.shape[0], case.heads, case.num_queries, device="cuda") * case.lse_grad
+
+    def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() if dtype != case.dtype else x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = function(*leaves)  # type: ignore[operator]
+        finite = torch.where(lse == -torch.inf, 0.0, lse)
+        loss = (out.double() * dout.double()).sum() + (finite.double() * dlse.double()).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+        return [x.double() for x in (out, lse, *grads)]
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if case.window is not None:
+            return attention(q, k, v, window=case.window, **options)  # type: ignore[no-any-return,arg-type]
+        pattern = case.pattern
+        return dilated_attention(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            head_offsets=pattern.head_offsets,
+            branch_heads=pattern.branch_heads,
+            tail=pattern.tail,
+            mixture_grad=case.mixture_grad,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gpu_cases.dense(case, q, k, v, padding)
+
+    result, reference, exact = run(ours, case.dtype), run(plain, case.dtype), run(plain, torch.float64)
+    # in float32 and float64 the order of a sum moves more units in the last place than in half precision
+    eps = torch.finfo(case.dtype).eps * (1 if case.dtype in HALVES else 16)
+    report = []
+    for what, x, ref, true in zip(("out", "lse", "dq", "dk", "dv"), result, reference, exact, strict=True):
+        assert (torch.isneginf(x) == torch.isneginf(true)).all(), f"{what}: −inf in other rows"
+        x, ref, true = (torch.where(torch.isneginf(true), 0.0, y) for y in (x, ref, true))
+        if not x.numel():
+            continue
+        # the reference keeps lse in float32 where it computes in half precision; scores are exact products there too
+        size = max(1.0, true.abs().max().item())
+        if what == "lse" and case.dtype in HALVES:
+            # products of half-precision numbers are exact in float32, where every kernel sums them: no excuse in the dtype
+            report.append((what, (x - true).abs().max().item(), 2e-4 * size))
+            continue
+        if what in ("dq", "dk") and case.dtype not in HALVES:
+            # dS is a difference of two sums of |dout ∘ v|: where it cancels, their rounding is what remains
+            band = eps * max(size, (dout.abs().amax(dim=(1, 3)) * v.abs().amax().to(dout.dtype)).max().item() * case.head_dim**0.5)
+        else:
+            band = eps * size
+        report.append((what, (x - true).abs().max().item(), 2 * (ref - true).abs().max().item() + band))
+    return report
+
+
+@pytest.mark.parametrize(("backend", "dtype", "head_dim"), KERNELS, ids=lambda x: str(x).removeprefix("torch."))
+def test_random_cases_match_float64(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Each kernel with cases of its own, drawn by what it is compiled for."""
+    need(backend, dtype, head_dim)
+    _, _, ratios, count = SWEEP[backend]
+    facts = registry.get(backend).facts
+    rng, plain = random.Random(f"{backend} {dtype} {head_dim}"), backend == "flex"
+    branches = gpu_cases.draw_branches(f"{dtype} {head_dim}", 6, shortest=34 if plain else 1)
+    failures, done = [], 0
+    worst: dict[str, float] = {}
+    for index in range(max(1, count * CASES // 100)):
+        case = gpu_cases.draw(
+            rng, [head_dim], [dtype], key_mask=facts.key_mask, window=facts.window, ratios=ratios, branches=branches, plain_shapes=plain
+        )
+        try:
+            report = errors(case, backend)
+            bad = [f"{what} {error:.2e} > {bound:.2e}" for what, error, bound in report if not error <= bound]
+            for what, error, bound in report:
+                worst[what] = max(worst.get(what, 0.0), error / bound)
+        except Exception as error:  # noqa: BLE001  one case that raises must not hide the others
+            bad = [f"{type(error).__name__}: {str(error)[:300]}"]
+        done += 1
+        if bad:
+            failures.append(f"#{index} {dataclasses.asdict(case)}: {bad}")
+            print(failures[-1], flush=True)
+    shown = {what: round(ratio, 2) for what, ratio in worst.items()}
+    print(f"{backend} {dtype} {head_dim}: {done} cases, {len(failures)} failures; largest error / bound {shown}")
+    assert not failures, f"{len(failures)} of {done}\n" + "\n".join(failures[:6])
+
+
+DROPPING: dict[str, dict[str, object]] = {
+    "branches": {"mixture_grad": "detached", "head_offsets": "blocked"},
+    "padding": {"key_padding_mask": True, "is_causal": True},
+    "documents": {"cu_seqlens": (0, 7, 40, 300), "tail": "zero_keys"},
+}
+
+
+@pytest.mark.kernel("kind")
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", DROPPING)
+def test_tiles_drop_the_pairs_that_math_drops(kind: str, dtype: torch.dtype) -> None:
+    """Another pair dropped would be as large an error as the results of another seed, which are shown to be far off."""
+    need("tiles", dtype)
+    torch.manual_seed(5)
+    batch, options = 1 if kind == "documents" else 2, dict(DROPPING[kind])
+    if kind == "padding":
+        options["key_padding_mask"] = torch.rand(batch, 300, device="cuda") < 0.3
+    if kind == "documents":
+        options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(batch, 300, heads, 64, device="cuda").to(dtype).requires_grad_() for heads in (4, 2, 2))
+    dout = torch.randn_like(q)
+
+    def run(backend: str, seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        out = dilated_attention(q, k, v, [64, 300], [1, 3], dropout_p=0.4, backend=backend, **options)  # type: ignore[arg-type]
+        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+
+    found, wanted, other = run("tiles", 1), run("math", 1), run("math", 2)
+    limit = 1e-4 if dtype is FP32 else 0.02
+    for what, x, true, off in zip(("out", "dq", "dk", "dv"), found, wanted, other, strict=True):
+        error, distance = (((y - true).norm() / true.norm()).item() for y in (x, off))
+        print(f"{kind} {dtype} {what}: {error:.1e}, another seed {distance:.2f}")
+        assert error < limit < 0.1 < distance, what
+
+
+@pytest.mark.parametrize("first", range(8, 257, 64))
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+def test_every_head_dim_it_admits_is_right(backend: str, first: int) -> None:
+    """Forward and backward at each multiple of 8 up to 256, grouped heads and causal too: a wrong tile size shows nowhere else."""
+    need(backend)
+    wrong, admitted = [], []
+    for head_dim in range(first, min(first + 64, 257), 8):
+        request = Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=head_dim, needs_grad=True)
+        if registry.get(backend).why_not(request):
+            continue
+        admitted.append(head_dim)
+        kinds = ((2, 2, False), (4, 2, True))
+        # it compiles four kernels for each: one of the two for each head dim, as its tiles are multiples of 16
+        for heads, kv_heads, is_causal in kinds if backend != "flash4" else kinds[head_dim % 16 == 0 :][:1]:
+            q = torch.randn(2, 700, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            k, v = (torch.randn(2, 700, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+            dout = torch.randn_like(q)
+            results = []
+            for name in (backend, "math"):
+                out = attention(q, k, v, is_causal=is_causal, backend=name)
+                results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+            for what, got, want in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+                error = ((got.float() - want.float()).norm() / want.float().norm()).item()
+                if not error < 0.01:
+                    wrong.append(f"{what} at head_dim {head_dim}, {heads}/{kv_heads} heads: {error:.1e}")
+    print(f"{backend}: head dims {admitted}")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+def test_views_are_not_copied(backend: str) -> None:
+    """Peak memory of a forward over strided segments: output, lse and one branch's results, and no copy of q, k or v."""
+    need(backend)
+    N, H, D = 65_536, 8, 64
+    q, k, v = (torch.randn(1, N, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def call() -> torch.Tensor:
+        return dilated_attention(q, k, v, [4096], [4], head_offsets="zero", backend=backend)  # type: ignore[no-any-return]
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    extra = torch.cuda.max_memory_allocated() - before
+    out, part, lse = q.numel() * 2, q.numel() // 4 * 2, N * H * 4
+    # dense lse for the whole (twice: inside and as returned) and the part's own, padded at most to twice its size
+    allowed = out + part + 2 * lse + lse // 2 + 2**20
+    print(f"{backend}: extra {extra / 2**20:.1f} MiB, allowed {allowed / 2**20:.1f} MiB")
+    assert extra <= allowed
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_flash"])
+def test_strided_is_bit_equal_to_gathered(backend: str) -> None:
+    need(backend)
+    N, H, D, w, r = 8192, 4, 64, 2048, 4
+    q, k, v = (torch.randn(1, N, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out = dilated_attention(q, k, v, [w], [r], head_offsets="zero", backend=backend)
+    gathered = [x[:, ::r].contiguous().view(N // w, w // r, H, D) for x in (q, k, v)]
+    expected = attention(*gathered, backend=backend)
+    assert torch.equal(out[:, ::r].reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "tiles", "math", "flex"])
+def test_deterministic_backward_repeats(backend: str) -> None:
+    need(backend)
+    q, k, v = (torch.randn(1, 3000, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        out = dilated_attention(q, k, v, [512, 3000], [1, 3], is_causal=True, deterministic=True, backend=backend)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    first = grads()
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, grads(), strict=True))
+
+
+def test_nondeterministic_backend_is_refused_by_name() -> None:
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for backend in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
+        with pytest.raises(BackendUnavailable, match="determinis"):
+            dilated_attention(q, q, q, [32], [1], deterministic=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+def test_more_segments_than_a_launch_grid_holds(backend: str) -> None:
+    """70,000 segments: beyond the 65,535 problems of one launch."""
+    need(backend)
+    N, w = 70_000 * 16, 16
+    q, k, v = (torch.randn(1, N, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    out = dilated_attention(q, k, v, [w], [1], backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    folded = [x.detach().view(-1, w, 1, 64).transpose(1, 2).double().requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*folded)
+    expected_grads = torch.autograd.grad(expected, folded, dout.view(-1, w, 1, 64).transpose(1, 2).double())
+    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
+        want = want.transpose(1, 2).reshape(got.shape)
+        assert (got.double() - want).abs().max() <= 0.02 * want.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "tiles", "flex", "math"])
+def test_huge_logits_and_one_position(backend: str) -> None:
+    need(backend)
+    for scale in (100.0, 1e-3):
+        q, k, v = (torch.randn(1, 77, 2, 64, device="cuda", dtype=torch.bfloat16).mul(10).requires_grad_() for _ in range(3))
+        out = dilated_attention(q, k, v, [16, 77], [1, 3], is_causal=True, scale=scale, backend=backend)
+        grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        assert all(torch.isfinite(x).all() for x in (out, *grads))
+    q, k, v = (torch.randn(1, 1, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out, lse = dilated_attention(q, k, v, [16], [1], return_lse=True, backend=backend)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(lse[0, :, 0], (q.double() * k.double()).sum(-1)[0, 0].float() / 8, atol=1e-4, rtol=1e-4)
+
+
+def test_cuda_compile_equals_eager() -> None:
+    q, k, v = (torch.randn(2, 500, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dilated_attention(q * 2, k, v, [128, 500], [1, 4], is_causal=True, deterministic=True) * 3  # type: ignore[no-any-return]
+
+    dout = torch.randn_like(q)
+    eager = call(q, k, v)
+    expected = torch.autograd.grad(eager, (q, k, v), dout)
+    compiled = torch.compile(call, fullgraph=True)(q, k, v)
+    grads = torch.autograd.grad(compiled, (q, k, v), dout)
+    torch.testing.assert_close(compiled, eager, atol=0.03, rtol=0.03)
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("backend", ["flash4", "flash3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "tiles"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_backward_takes_out_and_dout_in_any_layout(backend: str, heads: int) -> None:
+    """Equal q, k, v, then another layout of out or dout: torch keeps one cuDNN plan for all, built for the strides of the first."""
+    need(backend)
+    kernels, options = registry.get(backend), Options(scale=0.125)
+    q, k, v, dout = (torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = kernels.forward(q, k, v, options)
+    expected = None
+    for layout, of_dout in itertools.product((torch.Tensor.contiguous, _wide, _heads_first), repeat=2):
+        grads = kernels.backward(of_dout(dout), q, k, v, layout(out), lse, options)
+        expected = expected or grads
+        for found, true in zip(grads, expected, strict=True):
+            torch.testing.assert_close(found.float(), true.float(), atol=0.02, rtol=0.02)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    B, N, H, D = x.shape
+    return torch.full((B, 2 * N, 2 * H, D), torch.nan, device=x.device, dtype=x.dtype)[:, ::2, ::2].copy_(x)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,105 @@
+"""Suites of benchmarks on a GPU, in their small sizes: memory by torch's counts, limits by its allocator, kernels compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention.bench import Results, Row
+from dilated_attention.bench.suites import memory
+from dilated_attention.bench.workloads import model_memory
+from dilated_attention.cli import main
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def rows_of(folder: Path, suite: str, *options: str) -> list[Row]:
+    command = [
+        "bench",
+        suite,
+        "--device",
+        "cuda",
+        "--size",
+        "small",
+        "--seconds",
+        "0.02",
+        "--output",
+        str(folder),
+        "--quiet",
+        "--no-plots",
+        *options,
+    ]
+    assert main(command) == 0
+    return list(Results.load(folder / f"{suite}.json").rows)
+
+
+def test_peaks_of_attention_are_as_predicted(tmp_path: Path) -> None:
+    given = (
+        "--parts",
+        "attention",
+        "--lengths",
+        "16k",
+        "--contenders",
+        "standard",
+        "torch sdpa",
+        "DilatedAttention",
+        "BlockSparseAttention window",
+    )
+    rows = [row for row in rows_of(tmp_path, "memory", *given) if row.values]
+    assert len(rows) == 8
+    for row in rows:
+        assert abs(row.values["off"]) < 0.1, row
+
+
+@pytest.mark.alone
+def test_what_fits_is_run_under_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SIZES_GIB", (8,))
+    monkeypatch.setattr(memory, "_FITS", {name: memory._FITS[name] for name in ("standard", "DilatedAttention")})
+    before = torch.cuda.memory_allocated()
+    for row in rows_of(tmp_path, "memory", "--parts", "fits"):
+        assert not row.note and abs(row.values["off"]) < 0.1, row
+    # tables of offsets are kept for the next call
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_a_model_of_a_few_layers_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("dilated", "window of 1,024")
+    monkeypatch.setattr(model_memory, "ATTENTION", {kind: model_memory.ATTENTION[kind] for kind in kinds})
+    # plans, which no GPU is needed for
+    monkeypatch.setattr(
+        memory,
+        "_models_fit",
+        lambda: [Row(name="dilated", case={"part": "model fits", "GB": 8, "work": "training"}, values={"longest": 0})],
+    )
+    rows = [row for row in rows_of(tmp_path, "memory", "--parts", "model", "--model-lengths", "4k") if row.case["part"] == "model"]
+    assert len(rows) == len(kinds) * len(model_memory.WORK)
+    for row in rows:
+        assert abs(row.values["off"]) < 0.1, row
+
+
+def test_the_search_recovers_from_out_of_memory(tmp_path: Path) -> None:
+    given = ("--memory-gib", "0.5", "--first", "4k", "--steps", "2", "--kinds", "dilated", "block-sparse")
+    rows = rows_of(tmp_path, "extreme", *given)
+    for kind in ("dilated", "block-sparse"):
+        for which in ("forward", "both"):
+            mine = [row for row in rows if row.name == kind and row.case["pass"] == which]
+            longest = max(row.case["N"] for row in mine if row.values)
+            assert min(row.case["N"] for row in mine if row.note) > longest
+            assert {row.note for row in mine} == {"", "out of memory"}
+            # a length behind the first that was too long
+            assert mine[-1].case["N"] < max(row.case["N"] for row in mine)
+
+
+def test_every_kernel_that_moves_memory_is_right(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "bandwidth", "--contenders", "torch sdpa", "DilatedAttention", "--dtypes", "bfloat16")
+    kernels = [row for row in rows if row.case["part"] == "kernels"]
+    assert len(kernels) == 7 and all(row.values["gb_s"] > 0 for row in kernels), kernels
+
+
+@pytest.mark.alone
+def test_an_unchanged_module_is_not_blamed(tmp_path: Path) -> None:
+    given = ("--baseline", str(tmp_path / "base.json"))
+    rows_of(tmp_path, "regression", *given, "--save-baseline")
+    assert rows_of(tmp_path, "regression", *given)

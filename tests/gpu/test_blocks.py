@@ -1,0 +1,193 @@
+"""Every kernel of lists of blocks on a GPU, forward and backward, against dense float64 attention under the same mask."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dilated_attention.backends import Request, detect, registry
+from dilated_attention.testing import low_precision_bound, max_error
+from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+BACKENDS = ("gluon", "cudnn_fe", "flash4", "triton", "flex")
+
+
+# (query block, key block): with the head dim, what a kernel is compiled for
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+
+
+def random_case(seed: int, **changes: object) -> BlockCase:
+    draw = random.Random(seed)
+    kv_heads = draw.choice([1, 2])
+    heads, batch = kv_heads * draw.choice([1, 1, 2]), draw.choice([1, 1, 2])
+    case = BlockCase(
+        batch=batch,
+        num_queries=draw.choice([1, 64, 128, 200, 256, 384, 515]),
+        num_keys=draw.choice([1, 100, 128, 256, 384, 640, 777]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw.choice([64, 128, 128, 32, 96]),
+        q_block=draw.choice([128, 128, 64]),
+        k_block=draw.choice([128, 128, 64]),
+        groups=(draw.choice([1, batch]), draw.choice([1, heads])),
+        density=draw.choice([0.2, 0.5, 0.9]),
+        masks=draw.choice(["none", "interval", "bits"]),
+        padding=draw.choice(["none", "none", "some"]),
+        layout=draw.choice(["contiguous", "heads_first", "packed", "every_third"]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        seed=seed,
+    )
+    return replace(case, **changes)
+
+
+def takes(name: str, problem: Problem, *, needs_grad: bool) -> list[str]:
+    case = problem.case
+    request = Request(
+        hardware=detect(torch.device("cuda")), dtype=case.dtype, head_dim=case.head_dim, num_heads=case.heads, num_kv_heads=case.kv_heads,
+        needs_grad=needs_grad, key_mask=problem.padding is not None, blocks=(case.q_block, case.k_block), block_masks=problem.lists.mask_kind,
+    )  # fmt: skip
+    return registry.get(name).why_not(request)
+
+
+def check(name: str, problem: Problem, *, split: bool = False) -> str:
+    """What was compared: "" where the backend takes neither pass. Skips where its package is missing."""
+    missing = [reason for reason in takes(name, problem, needs_grad=False) if "is not installed" in reason]
+    if missing:
+        pytest.skip(missing[0])
+    able = {needs_grad: not takes(name, problem, needs_grad=needs_grad) for needs_grad in (False, True)}
+    if not any(able.values()):
+        return ""
+    backend = registry.get(name)
+    truth = dict(zip(NAMES, expected(problem, lse_grad=backend.facts.lse_grad), strict=True))
+    leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out, lse = dense(problem, *leaves)
+    loss = (out * problem.dout).sum()
+    if backend.facts.lse_grad:
+        loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * problem.dlse).sum()
+    plain = dict(zip(NAMES, (out, lse, *torch.autograd.grad(loss, leaves)), strict=True))
+    found = {}
+    q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
+    if able[False]:
+        found["out"], found["lse"] = backend.forward_blocks(q, k, v, lists, options)
+    if able[True]:
+        full_out, full_lse = truth["out"].to(q.dtype), truth["lse"].float()
+        full_lse = full_lse.masked_fill(full_lse == -torch.inf, torch.inf)
+        extra = (problem.dlse,) if backend.facts.lse_grad else ()
+        grads = backend.backward_blocks(problem.dout, q, k, v, full_out, full_lse, lists, options, *extra)
+        found.update(zip(NAMES[2:], grads, strict=True))
+    for what, x in found.items():
+        error = max_error(x, truth[what])
+        bound = 1e-4 if what == "lse" else low_precision_bound(plain[what], truth[what], problem.case.dtype)
+        assert error <= bound, f"{name} {what}: {error:.3g} > {bound:.3g} for {problem.case}"
+    return " ".join(found)
+
+
+# (head dim, blocks, dtype) that each takes, every head dim and every block size once: a kernel costs seconds to compile, another case
+# milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and test_blocks_backends.py has those
+BF16, FP16 = torch.bfloat16, torch.float16
+EACH = [
+    (32, BLOCKS[0], FP16),
+    (64, BLOCKS[0], BF16),
+    (64, BLOCKS[1], BF16),
+    (96, BLOCKS[2], FP16),
+    (128, BLOCKS[0], BF16),
+    (128, BLOCKS[3], BF16),
+]
+KERNELS = {
+    "gluon": [(64, BLOCKS[0], BF16), (64, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[2], FP16)],
+    "cudnn_fe": [(128, BLOCKS[0], BF16), (128, BLOCKS[1], FP16)],
+    "flash4": EACH,
+    "triton": EACH,
+    "flex": [(64, BLOCKS[0], BF16), (128, BLOCKS[0], BF16)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "blocks", "dtype"), [(name, *kernel) for name, kernels in KERNELS.items() for kernel in kernels], ids=str
+)
+def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: torch.dtype) -> None:
+    changes = {"head_dim": head_dim, "q_block": blocks[0], "k_block": blocks[1], "dtype": dtype}
+    cases = [random_case(seed, **changes) for seed in range(40)]
+    # masks and padding, which every third case goes without, are not for each
+    cases = [case for case in cases if name != "cudnn_fe" or (case.masks == case.padding == "none")]
+    compared = sum(bool(check(name, make(case, "cuda"))) for case in cases[: 8 if name == "flex" else 16])
+    assert compared >= 3
+
+
+@pytest.mark.kernel("name", "head_dim")
+@pytest.mark.parametrize("head_dim", [64, 128])
+# cudnn_fe takes no masks inside blocks
+@pytest.mark.parametrize(
+    ("name", "masks"), [(name, masks) for name in BACKENDS for masks in ("none", "interval") if (name, masks) != ("cudnn_fe", "interval")]
+)
+def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
+    case = BlockCase(
+        num_queries=1024, num_keys=1024, heads=4, kv_heads=4, head_dim=head_dim, q_block=128, k_block=128, groups=(1, 4),
+        density=0.3, masks=masks, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert check(name, make(case, "cuda"))
+    assert check(name, make(replace(case, kv_heads=2, batch=2), "cuda"))
+
+
+@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+def test_two_block_sizes_in_one_process(name: str) -> None:
+    for k_block in (128, 64, 128):
+        case = BlockCase(num_queries=512, num_keys=512, head_dim=64, q_block=128, k_block=k_block, density=0.4, dtype=torch.bfloat16)
+        assert check(name, make(case, "cuda"))
+
+
+@pytest.mark.kernel("size")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("groups", [(1, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"),
+    # the last has more query blocks than the library takes at once
+    [(1, 1), (64, 65), (128, 256), (200, 333), (257, 512), (515, 777), (1024, 1000), (1000, 1024), (128 * 260, 256)],
+)
+def test_cudnn_fe_at_what_it_is_for(num_queries: int, num_keys: int, groups: tuple[int, int], size: int) -> None:
+    """Its backward, which few random cases reach: whole and ragged lengths, and FlashAttention-4 in the same process before and after."""
+    case = BlockCase(
+        batch=1 if num_queries > 2048 else 2, num_queries=num_queries, num_keys=num_keys, heads=4, kv_heads=4, head_dim=128,
+        q_block=size, k_block=size, groups=groups, density=0.5, dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = make(case, "cuda")
+    check("flash4", problem)
+    assert check("cudnn_fe", problem) == "out lse dq dk dv"
+    assert check("cudnn_fe", make(replace(case, layout="packed", seed=1), "cuda")) == "out lse dq dk dv"
+    check("flash4", problem)
+
+
+@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+def test_one_long_list_among_short_ones(name: str) -> None:
+    """A block that keeps everything has a table, or a turn, of its own."""
+    case = BlockCase(
+        num_queries=128 * 80, num_keys=128 * 80, heads=2, kv_heads=2, head_dim=64, q_block=128, k_block=128, dtype=torch.bfloat16
+    )
+    problem = make(replace(case, num_queries=128, num_keys=128, density=1.0), "cuda")
+    mask = torch.zeros(1, 1, 80, 80, dtype=torch.bool, device="cuda")
+    mask[..., torch.arange(80), torch.arange(80)] = True
+    mask[..., 3, :] = mask[..., 7] = True
+    from tests.helpers.block_cases import lists_from_dense
+
+    dense_mask = mask.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    big = make(replace(case, density=0.0), "cuda")
+    problem = replace(big, mask=dense_mask, lists=lists_from_dense(dense_mask, 128, 128))
+    assert check(name, problem)
+
+
+@pytest.mark.parametrize("name", ["gluon", "triton"])
+def test_results_repeat(name: str) -> None:
+    problem = make(
+        random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none"), "cuda"
+    )
+    backend = registry.get(name)
+    first = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+    for _ in range(200):
+        again = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])

@@ -1,0 +1,145 @@
+"""The engine on a GPU: CUDA graphs, compiled modules, transient memory, what autograd keeps. Skipped without CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from dilated_attention.engine.branches import chunking
+from dilated_attention.engine.reference_rows import sampled_gradients, sampled_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
+
+LENGTHS = [2048 << i for i in range(5)]
+PAPER = [1, 2, 4, 6, 12]
+GEOMETRIC = [1, 2, 4, 8, 16]
+
+
+def make(n: int, heads: int, dim: int, *, grad: bool = True, batch: int = 1) -> list[torch.Tensor]:
+    return [torch.randn(batch, n, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("n", "heads", "dim", "rates", "causal"), [(40_000, 12, 64, PAPER, False), (40_000, 12, 64, PAPER, True), (300_000, 16, 128, GEOMETRIC, True), (70_000, 16, 64, GEOMETRIC, False)])  # fmt: skip
+def test_sampled_rows_of_long_sequences(n: int, heads: int, dim: int, rates: list[int], causal: bool) -> None:
+    """Ragged ends, several chunks, both passes, against float64."""
+    q, k, v, dout = make(n, heads, dim)
+    out, lse = dilated_attention(q, k, v, LENGTHS, rates, is_causal=causal, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    pattern = DilatedPattern(LENGTHS, rates)
+    rows = [(p, p % heads) for p in (0, 1, 2047, 2048, 16_384, 32_767, 32_768, n // 2, n - 33, n - 2, n - 1)]
+    rows += [(p // 16 * 16 + h, h) for p, h in ((5000, 3), (33_000, 7), (n - 100, 11))]
+    with torch.no_grad():
+        true_out, true_lse = sampled_rows(pattern, q, k, v, rows, is_causal=causal)
+        true = sampled_gradients(pattern, (dout, q, k, v, out, lse), rows, is_causal=causal)
+    at = tuple(torch.tensor(x, device="cuda") for x in zip(*rows, strict=True))
+    assert (lse[0][at[::-1]].double() - true_lse).abs().max() < 1e-4
+    for name, found, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), (true_out, *true), strict=True):
+        error = ((found[0][at].double() - expected).norm() / expected.norm()).item()
+        assert error < 6e-3, (name, error)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_passes_in_one_cuda_graph(causal: bool) -> None:
+    q, k, v, dout = make(33_000, 12, 64)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = dilated_attention(q, k, v, LENGTHS, PAPER, is_causal=causal)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = step()
+        torch.testing.assert_close(captured[0], expected[0], atol=0, rtol=0)
+        for found, true in zip(captured[1:], expected[1:], strict=True):
+            # dq is summed by atomics, in no fixed order
+            torch.testing.assert_close(found, true, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["attention", "multihead"])
+def test_compiled_max_autotune_equals_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "attention":
+        module: torch.nn.Module = DilatedAttention([512, 1024], [1, 2])
+        inputs = [x.detach() for x in make(2048, 8, 64, batch=2)[:3]]
+    else:
+        module = MultiheadDilatedAttention(512, 8, [512, 1024], [1, 2], device="cuda", dtype=torch.bfloat16)
+        inputs = [torch.randn(2, 2048, 512, device="cuda", dtype=torch.bfloat16)]
+    compiled = torch.compile(module, mode="max-autotune")
+    results = []
+    for function in (module, compiled, compiled, compiled):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        if function is compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+        out = function(*leaves)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = (out.float() ** 2).mean()
+        grads = torch.autograd.grad(loss, leaves)
+        results.append([out.detach().clone(), *(g.clone() for g in grads)])
+    for found in results[1:]:
+        for x, y in zip(found, results[0], strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2 * float(y.abs().max()), rtol=2e-2)
+
+
+def peak_extra(function: object) -> int:
+    function()  # type: ignore[operator]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function()  # type: ignore[operator]
+    torch.cuda.synchronize()
+    kept_bytes = sum(x.numel() * x.element_size() for x in kept)
+    return torch.cuda.max_memory_allocated() - before - kept_bytes
+
+
+@pytest.mark.xdist_group("large")
+@pytest.mark.parametrize(
+    ("n", "heads", "dim", "lengths", "rates"),
+    [
+        (2**19, 12, 64, LENGTHS, PAPER),
+        (2**19, 16, 128, LENGTHS, GEOMETRIC),
+        (200_000, 16, 24, [1024, 5792, 32768, 185363, 1048576], GEOMETRIC),
+        (2**20, 16, 24, [1024, 4096, 32768, 262144, 1048576], GEOMETRIC),
+        (2**22, 1, 64, [2048, 8192, 2**22], [1, 4, 64]),
+        (2**24, 1, 64, [2048, 8192, 32768, 2**24], [1, 3, 9, 64]),
+    ],
+)
+def test_transient_memory_keeps_to_the_limit(n: int, heads: int, dim: int, lengths: list[int], rates: list[int]) -> None:
+    """Beside inputs and results at most 512 MiB, or 5 % of q, k and v, in each pass."""
+    q, k, v, dout = make(n, heads, dim)
+    limit = chunking.transient_budget(3 * q.numel() * 2)
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return dilated_attention(q, k, v, lengths, rates, return_lse=True)  # type: ignore[no-any-return]
+
+    out = dilated_attention(q, k, v, lengths, rates)
+    forward_extra = peak_extra(forward)
+    backward_extra = peak_extra(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    print(f"N {n} {heads}x{dim}: transient {forward_extra / 2**20:.0f} / {backward_extra / 2**20:.0f} MiB, limit {limit / 2**20:.0f}")
+    assert forward_extra <= limit and backward_extra <= limit
+
+
+def test_autograd_keeps_q_k_v_out_and_lse_alone() -> None:
+    q, k, v, _ = make(2**17, 8, 64)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = dilated_attention(q, k, v, LENGTHS, GEOMETRIC)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    lse = 4 * q.shape[1] * q.shape[2]
+    # small tables of offsets are kept for the next call
+    assert kept <= out.numel() * 2 + lse + 2**20

@@ -1,0 +1,146 @@
+"""Profiles and errors of memory on a GPU: figures against torch's own, a snapshot, a limit that is hit, and a suggestion that fits."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention.backends import detect
+from dilated_attention.engine.branches import chunking
+from dilated_attention.pattern import LocalWindow
+from dilated_attention.profiling import profile_memory
+from tests.helpers.gpu_cases import bare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison, pytest.mark.alone]
+
+GIB = 2**30
+LENGTHS, RATES = (2048, 8192, 32768), (1, 4, 16)
+
+
+def leaves(length: int, heads: int = 16, dim: int = 64, batch: int = 1) -> list[torch.Tensor]:
+    return [torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "dilated_attention": lambda q, k, v: dilated_attention(q, k, v, LENGTHS, RATES),
+    "attention": lambda q, k, v: attention(q, k, v, is_causal=True),
+    "block_sparse_attention": lambda q, k, v: block_sparse_attention(q, k, v, LocalWindow(1024)),
+}
+
+
+def step(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    out = call(*tensors)
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_figures_are_torchs_own(name: str) -> None:
+    tensors = leaves(65_536)
+    # kernels are compiled and tables made before
+    step(CALLS[name], tensors)
+    with profile_memory() as profile:
+        step(CALLS[name], tensors)
+    assert profile.peak_allocated == torch.cuda.max_memory_allocated() and profile.peak_reserved == torch.cuda.max_memory_reserved()
+    # what the replayed events say was alive at the peak, and what lay there before, is the allocator's own figure
+    assert profile.allocated_before + sum(op.at_peak for op in profile.ops) == profile.peak_allocated
+    assert profile.fragmentation >= 1 and profile.retries == 0 and profile.refused == 0 and profile.device_allocs > 0
+    assert any(op.name.startswith("dilated_attention::") and op.name.endswith("_backward") and op.kept > 0 for op in profile.ops)
+    plain = profile_memory(lambda: step(CALLS[name], tensors), ops=False)
+    assert abs(plain.peak_allocated - profile.peak_allocated) <= 2**21 and plain.ops == () and plain.cannot_tell
+    print(profile, *profile.advice(), sep="\n")
+
+
+def test_a_snapshot_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "memory.pickle"
+    tensors = leaves(8192)
+    with profile_memory(snapshot=path) as profile:
+        step(CALLS["dilated_attention"], tensors)
+    assert path.stat().st_size > 1000 and f"trace_plot {path}" in str(profile)
+
+
+def by_branches() -> str:
+    """A backend by name: then nested branches are not visited together, and results of branches wait for their merge."""
+    return "flash4" if "flash-attn-4" in detect(torch.device("cuda")).packages else "sdpa_flash"
+
+
+def test_smaller_chunks_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``advice()`` says of TRANSIENT_BYTES."""
+    scratch = []
+    for size in (chunking.TRANSIENT_BYTES, chunking.TRANSIENT_BYTES // 2):
+        monkeypatch.setattr(chunking, "TRANSIENT_BYTES", size)
+        tensors = [x.detach() for x in leaves(262_144)]
+        profile = profile_memory(dilated_attention, *tensors, LENGTHS, (1, 1, 1), backend=by_branches())
+        scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
+    assert scratch[1] < 0.75 * scratch[0]
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """Allows this process so many bytes more than it holds."""
+
+    def limit(size: int) -> None:
+        bare()
+        free, total = torch.cuda.mem_get_info()
+        if free < size + GIB:
+            pytest.skip(f"{free / GIB:.1f} GiB are free on this GPU and the test takes {size / GIB:.1f}: others hold the rest")
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    bare()
+
+
+def said_of(call: Callable[..., torch.Tensor], length: int, heads: int) -> str:
+    """The error of a step; "" where it fits. No tensor outlives this, nor is one held by a test that fails."""
+    tensors = leaves(length, heads)
+    try:
+        step(call, tensors)
+    except torch.OutOfMemoryError as error:
+        (said,) = error.args
+        return str(said)
+    finally:
+        tensors.clear()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["dilated_attention", "attention"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_limit_is_told_with_a_length_that_fits(name: str, pass_: str, limited: Callable[[int], None]) -> None:
+    call = {"dilated_attention": lambda q, k, v: dilated_attention(q, k, v, (512, 2048), (1, 4)), "attention": CALLS["attention"]}[name]
+    # as short rows as may be, so that dense attention of long ones takes no time
+    heads, length = (16, 524_288) if name == "dilated_attention" else (128, 32_768)
+    assert said_of(call, 4096, heads) == ""
+    input_bytes = 3 * length * heads * 64 * 2
+    # of the backward, q, k, v, out and their gradients are 8/3 of the inputs at least
+    limited(input_bytes * (11 if pass_ == "forward" else 20) // 10)
+    said = said_of(call, length, heads)
+    print(said)
+    assert said.startswith(f"the {pass_} of {name} ran out of memory: it asked for ") and "CUDA out of memory" in said, said
+    assert "set_per_process_memory_fraction" in said and "would fit, after torch.cuda.empty_cache():" in said, said
+    found = re.search(rf"([\d,]+) in place of {length:,} positions", said)
+    assert found is not None, said
+    longest = int(found[1].replace(",", ""))
+    assert longest >= length // 8
+    gc.collect()
+    # as the error says
+    torch.cuda.empty_cache()
+    assert said_of(call, longest, heads) == ""
+
+
+def test_an_error_that_is_kept_keeps_no_memory(limited: Callable[[int], None]) -> None:
+    tensors = leaves(262_144)
+    limited(GIB // 2 + GIB // 8)
+    before = torch.cuda.memory_allocated()
+    kept = []
+    try:
+        # out fits, and what waits for the merge does not
+        dilated_attention(*tensors, LENGTHS, (1, 1, 1), backend=by_branches())
+    except torch.OutOfMemoryError as error:
+        kept.append(error)
+    assert kept and torch.cuda.memory_allocated() <= before + 2**21

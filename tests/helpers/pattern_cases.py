@@ -1,0 +1,108 @@
+"""Block patterns and lists for tests: what there is to try, and lists written out as dense masks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern import (
+    Axial,
+    BigBird,
+    BlockPattern,
+    BlockTensor,
+    Causal,
+    DilatedBlocks,
+    Document,
+    GlobalLocal,
+    LocalWindow,
+    MaskFunction,
+    PerHead,
+    RandomBlocks,
+    Sparsity,
+    Strided,
+)
+from dilated_attention.pattern.blocks.density import KINDS
+from dilated_attention.pattern.blocks.kept_blocks import unpacked
+
+LENGTHS = (1, 63, 64, 65, 127, 300, 515)
+BLOCK_SIZES = (64, 128, (64, 128), (128, 64))
+HEADS = 2
+
+
+def lattice(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    """A function of single pairs with full, empty and partial blocks, and rows without keys."""
+    return ((q_idx // 50 + kv_idx // 70 + head) % 3 == 0) & (q_idx % 200 != 17)
+
+
+def simple_patterns(num_positions: int, block_size: int | tuple[int, int]) -> dict[str, BlockPattern]:
+    """One or two of each kind, for ``num_positions`` positions and ``HEADS`` heads."""
+    n = num_positions
+    rows, columns = (-(-n // size) for size in (block_size if isinstance(block_size, tuple) else (block_size, block_size)))
+    table = torch.rand(HEADS, rows, columns, generator=torch.Generator().manual_seed(n)) < 0.4
+    patterns = {
+        "window_0": LocalWindow(0, block_size=block_size),
+        "window": LocalWindow((150, 20), block_size=block_size),
+        "window_open": LocalWindow((None, 3), block_size=block_size),
+        "causal": Causal(block_size=block_size),
+        "document": Document((n // 3, 0, n // 5, n - n // 3 - n // 5), block_size=block_size),
+        "global_local": GlobalLocal((40, 70), 30, block_size=block_size),
+        "global_local_aligned": GlobalLocal(90, 128, block_size=block_size),
+        "global_local_long": GlobalLocal(5, 1000, block_size=block_size),
+        "big_bird": BigBird(30, 10, 2, 7, block_size=block_size),
+        "big_bird_many": BigBird((0, 100), 128, 9, block_size=block_size),
+        "strided": Strided(3, 1, block_size=block_size),
+        "strided_far": Strided(4, 0, block_size=block_size),
+        "dilated": DilatedBlocks(2, 4, block_size=block_size),
+        "dilated_1": DilatedBlocks(1, 3, block_size=block_size),
+        "axial": Axial(160, block_size=block_size),
+        "axial_narrow": Axial(7, block_size=block_size),
+        "random": RandomBlocks(0.3, 5, block_size=block_size),
+        "random_shared": RandomBlocks(0.6, 1, per_head=False, own_block=True, block_size=block_size),
+        "table": BlockTensor(table, block_size=block_size),
+        "table_shared": BlockTensor(table[0], block_size=block_size),
+        "function": MaskFunction(lattice, block_size=block_size),
+        "function_per_head": MaskFunction(lattice, per_head=True, block_size=block_size),
+    }
+    return patterns | {f"sparsity_{kind}": Sparsity(0.3, kind, block_size=block_size) for kind in KINDS}
+
+
+@st.composite
+def compositions(draw: st.DrawFn, num_positions: int, block_size: int | tuple[int, int], depth: int = 3) -> BlockPattern:
+    """Unions, intersections and patterns per head of the simple ones, nested up to ``depth``."""
+    how = draw(st.sampled_from(("simple", "or", "and", "per_head"))) if depth else "simple"
+    if how == "simple":
+        patterns = simple_patterns(num_positions, block_size)
+        return patterns[draw(st.sampled_from(sorted(patterns)))]
+    first, second = (draw(compositions(num_positions, block_size, depth - 1)) for _ in range(HEADS))
+    return first | second if how == "or" else first & second if how == "and" else PerHead((first, second))
+
+
+def expanded(lists: BlockLists, num_heads: int) -> torch.Tensor:
+    """bool (num_heads, num_queries, num_keys): the pairs that lists keep."""
+    tiles = torch.ones(lists.num_entries, lists.q_block, lists.k_block, dtype=torch.bool)
+    if lists.masks is not None:
+        masked = lists.masks >= 0
+        tiles[masked] = unpacked(lists.bits)[lists.masks[masked].long()]
+    return _written_out(lists, tiles, num_heads)
+
+
+def expanded_by_interval(lists: BlockLists, num_heads: int) -> torch.Tensor:
+    """The same from the interval instead of the bits."""
+    assert lists.interval is not None and lists.masks is not None
+    missing = lists.num_rows * lists.q_block - lists.num_queries
+    low, high = (torch.nn.functional.pad(x, (0, missing)).view(lists.num_rows, lists.q_block, 1) for x in lists.interval)
+    row = lists.row_of_entry % max(lists.num_rows, 1)
+    keys = (lists.columns.long()[:, None] * lists.k_block + torch.arange(lists.k_block))[:, None]
+    return _written_out(lists, ((keys >= low[row]) & (keys < high[row])) | (lists.masks < 0)[:, None, None], num_heads)
+
+
+def _written_out(lists: BlockLists, tiles: torch.Tensor, num_heads: int) -> torch.Tensor:
+    shape = (lists.num_groups * lists.num_rows, lists.num_columns)
+    blocks = torch.zeros(*shape, lists.q_block, lists.k_block, dtype=torch.bool)
+    where = (lists.row_of_entry, lists.columns.long())
+    times = torch.zeros(shape, dtype=torch.int64).index_put(where, torch.ones(lists.num_entries, dtype=torch.int64), accumulate=True)
+    assert not times.numel() or times.max() <= 1, "a block is listed twice"
+    blocks[where] = tiles
+    mask = blocks.transpose(1, 2).reshape(lists.num_groups, lists.num_rows * lists.q_block, lists.num_columns * lists.k_block)
+    return mask[:, : lists.num_queries, : lists.num_keys].expand(num_heads, -1, -1)

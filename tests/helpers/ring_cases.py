@@ -1,0 +1,300 @@
+"""Calls on spread sequences, on CPUs and GPUs: how they are drawn, and what runs inside the pool's processes.
+
+Every rank makes the whole inputs from the case's seed and cuts out its rows; the parent puts the ranks' results together and judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
+from dilated_attention.distributed import LAYOUTS, spans
+from dilated_attention.distributed.exchange import context_parallel, cost
+from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
+from dilated_attention.testing import Case, Inputs, Result, inputs, results
+from tests.helpers.pool import here, patience
+
+HEADS = ((4, 4), (4, 2), (6, 2), (8, 1))
+WHOLE = DilatedPattern((2**62,), (1,), "zero")
+SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the kernels of a sweep's calls are compiled for, so that a call more compiles nothing.
+
+    Args:
+        heads: (H, Hk) pairs to draw from; None for many. A pair divides into the ranks of every world that draws it.
+        backend: by name.
+        instead: (option, another backend) of calls with ``"padding"``, ``"window"`` or ``"dropout"``; the first that a call has counts.
+        stretch: of the sequence's length.
+        shapes: how many lengths, each with its branches, which merging kernels are compiled for; 0 for another one each call.
+    """
+
+    dtype: torch.dtype = torch.float64
+    head_dim: int = 8
+    heads: tuple[tuple[int, int], ...] | None = None
+    backend: str = "auto"
+    instead: tuple[tuple[str, str], ...] = ()
+    stretch: int = 1
+    shapes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """One call of all ranks. Its repr rebuilds it.
+
+    Args:
+        case: of the whole sequence; with ``WHOLE`` as its pattern the call is one of ``ring_attention``.
+        seq_len_given: the ranks are told N.
+        steps: the byte limits are 1, so that an exchange has as many steps as it can and two of them in memory.
+        memory: of each rank's q, k and v: ``"rows"`` one after the other · ``"heads"`` first · ``"slice"`` of wider tensors.
+    """
+
+    case: Case
+    layout: str = "contiguous"
+    exchange: str = "auto"
+    ranks_per_node: int | None = None
+    seq_len_given: bool = True
+    steps: bool = False
+    memory: str = "rows"
+    backend: str = "auto"
+
+
+def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
+    """A random call of ``world`` ranks."""
+    rng = random.Random(world * 100_003 + seed)
+    of_shape = random.Random(world * 100_003 + seed // 100 * 100 + seed % kernel.shapes) if kernel.shapes else rng
+    exchange = rng.choice(["auto", "all_gather", "all_gather", "ring", "ring", "all_to_all", "2d"])
+    per_node = rng.choice([p for p in range(1, world + 1) if world % p == 0]) if exchange == "2d" else None
+    parts = world if exchange == "all_to_all" else per_node or 1
+    choices = list(kernel.heads or (*HEADS, (world, world), (2 * world, world), (world, 1)))
+    heads, kv_heads = rng.choice([pair for pair in choices if why_no_heads(*pair, parts, "all") is None])
+    n = of_shape.choice(
+        [
+            of_shape.randint(0, 2),
+            of_shape.randint(0, 2 * world),
+            of_shape.randint(1, 48),
+            of_shape.randint(1, 96),
+            2 * world * of_shape.randint(1, 6),
+        ]
+    )
+    n = n * kernel.stretch + (of_shape.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
+    dense = rng.random() < 0.35
+    window = None
+    if dense and exchange != "ring" and rng.random() < 0.5:
+        window = (rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]), rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]))
+    pattern = WHOLE if dense else _pattern(of_shape, n, world, heads, exchange not in ("all_to_all", "2d"))
+    bounds = None
+    if rng.random() < 0.25:
+        bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 4))), n)
+    mixture_grad = "detached" if not dense and rng.random() < 0.2 else "exact"
+    case = Case(
+        pattern=pattern,
+        batch=1 if bounds else rng.choice([1, 2]),
+        num_queries=n,
+        num_keys=n,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=kernel.head_dim,
+        is_causal=rng.random() < 0.5,
+        scale=rng.choice([None, None, 0.2]),
+        window=window,
+        mixture_grad=mixture_grad,
+        dropout_p=rng.choice([0.1, 0.5]) if rng.random() < 0.15 else 0.0,
+        padding=rng.choice(["some", "row", "all"]) if rng.random() < 0.25 else "none",
+        bounds=bounds,
+        lse_grad=mixture_grad == "exact" and rng.random() < 0.6,
+        seed=rng.randint(0, 2**16),
+    )
+    options = {"padding": case.padding != "none", "window": case.window is not None, "dropout": case.dropout_p > 0}
+    return Spread(
+        case=case,
+        layout=rng.choice(LAYOUTS),
+        exchange=exchange,
+        ranks_per_node=per_node,
+        seq_len_given=rng.random() < 0.7,
+        steps=rng.random() < 0.4,
+        memory=rng.choice(["rows", "rows", "heads", "slice"]),
+        backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
+    )
+
+
+def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool) -> DilatedPattern:
+    """Segments inside a rank, of several ranks, aligned with neither, longer than the sequence."""
+    share = max(1, n // world)
+    lengths = []
+    for _ in range(rng.randint(1, 3)):
+        aligned = rng.choice([share, 2 * share, max(1, share // 2), share * world])
+        lengths.append(rng.choice([aligned, rng.randint(1, max(1, n)), rng.randint(1, share), 2 * n + 1, 2**40]))
+    rates = [rng.choice([r for r in (1, 1, 2, 3, 4, 5, 7, length) if r <= min(length, 64)] or [1]) for length in lengths]
+    kind = rng.choice(["cyclic", "cyclic", "blocked", "zero", "lists", *(["split"] if may_split else [])])
+    offsets: Any = "cyclic" if kind == "split" else kind
+    if kind == "lists":
+        offsets = tuple(tuple(rng.randint(0, rate - 1) for _ in range(heads)) for rate in rates)
+    tail = "zero_keys" if rng.random() < 0.3 else "mask"
+    return DilatedPattern(tuple(lengths), tuple(rates), offsets, "split" if kind == "split" else "all", tail)
+
+
+def positions(seq_len: int, rank: int, world: int, layout: str) -> torch.Tensor:
+    return torch.cat([torch.arange(*span) for span in spans(seq_len, rank, world, layout)])
+
+
+def local_inputs(x: Inputs, rows: torch.Tensor, memory: str = "rows") -> Inputs:
+    """The rows of one rank, lying as ``memory`` says."""
+    q, k, v, dout = (_laid_out(y[:, rows], memory) for y in (x.q, x.k, x.v, x.dout))
+    padding = None if x.key_padding_mask is None else x.key_padding_mask[:, rows]
+    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens)
+
+
+def _laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
+    if memory == "heads":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if memory == "slice":
+        return torch.stack([x, torch.full_like(x, 7.0)], 3)[:, :, :, 0]
+    return x
+
+
+def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The call as ``testing.results`` makes it."""
+
+    def function(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments: dict[str, Any] = {
+            "group": group,
+            "layout": spread.layout,
+            "exchange": spread.exchange,
+            "seq_len": case.num_keys if spread.seq_len_given else None,
+            "ranks_per_node": spread.ranks_per_node,
+            "is_causal": case.is_causal,
+            "scale": case.scale,
+            "cu_seqlens": x.cu_seqlens,
+            "key_padding_mask": x.key_padding_mask,
+            "dropout_p": case.dropout_p,
+            "return_lse": True,
+            "backend": spread.backend,
+            "timeout": patience(),
+        } | options
+        # all ranks are seeded alike, and as the one process is that the results are compared with
+        torch.manual_seed(case.seed)
+        if case.pattern == WHOLE:
+            return ring_attention(q, k, v, window=case.window, **arguments)  # type: ignore[no-any-return]
+        pattern = case.pattern
+        arguments |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads, "tail": pattern.tail}
+        arguments["mixture_grad"] = case.mixture_grad
+        return ring_dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **arguments)  # type: ignore[no-any-return]
+
+    return function
+
+
+@contextmanager
+def byte_limits_of_one() -> Iterator[None]:
+    before = cost.STEP_BYTES, cost.AHEAD_BYTES
+    # calls of a kind share their preparation, which depends on the limits
+    context_parallel._setups.clear()
+    cost.STEP_BYTES = cost.AHEAD_BYTES = 1
+    try:
+        yield
+    finally:
+        cost.STEP_BYTES, cost.AHEAD_BYTES = before
+        context_parallel._setups.clear()
+
+
+def run(
+    rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64, times: int = 1, deterministic: bool = False
+) -> list[list[Result]]:
+    """This rank's results of each call, ``times`` in a row."""
+    return [run_one(spread, rank, world, None, dtype, times, deterministic=deterministic) for spread in spreads]
+
+
+def run_one(
+    spread: Spread, rank: int, world: int, group: Any, dtype: torch.dtype = torch.float64, times: int = 1, **options: Any
+) -> list[Result]:
+    case = spread.case
+    x = local_inputs(inputs(case, dtype, here()), positions(case.num_keys, rank, world, spread.layout).to(here()), spread.memory)
+    function = ring_call(spread, group, **options)
+    try:
+        with byte_limits_of_one() if spread.steps else nullcontext():
+            return [{name: y.cpu() for name, y in results(function, case, x).items()} for _ in range(times)]
+    except Exception as error:
+        raise RuntimeError(f"rank {rank} of {world}: {spread}") from error
+
+
+def together(spread: Spread, parts: Sequence[Result]) -> Result:
+    """The ranks' results as those of the whole sequence."""
+    n, world = spread.case.num_keys, len(parts)
+    rows = torch.cat([positions(n, rank, world, spread.layout) for rank in range(world)])
+    order = rows.argsort()
+    dims = {name: SEQUENCE_DIM[name] for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in dims.items()}
+
+
+def in_subgroup(rank: int, world: int, ranks: Sequence[int], spreads: Sequence[Spread], as_mesh: bool) -> list[Result] | None:
+    """Calls of a part of the processes; None on the others."""
+    if as_mesh:
+        # columns of the mesh are the sequences: ranks [i, i + world / 2, …]
+        mesh = dist.init_device_mesh(here().type, (world // 2, 2), mesh_dim_names=("cp", "dp"))["cp"]
+        return [run_one(spread, mesh.get_local_rank(), mesh.size(), mesh)[0] for spread in spreads]
+    group = dist.new_group(list(ranks))
+    if rank not in ranks:
+        return None
+    return [run_one(spread, list(ranks).index(rank), len(ranks), group)[0] for spread in spreads]
+
+
+def with_changes(spread: Spread, **changes: Any) -> Spread:
+    """Another case or another way to spread it, by the names of either's fields."""
+    own = {field.name for field in dataclasses.fields(Spread)}
+    case = dataclasses.replace(spread.case, **{name: value for name, value in changes.items() if name not in own})
+    return dataclasses.replace(spread, case=case, **{name: value for name, value in changes.items() if name in own})
+
+
+AUTOCAST = Case(pattern=DilatedPattern((8, 24), (1, 2)), batch=2, num_queries=24, num_keys=24, heads=4, kv_heads=2, seed=5)
+
+
+def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    """out and the three gradients of its sum, of float32 inputs under an autocast to bfloat16."""
+    x = local_inputs(inputs(AUTOCAST, torch.float32, here()), positions(24, rank, world, "contiguous"))
+    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
+    with torch.autocast(here().type, torch.bfloat16):
+        out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True, backend="sdpa", timeout=patience())
+    return tuple(y.cpu() for y in (out.detach(), *torch.autograd.grad(out.float().sum(), leaves)))
+
+
+def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> Result:
+    """A call of all processes, after some of them have made groups that the others know nothing of."""
+    in_subgroup(rank, world, ranks, [spread], as_mesh=False)
+    whole = dist.new_group(list(range(world)))
+    return run_one(spread, rank, world, whole)[0]
+
+
+def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | None) -> list[int]:
+    """Positions whose result is NaN where the value at ``at`` is."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 8 * world, 2, 8, dtype=torch.float64).to(here())
+    v[:, at] = torch.nan
+    mine = slice(8 * rank, 8 * rank + 8)
+    options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
+    out = ring_attention(q[:, mine], k[:, mine], v[:, mine], window=window, **options)
+    return (out.isnan().any(-1).any(-1)[0].nonzero().flatten() + 8 * rank).tolist()
+
+
+def lse_gradient_of_the_last(rank: int, world: int, exchange: str, layout: str) -> float:
+    """Largest error of dq, dk and dv where only the last rank's loss depends on lse."""
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8 * world, 4, 8, dtype=torch.float64).to(here()).unbind(0))
+    parts = [x.detach().requires_grad_() for x in shard_sequence(None, [q, k, v], [1, 1, 1], layout=layout)]
+    out, lse = ring_attention(*parts, layout=layout, exchange=exchange, seq_len=8 * world, return_lse=True)
+    mine = out.sum() + (lse.sum() if rank == world - 1 else 0)
+    found = torch.autograd.grad(mine, parts)
+    whole, whole_lse = attention(q, k, v, return_lse=True, backend="math")
+    last = [x for span in spans(8 * world, world - 1, world, layout) for x in range(*span)]
+    wanted = torch.autograd.grad(whole.sum() + whole_lse[:, :, last].sum(), (q, k, v))
+    shares = shard_sequence(None, list(wanted), [1, 1, 1], layout=layout)
+    return max(float((a - b).abs().max()) for a, b in zip(found, shares, strict=True))

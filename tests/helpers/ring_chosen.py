@@ -1,0 +1,86 @@
+"""Chosen calls on spread sequences, on CPUs and GPUs: where lengths, segments, heads and ranks meet at their edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dilated_attention import DilatedPattern
+from dilated_attention.distributed import LAYOUTS
+from dilated_attention.testing import Case
+from tests.helpers.ring_cases import WHOLE, Spread, with_changes
+
+
+def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> Spread:
+    case = Case(pattern=pattern, batch=2, num_queries=n, num_keys=n, heads=4, kv_heads=2, lse_grad=True, seed=3)
+    return with_changes(Spread(case=case), **changes)
+
+
+def steps_of_heads(dropout_p: float) -> list[Spread]:
+    """A dense all_gather in as many steps as there are key/value heads, of which two at a time are in memory."""
+    changes = [
+        {"layout": layout, "is_causal": is_causal, "heads": heads, "kv_heads": kv_heads, "window": window}
+        for layout in LAYOUTS
+        for is_causal in (False, True)
+        for heads, kv_heads in ((5, 5), (6, 2))
+        for window in (None, (7, 3))
+    ]
+    return [spread_of(exchange="all_gather", steps=True, dropout_p=dropout_p, n=29, **change) for change in changes]
+
+
+def segments_and_ranks(world: int) -> list[Spread]:
+    """Segments inside a rank, of two ranks, of all, longer than the sequence, and across bounds; rates that divide nothing."""
+    n = 96
+    share = n // world
+    patterns = [
+        DilatedPattern((share, 2 * share, n), (1, 2, 4)),
+        DilatedPattern((share // 2, 2 * share, 4 * n), (1, 3, 5), "blocked"),
+        DilatedPattern((share + 1, 31, 77), (1, 4, 9)),
+        DilatedPattern((2 * share, n), (5, 7), "zero", tail="zero_keys"),
+        DilatedPattern((2 * share, n), (2, 3), ((1, 0, 0, 1), (2, 2, 1, 0)), tail="zero_keys"),
+        DilatedPattern((share, n, n), (2, 2, 2)),
+        DilatedPattern((share, n), (1, 2), branch_heads="split"),
+    ]
+    return [
+        spread_of(pattern, n, is_causal=is_causal, exchange=exchange, layout=layout)
+        for pattern in patterns
+        for exchange, layout, is_causal in (
+            ("all_gather", "contiguous", False),
+            ("all_gather", "contiguous", True),
+            ("ring", "zigzag", True),
+            ("auto", "striped", False),
+        )
+    ]
+
+
+def ranks_without_rows(world: int) -> list[Spread]:
+    """N = 0, 1 and fewer positions than ranks; keys that are all padding; documents of no positions and of one rank alone."""
+    pattern = DilatedPattern((2, 3), (1, 2))
+    spreads = [
+        spread_of(which, n, exchange=exchange, layout=layout, padding=padding, seq_len_given=bool(n % 2))
+        for which in (pattern, WHOLE)
+        for n in (0, 1, 2, world - 1)
+        for exchange, layout in (("auto", "zigzag"), ("all_gather", "contiguous"), ("ring", "contiguous"), ("ring", "striped"))
+        for padding in ("none", "all")
+    ]
+    return [*spreads, *(spread_of(pattern, 9, bounds=(0, 0, 1, 1, 9), batch=1, layout=layout) for layout in LAYOUTS)]
+
+
+def repeated(world: int) -> list[Spread]:
+    """Of every exchange and layout one dense call and one dilated, to be made several times."""
+    spreads = [
+        spread_of(pattern, 61, exchange=exchange, layout=layout, is_causal=True, steps=True)
+        for pattern in (WHOLE, DilatedPattern((8, 40, 61), (1, 2, 3)))
+        for exchange in ("all_gather", "ring", "all_to_all" if world == 2 else "2d")
+        for layout in LAYOUTS
+    ]
+    return [with_changes(spread, ranks_per_node=2 if spread.exchange == "2d" else None) for spread in spreads]
+
+
+def of_parts() -> list[Spread]:
+    """Of every exchange and layout one dense call and one dilated, by two ranks."""
+    return [
+        spread_of(pattern, 37, exchange=exchange, layout=layout, is_causal=True, steps=True)
+        for pattern in (WHOLE, DilatedPattern((8, 37), (1, 3)))
+        for exchange in ("all_gather", "ring", "all_to_all")
+        for layout in LAYOUTS
+    ]

@@ -1,0 +1,866 @@
+"""Transformers models on this library's attention, tiny and random: against transformers' own sdpa, and against a literal restatement."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dilated_attention import BackendUnavailable
+from dilated_attention.distributed.sharding.layout import positions_of
+from dilated_attention.integrations import _hf_attend, _hf_refusals, _hf_settings
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask, mask_of_tensor
+from dilated_attention.integrations.huggingface import configure, register, shard_inputs
+from dilated_attention.pattern import BigBird, BlockPattern, Causal, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
+from tests.helpers.pool import pool_of
+
+transformers = pytest.importorskip("transformers")
+masking = pytest.importorskip("transformers.masking_utils")
+modeling = pytest.importorskip("transformers.modeling_utils")
+
+VOCABULARY, N = 61, 50
+LENGTHS, RATES = [8, 32], [1, 3]
+PATTERN = GlobalLocal(9, 4, block_size=64)
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+HYBRID = ["sliding_attention", "full_attention"]
+
+
+def llama(**changes: Any) -> Any:
+    return seeded(transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**DECODER, **changes}))
+
+
+def mistral(**changes: Any) -> Any:
+    return seeded(transformers.MistralForCausalLM, transformers.MistralConfig(**{**DECODER, "sliding_window": 7, **changes}))
+
+
+def qwen2(**changes: Any) -> Any:
+    return seeded(transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**{**DECODER, **hybrid(), **changes}))
+
+
+def qwen3(**changes: Any) -> Any:
+    return seeded(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**{**DECODER, **hybrid(), "head_dim": 8, **changes}))
+
+
+def hybrid() -> dict[str, Any]:
+    return {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "layer_types": HYBRID}
+
+
+def bert(**changes: Any) -> Any:
+    shape = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
+    return seeded(transformers.BertForMaskedLM, transformers.BertConfig(**{**shape, **changes}))
+
+
+def vit(**changes: Any) -> Any:
+    shape = {name: DECODER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    config = transformers.ViTConfig(**{**shape, "image_size": 24, "patch_size": 4, "num_labels": 5, **changes})
+    return seeded(transformers.ViTForImageClassification, config)
+
+
+def seeded(kind: Any, config: Any, name: str = "sdpa") -> Any:
+    config._attn_implementation = name
+    torch.manual_seed(0)
+    return kind(config).eval().double()
+
+
+def tokens(rows: int = 2, length: int = N, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side: str, length: int = N) -> torch.Tensor:
+    """(2, length): the second row has 13 positions of padding."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, slice(None, 13) if side == "left" else slice(-13, None)] = 0
+    return mask
+
+
+def inputs_of(model: Any, mask: torch.Tensor | None = None) -> dict[str, Any]:
+    if isinstance(model, transformers.ViTForImageClassification):
+        return {"pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
+    return {"input_ids": tokens(), "attention_mask": mask}
+
+
+def on(model: Any, name: str) -> Any:
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    else:
+        # transformers 4.53
+        model.config._attn_implementation = name
+    return model
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Names as in a fresh process, with small segments; and the restatement as ``"literal"``."""
+    tables = (modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping, _hf_settings.REGISTERED)
+    kept, ignored = [dict(table) for table in tables], set(_hf_refusals.WITHOUT_EFFECT)
+    register(segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
+    modeling.AttentionInterface.register("literal", literal)
+    masking.AttentionMaskInterface.register("literal", every_pair)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*changes nothing in MistralConfig")
+        yield
+    for table, before in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(before)
+    _hf_refusals.WITHOUT_EFFECT.clear()
+    _hf_refusals.WITHOUT_EFFECT.update(ignored)
+    LITERAL[:] = [DilatedPattern(LENGTHS, RATES)]
+
+
+# whose pairs "literal" computes
+LITERAL: list[Any] = [DilatedPattern(LENGTHS, RATES)]
+
+
+def every_pair(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Transformers' own mask, (B, 1, Nq, Nk) bool, written out in every case."""
+    mask = masking.sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    assert mask is not None
+    return mask
+
+
+def literal(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Σ m e^s v / Σ m e^s over the pairs of the model's own mask, in a layer with a window with m = 1."""
+    heads, (num_queries, num_keys) = query.shape[1], (query.shape[2], key.shape[2])
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    multiplicity = torch.ones(heads, num_keys, num_keys)
+    if kwargs.get("sliding_window") is None:
+        multiplicity = LITERAL[0].dense_mask(num_keys, num_keys, heads)
+    weights = (query @ key.transpose(2, 3) * kwargs["scaling"]).exp() * multiplicity[:, num_keys - num_queries :]
+    if mask is not None:
+        weights = weights * mask
+    total = weights.sum(-1, keepdim=True)
+    return (weights @ value / torch.where(total > 0, total, 1)).transpose(1, 2), None
+
+
+def layer(**attributes: Any) -> Any:
+    """A layer as attention functions see it."""
+    module = nn.Module().eval()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def heads_of(length: int, keys: int | None = None) -> list[torch.Tensor]:
+    """q (1, 4, length, 8), and k, v of two heads."""
+    draw = torch.Generator().manual_seed(6)
+    shapes = ((1, 4, length, 8), *[(1, 2, keys or length, 8)] * 2)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    return ((q @ k.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def gradients_of(model: Any, logits: torch.Tensor, real: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
+    if real is not None:
+        weight = weight * real[..., None]
+    names, parameters = zip(*[(name, p) for name, p in model.named_parameters() if p.requires_grad], strict=True)
+    return dict(zip(names, torch.autograd.grad((logits * weight).sum(), parameters, allow_unused=True), strict=True))
+
+
+def check_equal(model: Any, ours: str, theirs: str, tolerance: float, mask: torch.Tensor | None = None) -> None:
+    """Logits of real positions and gradients of all parameters, on two implementations."""
+    inputs = inputs_of(model, mask)
+    found = []
+    for name in (theirs, ours):
+        logits = on(model, name)(**inputs).logits
+        found.append((logits if mask is None else logits[mask.bool()], gradients_of(model, logits, mask)))
+    (expected, wanted), (logits, gradients) = found
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+    for parameter in wanted:
+        if wanted[parameter] is None:
+            assert gradients[parameter] is None
+            continue
+        scale = max(1.0, wanted[parameter].abs().max().item())
+        torch.testing.assert_close(
+            gradients[parameter], wanted[parameter], atol=tolerance * scale, rtol=0, msg=lambda m, p=parameter: f"{p}: {m}"
+        )
+
+
+MODELS = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "bert": bert, "vit": vit}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ours", ["dilated", "ring_dilated", "block_sparse"])
+def test_one_segment_of_everything_is_sdpa(kind: str, ours: str) -> None:
+    """In float32, with and without padding; without torch.distributed a ring has one process."""
+    model = MODELS[kind]().float()
+    configure(model, segment_lengths=[4096], dilation_rates=[1], pattern=LocalWindow((None, None)))
+    if kind == "vit":
+        inputs = {name: x.float() for name, x in inputs_of(model).items()}
+        expected, found = (on(model, name)(**inputs).logits for name in ("sdpa", ours))
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        return
+    for mask in (None, padded("right"), padded("left")):
+        check_equal(model, ours, "sdpa", 1e-6, mask)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_dilated_layers_are_the_formula(kind: str) -> None:
+    for mask in (None,) if kind == "vit" else (None, padded("left"), padded("right")):
+        check_equal(MODELS[kind](), "dilated", "literal", 1e-10, mask)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_block_sparse_layers_are_the_formula(kind: str) -> None:
+    LITERAL[0] = PATTERN
+    check_equal(MODELS[kind](), "block_sparse", "literal", 1e-10, None if kind == "vit" else padded("right"))
+
+
+def test_a_decoder_that_sees_both_ways() -> None:
+    """transformers lends config.is_causal the argument's value, and makes the mask from that."""
+    model, ids = llama(), tokens()
+    for settings in ({"segment_lengths": [4096], "dilation_rates": [1]}, {"segment_lengths": LENGTHS, "dilation_rates": RATES}):
+        configure(model, **settings)
+        LITERAL[0] = DilatedPattern(**settings)
+        found, expected = (on(model, name)(ids, is_causal=False, attention_mask=padded("right")).logits for name in ("dilated", "literal"))
+        torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=0)
+        assert (on(model, "dilated")(ids).logits[0] - found[0]).abs().max() > 1e-3
+
+
+def test_settings_reach_the_kernels() -> None:
+    model = llama()
+    LITERAL[0] = DilatedPattern([6, 24], [2, 3], branch_heads="split")
+    configure(model, segment_lengths=[6, 24], dilation_rates=[2, 3], branch_heads="split")
+    check_equal(model, "dilated", "literal", 1e-10)
+    offsets = [[0, 1, 0, 1], [2, 1, 0, 0]]
+    LITERAL[0] = DilatedPattern([6, 24], [2, 3], offsets)
+    configure(model, head_offsets=offsets, branch_heads=None)
+    check_equal(model, "dilated", "literal", 1e-10)
+    configure(model, backend="flash4")
+    with pytest.raises(BackendUnavailable, match="flash4"):
+        model(tokens())
+
+
+# ---- decoding
+
+
+def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, steps: int) -> torch.Tensor:
+    """By whole forwards without a cache."""
+    for _ in range(steps):
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name, kind", [("dilated", "llama"), ("dilated", "mistral"), ("dilated", "qwen3"), ("block_sparse", "llama")])
+def test_generation_with_a_cache_is_that_of_whole_forwards(name: str, kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding by kernels that read one token's keys, with it by those of forwards."""
+    model = on(MODELS[kind](), name)
+    ids, steps, seen = tokens(), 9, []
+    decode = _hf_attend.decode_attention
+    monkeypatch.setattr(_hf_attend, "decode_attention", lambda *args, **settings: seen.append(1) or decode(*args, **settings))
+    for mask in (None, padded("left")):
+        mask_or_ones = torch.ones_like(ids) if mask is None else mask
+        expected = greedy(model, ids, mask, steps)
+        settings = {} if cache == "dynamic" else {"cache_implementation": "static"}
+        found = model.generate(ids, attention_mask=mask_or_ones, max_new_tokens=steps, do_sample=False, **settings)
+        assert torch.equal(found, expected)
+        if mask is None:
+            # the first token comes of the prompt
+            assert len(seen) == (steps - 1) * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_logits_of_chunks_and_steps_are_those_of_one_forward(kind: str, cache: str) -> None:
+    """Prefill in chunks, then token by token; to 1e-10, where greedy choices could hide a difference."""
+    model = on(MODELS[kind](), "dilated")
+    ids, mask = tokens(), None if kind == "qwen3" else padded("left")
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    if cache == "static":
+        past = transformers.StaticCache(config=model.config, max_cache_len=N + 7)
+    else:
+        past = transformers.DynamicCache(config=model.config)
+    found, start = [], 0
+    for size in (17, 20, *[1] * (N - 37)):
+        stop = start + size
+        so_far = None if mask is None else mask[:, :stop]
+        with torch.set_grad_enabled(mask is not None):
+            found.append(model(ids[:, start:stop], attention_mask=so_far, past_key_values=past, use_cache=True).logits)
+        start = stop
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], atol=1e-10, rtol=0)
+
+
+def test_beams_and_samples() -> None:
+    model, ids = on(llama(), "dilated"), tokens()
+    beams = [
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, num_beams=3, do_sample=False, use_cache=use)
+        for use in (True, False)
+    ]
+    assert torch.equal(*beams)
+    on(model, "sdpa")
+    samples = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=True)
+    assert samples.shape == (2, N + 6)
+
+
+@pytest.mark.parametrize(
+    "pattern", [BigBird(9, 4, 1), TopBlocks(density=0.5), TopBlocks(blocks=1)], ids=lambda pattern: type(pattern).__name__
+)
+def test_patterns_of_the_whole_length_do_not_decode_from_a_cache(pattern: BlockPattern) -> None:
+    model, ids = on(llama(), "block_sparse"), tokens()
+    configure(model, pattern=pattern)
+    with pytest.raises(ValueError, match=r"keeps other pairs of a longer sequence.*use_cache=False"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, use_cache=False, do_sample=False)
+    assert torch.equal(whole, greedy(model, ids, None, 3))
+
+
+# ---- windows, packed documents, dropout
+
+
+@pytest.mark.parametrize("name", ["dilated", "block_sparse"])
+def test_sliding_layers_keep_their_window(name: str) -> None:
+    """Mistral's, all of them: what the model computes does not change, and that is said once."""
+    with pytest.warns(UserWarning, match=r"changes nothing in MistralConfig.*config.sliding_window = None"):
+        check_equal(mistral(), name, "sdpa", 1e-10, padded("right"))
+    spread = mistral(sliding_window=None)
+    LITERAL[0] = DilatedPattern(LENGTHS, RATES) if name == "dilated" else PATTERN
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_equal(spread, name, "literal", 1e-10)
+
+
+def test_a_window_of_the_mask_and_one_of_the_layer_both_hold() -> None:
+    module = layer(is_causal=True, config=whole())
+    module.config.layer_types = HYBRID
+    q, k, v = heads_of(12)
+    for in_mask, in_layer, left in (((2, 0), None, 2), (None, 4, 3), ((2, 0), 6, 2), ((6, 0), 3, 2)):
+        mask = KeyMask(12, 12, 0, 0, True, window=in_mask)
+        out, _ = _hf_attend.attend("dilated", module, q, k, v, mask, scaling=0.5, sliding_window=in_layer)
+        seen = LocalWindow((left, 0)).dense_mask(12, 12, 1)
+        torch.testing.assert_close(out, dense(q, k, v, seen), atol=1e-12, rtol=0)
+    module.is_causal = False
+    out, _ = _hf_attend.attend("dilated", module, q, k, v, None, scaling=0.5, sliding_window=4)
+    torch.testing.assert_close(out, dense(q, k, v, LocalWindow(3).dense_mask(12, 12, 1)), atol=1e-12, rtol=0)
+
+
+def test_packed_documents_are_alone() -> None:
+    """By position ids that begin again, in several rows, and by flash-attention's bounds."""
+    model, ids = on(llama(), "dilated"), tokens()
+    cuts = ((20, 7, 23), (50,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts])
+    expected = [torch.cat([model(part[None]).logits[0] for part in row.split(list(cut))]) for row, cut in zip(ids, cuts, strict=True)]
+    found = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-10, rtol=0)
+    bounds = torch.tensor([0, 20, 27, 50], dtype=torch.int32)
+    varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "max_length_q": 23, "max_length_k": 23}
+    for use_cache in (False, True):
+        found = model(ids[:1], position_ids=positions[:1], use_cache=use_cache, **varlen).logits
+        torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=0)
+    with pytest.raises(ValueError, match="expected equal bounds"):
+        model(ids[:1], position_ids=positions[:1], **{**varlen, "cu_seq_lens_k": torch.tensor([0, 20, 26, 50])})
+    with pytest.raises(ValueError, match="batch size 1"):
+        model(ids, **varlen)
+
+
+def test_packed_windows_count_within_documents() -> None:
+    check = qwen3()
+    positions = torch.cat([torch.arange(30), torch.arange(20)])[None]
+    ids = tokens(1)
+    for name in ("dilated", "block_sparse"):
+        model = on(check, name)
+        expected = torch.cat([model(part).logits for part in ids.split([30, 20], 1)], 1)
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected, atol=1e-10, rtol=0)
+
+
+def test_dropout_in_training_only() -> None:
+    model, ids = on(llama(attention_dropout=0.5), "dilated"), tokens()
+    expected = model(ids).logits
+    model.train()
+    torch.manual_seed(5)
+    first = model(ids).logits
+    torch.manual_seed(5)
+    assert torch.equal(model(ids).logits, first)
+    assert (first - expected).abs().max() > 1e-3
+    torch.testing.assert_close(model.eval()(ids).logits, expected, atol=0, rtol=0)
+    # a layer that hands on its probability in evaluation, too
+    q, k, v = heads_of(12)
+    with_p, without = (_hf_attend.attend("dilated", layer(is_causal=True), q, k, v, None, dropout=p)[0] for p in (0.5, 0.0))
+    assert torch.equal(with_p, without)
+
+
+def test_activation_checkpointing_and_autocast() -> None:
+    model, ids = on(llama(), "dilated"), tokens()
+    expected = gradients_of(model, model(ids).logits)
+    model.train()
+    with warnings.catch_warnings():
+        # transformers has another name for it since 5.2x
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients_of(model, model(ids, use_cache=False).logits)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-10, rtol=0)
+    model = llama().float()
+    configure(model, segment_lengths=[4096], dilation_rates=[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, ours = (on(model, name)(ids).logits for name in ("sdpa", "dilated"))
+    assert ours.dtype == exact.dtype
+    torch.testing.assert_close(ours, exact, atol=2e-2, rtol=0)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.parametrize("name, kind", [("dilated", "llama"), ("dilated", "qwen3"), ("block_sparse", "llama")])
+def test_compiled_without_a_graph_break(name: str, kind: str) -> None:
+    torch.compiler.reset()
+    model = on(MODELS[kind](), name)
+    inputs = inputs_of(model, padded("right"))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-10, rtol=0)
+
+
+def test_compiled_training_with_documents_and_new_settings() -> None:
+    """Position ids tell a compiled model of documents that it did not see when it was compiled."""
+    torch.compiler.reset()
+    model, ids = on(llama(num_hidden_layers=1), "dilated"), tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for cut in (50, 21):
+        positions = torch.cat([torch.arange(cut), torch.arange(N - cut)]).expand(2, -1)
+        logits, expected = (each(ids, position_ids=positions, use_cache=False).logits for each in (compiled, model))
+        torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
+        found, wanted = gradients_of(model, logits), gradients_of(model, expected)
+        for parameter, gradient in wanted.items():
+            torch.testing.assert_close(found[parameter], gradient, atol=1e-10, rtol=0)
+    register(segment_lengths=[5], dilation_rates=[2])
+    changed = compiled(ids, position_ids=positions, use_cache=False).logits
+    assert (changed - expected).abs().max() > 1e-3
+    torch.testing.assert_close(changed, model(ids, position_ids=positions, use_cache=False).logits, atol=1e-10, rtol=0)
+
+
+# ---- masks
+
+
+def test_masks_that_a_model_made_itself() -> None:
+    """Of keys, of pairs, as bool or to be added; and transformers' own way of letting empty rows see everything."""
+    module, (q, k, v) = layer(is_causal=True, config=whole()), heads_of(12, 20)
+    # one of its layers has none
+    module.config.layer_types = HYBRID
+    for window in (None, (4, 0)):
+        pattern = Causal() if window is None else LocalWindow(window)
+        keys = torch.ones(1, 20, dtype=torch.bool)
+        keys[:, :3] = False
+        pairs = pattern.dense_mask(12, 20, 1, query_offset=8) & keys[:, None]
+        expected = dense(q, k, v, pairs)
+        added = torch.zeros(1, 1, 12, 20, dtype=torch.float64).masked_fill(~pairs, torch.finfo(torch.float64).min)
+        for mask in (pairs[None], added, added.masked_fill(~pairs, -torch.inf), *([] if window else [keys, keys[None, None]])):
+            found = mask_of_tensor(mask, 12, 20, True, window)
+            out, _ = _hf_attend.attend("dilated", module, q, k, v, found, scaling=0.5)
+            torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    empty = pairs.clone()
+    empty[:, :, :] = Causal().dense_mask(12, 20, 1, query_offset=8)
+    keys[:, :9] = False
+    empty &= keys[:, None]
+    assert not empty[0, 0].any()
+    empty[0, 0] = True
+    assert mask_of_tensor(empty[None], 12, 20, True, None).padding is not None
+    for wrong, text in (
+        (added.clamp(min=-3), "holds values that are added"),
+        (torch.rand(1, 1, 12, 20) < 0.5, "keeps other pairs"),
+        (pairs[None] & (torch.arange(20) % 2 == torch.arange(12)[:, None] % 2), "keeps other pairs"),
+        (~Causal().dense_mask(12, 20, 1, query_offset=8)[None], "keeps other pairs"),
+        (added.expand(1, 4, 12, 20), "expected 20 keys' padding"),
+        (added[..., :-1], "expected 20 keys' padding"),
+        (torch.ones(4), "expected 20 keys' padding"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            _hf_attend.attend("dilated", module, q, k, v, wrong)
+
+
+def whole() -> Any:
+    config = transformers.PretrainedConfig()
+    config.dilated_attention = {"segment_lengths": [4096], "dilation_rates": [1]}
+    return config
+
+
+def test_four_dimensional_masks_reach_a_model() -> None:
+    model, ids = on(llama(), "dilated"), tokens()
+    mask = padded("right")
+    pairs = Causal().dense_mask(N, N, 1)[None] & mask[:, None, None, :].bool()
+    real = mask.bool()
+    expected = model(ids, attention_mask=mask).logits[real]
+    torch.testing.assert_close(model(ids, attention_mask=pairs).logits[real], expected, atol=1e-10, rtol=0)
+    prefix = pairs | (torch.arange(N) < 5)
+    with pytest.raises(ValueError, match=r"keeps other pairs than a layer that sees causal.*sdpa"):
+        model(ids, attention_mask=prefix)
+
+
+def test_mask_functions_of_every_version_of_transformers() -> None:
+    """4.53 hands over ``cache_position``, 5.x lengths and offsets."""
+    old = key_mask(batch_size=2, cache_position=torch.arange(30, 34), kv_length=40, kv_offset=0, mask_function=masking.causal_mask_function)
+    new = key_mask(2, 4, 40, 30, 0, masking.causal_mask_function)
+    by_place = key_mask(2, torch.arange(30, 34), 40, mask_function=masking.causal_mask_function)
+    for mask in (old, new, by_place):
+        assert (mask.num_keys, mask.num_filled, mask.query_offset, mask.is_causal, mask.padding) == (40, 34, 30, True, None)
+    real = torch.ones(2, 34, dtype=torch.bool)
+    assert key_mask(2, 4, 40, 30, 0, masking.causal_mask_function, real).padding is None
+    real[1, :2] = False
+    padding = key_mask(2, 4, 40, 30, 0, masking.causal_mask_function, real).padding
+    assert padding is not None and torch.equal(padding, ~real)
+    # a sliding cache of 8 keys
+    mask = key_mask(2, 1, 8, 33, 26, masking.sliding_window_causal_mask_function(8), real)
+    assert (mask.query_offset, mask.num_filled, mask.key_offset, mask.window, mask.padding) == (7, 8, 26, (7, 0), None)
+    # made before the forward, as for a static cache, it stays what it is
+    assert key_mask(2, 4, 40, 30, 0, masking.causal_mask_function, new) is new
+    assert new.to("cpu").contiguous().num_filled == 34
+
+
+# ---- refusals
+
+
+def test_models_whose_attention_has_more_than_kernels_have() -> None:
+    gemma = seeded(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**DECODER, head_dim=8, sliding_window=11), "eager")
+    with pytest.raises(ValueError, match=r"asks for softcap.*eager"):
+        on(gemma, "dilated")(tokens())
+    for each in gemma.model.layers:
+        each.self_attn.attn_logit_softcapping = None
+    check_equal(gemma, "dilated", "literal", 1e-10)
+    sinks = transformers.GptOssConfig(**{**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8})
+    with pytest.raises(ValueError, match="asks for s_aux"):
+        on(seeded(transformers.GptOssForCausalLM, sinks, "eager"), "dilated")(tokens())
+    t5 = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0)
+    with pytest.raises(ValueError, match="asks for position_bias"):
+        on(seeded(transformers.T5EncoderModel, t5, "eager"), "dilated")(tokens())
+    chunks = transformers.Llama4TextConfig(**DECODER, head_dim=8, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=48)
+    with pytest.raises(ValueError, match="chunks of 16 positions"):
+        on(seeded(transformers.Llama4ForCausalLM, chunks, "eager"), "dilated")(tokens())
+
+
+def test_cross_attention() -> None:
+    crossed = on(bert(is_decoder=True, add_cross_attention=True), "dilated")
+    bart = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4
+    )
+    for model in (crossed, on(seeded(transformers.BartModel, bart), "dilated")):
+        with pytest.raises(ValueError, match="a model with cross-attention"):
+            model(tokens())
+
+
+def test_arguments_of_layers() -> None:
+    model, ids = on(llama(), "dilated"), tokens()
+    for argument, value, text in (
+        ("head_mask", torch.ones(4), "a factor on every head"),
+        ("softcap", 30.0, "capped by tanh"),
+        ("position_bias", torch.zeros(1, 4, N, N), "a bias added"),
+        ("s_aux", torch.zeros(4), "learned sinks"),
+        ("sideways", 3, r"not known whether it changes attention.*ignored=\('sideways',\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            model(ids, **{argument: value})
+        model(ids, **{argument: None})
+    register(segment_lengths=LENGTHS, dilation_rates=RATES, ignored=("sideways",))
+    model(ids, sideways=3)
+    with pytest.raises(ValueError, match=r"ignored holds 'softcap'"):
+        register(ignored="softcap")
+    q, k, v = heads_of(12)
+    with pytest.raises(ValueError, match="is_causal=False is given to a layer whose mask is causal"):
+        _hf_attend.attend("dilated", layer(is_causal=True), q, k, v, KeyMask(12, 12, 0, 0, True), is_causal=False)
+    with pytest.raises(ValueError, match="the attention weights"):
+        _hf_attend.attend("dilated", layer(is_causal=True), q, k, v, None, output_attentions=True)
+    with pytest.raises(ValueError, match="does not say whether it is causal"):
+        _hf_attend.attend("dilated", layer(), q, k, v, None)
+    with pytest.raises(ValueError, match="12 queries and 20 keys in a layer that is not causal"):
+        _hf_attend.attend("dilated", layer(is_causal=False), q, *heads_of(1, 20)[1:], None)
+    with pytest.raises(ValueError, match="brings 12 keys, and its mask was made for 13"):
+        _hf_attend.attend("dilated", layer(is_causal=True), q, k, v, KeyMask(13, 13, 1, 0, True))
+
+
+def test_values_shorter_than_keys() -> None:
+    for queries in (12, 1):
+        q, k, v = heads_of(queries, 12)
+        v = v[..., :5]
+        out, _ = _hf_attend.attend("dilated", layer(is_causal=True, config=whole()), q, k, v, None, scaling=0.5)
+        expected = dense(q, k, v, Causal().dense_mask(queries, 12, 1, query_offset=12 - queries))
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
+def test_one_query_of_a_cache_sees_all_keys() -> None:
+    """As models without a mask of transformers' call it: is_causal is not given, and the module is causal."""
+    q, k, v = heads_of(1, 20)
+    out, weights = _hf_attend.attend("dilated", layer(is_causal=True, config=whole()), q, k, v, None, scaling=0.5, is_causal=None)
+    assert out.shape == (1, 1, 4, 8) and weights is None
+    torch.testing.assert_close(out, dense(q, k, v, torch.ones(1, 20, dtype=torch.bool)), atol=1e-12, rtol=0)
+
+
+def test_mask_functions_of_others() -> None:
+    def prefix(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return kv < 5
+
+    causal = masking.causal_mask_function
+    for function in (prefix, masking.or_masks(causal, prefix), masking.and_masks(causal, prefix)):
+        with pytest.raises(ValueError, match=r"keeps pairs by the mask function.*sdpa"):
+            key_mask(2, 12, 12, 0, 0, function)
+    both = masking.and_masks(masking.sliding_window_overlay(5), masking.sliding_window_causal_mask_function(7))
+    with pytest.raises(ValueError, match="two windows, of 5 and 7"):
+        key_mask(2, 12, 12, 0, 0, both)
+
+
+# ---- registering, configuring, saving
+
+
+def test_names_of_ones_own() -> None:
+    register("wide", segment_lengths=[4096], dilation_rates=[1])
+    register("local", pattern=LocalWindow((6, None)))
+    model, ids = llama(), tokens()
+    torch.testing.assert_close(on(model, "wide")(ids).logits, on(model, "sdpa")(ids).logits, atol=1e-10, rtol=0)
+    LITERAL[0] = LocalWindow((6, None))
+    check_equal(model, "local", "literal", 1e-10)
+    LITERAL[0] = DilatedPattern(LENGTHS, RATES)
+    check_equal(model, "dilated", "literal", 1e-10)
+
+
+def test_bad_registrations_change_nothing() -> None:
+    before = dict(_hf_settings.REGISTERED)
+    for name, options, text in (
+        (None, {"segment_length": [4]}, "segment_length given; expected some of backend"),
+        (None, {"segment_lengths": [4, 8], "dilation_rates": [1]}, "segment_lengths|dilation_rates"),
+        (None, {"kind": "dilated"}, "without a name"),
+        (None, {"backend": "nonsense"}, "nonsense"),
+        (None, {"layout": "spiral"}, "layout is 'spiral'"),
+        (None, {"pattern": "nonsense"}, "spec is 'nonsense'"),
+        ("sdpa", {}, "expected one without eager, sdpa"),
+        ("my_flash", {}, "expected one without"),
+        ("wide", {"pattern": PATTERN, "segment_lengths": [4]}, "segment_lengths given for 'block_sparse'"),
+        ("wide", {"kind": "round"}, "kind is 'round'"),
+        ("dilated", {"kind": "block_sparse"}, "expected another name"),
+        ("wide", {"layout": "zigzag"}, "layout given for 'dilated'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            register(name, **options)
+    for options, text in (
+        ({"pattern": 7}, "pattern is 7"),
+        ({"segment_lengths": 7}, "segment_lengths is 7"),
+        ({"deterministic": 1}, "deterministic"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            register(None, **options)
+    assert before == _hf_settings.REGISTERED
+
+
+def test_a_name_without_settings_says_how_to_give_them() -> None:
+    register()
+    for name, text in (
+        ("dilated", r"register\(segment_lengths=.*configure\(model, segment_lengths="),
+        ("block_sparse", r"register\(pattern="),
+    ):
+        with pytest.raises(ValueError, match=text):
+            on(llama(), name)(tokens())
+    model = on(llama(), "dilated")
+    for told, error, text in (
+        ([8], TypeError, "expected a dict"),
+        ({"segments": [8]}, ValueError, "config.dilated_attention has segments"),
+    ):
+        model.config.dilated_attention = told
+        with pytest.raises(error, match=text):
+            model(tokens())
+
+
+def test_a_saved_model_remembers(tmp_path: Path) -> None:
+    register()
+    model, ids = on(llama(), "dilated"), tokens()
+    configure(model, segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
+    expected = {name: on(model, name)(ids).logits for name in ("dilated", "block_sparse")}
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["dilated_attention"]
+    assert saved == {"segment_lengths": LENGTHS, "dilation_rates": RATES, "pattern": PATTERN.spec()}
+    for name, logits in expected.items():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name, torch_dtype=torch.float64).eval()
+        assert loaded.config._attn_implementation == name
+        assert torch.equal(loaded(ids).logits, logits)
+    # a later call adds to what was said
+    configure(model.config, tail="mask", pattern=None)
+    assert model.config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES, "tail": "mask"}
+
+
+def test_what_no_config_can_save() -> None:
+    model = llama()
+    for options, text in (
+        ({"pattern": MaskFunction(lambda b, h, q, k: k <= q)}, "holds a Python function"),
+        ({"group": object()}, "group in a model's config"),
+        ({"segments": [8]}, "segments given"),
+        ({"segment_lengths": [8], "dilation_rates": [9]}, "dilation_rates|segment_lengths"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            configure(model, **options)
+        assert not hasattr(model.config, "dilated_attention")
+
+
+def test_models_that_never_ask_for_an_implementation() -> None:
+    config = transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
+    with pytest.raises(ValueError, match="GPTJForCausalLM computes its attention itself"):
+        configure(transformers.GPTJForCausalLM(config), segment_lengths=LENGTHS, dilation_rates=RATES)
+
+
+def test_configs_within_a_config_are_told() -> None:
+    config = transformers.Gemma3Config(text_config={**DECODER, "head_dim": 8})
+    configure(config, segment_lengths=LENGTHS, dilation_rates=RATES)
+    assert config.text_config.dilated_attention == config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("transformers", "dilated_attention.integrations"))]:
+        monkeypatch.delitem(sys.modules, name)
+    # None stands for a package that is not there
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    alone = importlib.import_module("dilated_attention.integrations.huggingface")
+    assert alone.register is not register
+    with pytest.raises(ImportError, match=r"pip install \"dilated-attention\[hf\]\""):
+        alone.register()
+
+
+# ---- sequences that processes share
+
+
+def on_a_ring(rank: int, world: int, kind: str, layout: str, side: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
+    model = on(MODELS[kind](), "ring_dilated")
+    mask = None if side == "none" else padded(side, 49)
+    whole = {"input_ids": tokens(2, 49), "labels": tokens(2, 49), "attention_mask": mask}
+    outputs = model(**shard_inputs(whole, layout=layout))
+    outputs.loss.backward()
+    return outputs.logits.detach(), {name: p.grad for name, p in model.named_parameters()}, outputs.loss.item()
+
+
+@pytest.mark.parametrize(
+    "kind, layout, side",
+    [("llama", "contiguous", "none"), ("qwen3", "contiguous", "right"), ("llama", "zigzag", "none"), ("mistral", "striped", "left")],
+)
+def test_two_processes_share_a_sequence(kind: str, layout: str, side: str) -> None:
+    """49 positions on two processes: logits, the loss and all gradients are those of one."""
+    results = pool_of(2).run(on_a_ring, kind, layout, side)
+    model = on(MODELS[kind](), "dilated")
+    mask = None if side == "none" else padded(side, 49)
+    outputs = model(tokens(2, 49), attention_mask=mask, labels=tokens(2, 49))
+    outputs.loss.backward()
+    whole = torch.empty_like(outputs.logits)
+    for rank, (logits, _, _) in enumerate(results):
+        whole[:, positions_of(49, rank, 2, layout, None)] = logits
+    real = torch.ones(2, 49, dtype=torch.bool) if mask is None else mask.bool()
+    torch.testing.assert_close(whole[real], outputs.logits[real].detach(), atol=1e-10, rtol=0)
+    assert sum(loss for _, _, loss in results) == pytest.approx(outputs.loss.item(), abs=1e-6)
+    if side == "left":
+        # losses of padded positions are those of rows without keys
+        return
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(sum(gradients[name] for _, gradients, _ in results), parameter.grad, atol=1e-8, rtol=0)
+
+
+def compiled_on_a_ring(rank: int, world: int) -> float:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES)
+    model, inputs = on(llama(num_hidden_layers=1), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 49)})
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    return float((compiled(**inputs).logits - model(**inputs).logits).abs().max())
+
+
+def test_a_compiled_model_shares_a_sequence() -> None:
+    assert max(pool_of(2).run(compiled_on_a_ring)) < 1e-10
+
+
+def refused_on_a_ring(rank: int, world: int) -> list[str]:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES)
+    model, inputs = on(llama(), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 48)})
+    found = []
+
+    def refused(**arguments: Any) -> None:
+        try:
+            model(**arguments)
+        except ValueError as error:
+            found.append(str(error))
+
+    past = model(**inputs, use_cache=True).past_key_values
+    refused(input_ids=tokens(2, 1), past_key_values=past)
+    if rank == 1:
+        refused(**{**inputs, "position_ids": torch.arange(24).expand(2, -1)})
+    # packed documents by positions alone
+    refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, "use_cache": False})
+    return found
+
+
+def test_what_a_shared_sequence_cannot_have() -> None:
+    first, second = pool_of(2).run(refused_on_a_ring)
+    texts = [
+        "1 queries at position 24 of 25 keys, from a cache",
+        "position_ids of rank 1 of 2 begin at 0",
+        "position_ids restart within the shard",
+    ]
+    for found, expected in ((first, [texts[0], texts[2]]), (second, texts)):
+        assert len(found) == len(expected)
+        assert all(text in message for text, message in zip(expected, found, strict=True)), found
+
+
+def test_inputs_of_one_process() -> None:
+    ids = tokens()
+    assert set(shard_inputs({"input_ids": ids})) == {"input_ids", "position_ids"}
+    inputs = shard_inputs({"input_ids": ids, "labels": ids})
+    assert torch.equal(inputs["shift_labels"][:, :-1], ids[:, 1:]) and inputs["num_items_in_batch"] == 2 * (N - 1)
+    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds"):
+        shard_inputs({"labels": ids})
+    with pytest.raises(ValueError, match="group and mesh are both given"):
+        shard_inputs({"input_ids": ids}, group=1, mesh=1)
+
+
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    first, ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {"shard_inputs": shard_inputs}
+    exec(compile(first, "docs/huggingface.md", "exec"), names)
+    assert names["more"].shape == (1, 708)
+    # one process needs no group
+    exec(compile(ring.replace("dist.init_process_group()", ""), "docs/huggingface.md", "exec"), names)
+    assert names["loss"].item() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dilated", "block_sparse"])
+def test_on_a_gpu(name: str) -> None:
+    """In bfloat16, against float64 on the CPU; and generation from a cache."""
+    model, ids = llama(hidden_size=128, head_dim=32), tokens(2, 300)
+    configure(model, segment_lengths=[64, 256], dilation_rates=[1, 3], pattern=GlobalLocal(40, 8))
+    expected = on(model, name)(ids).logits
+    model = model.to("cuda", torch.bfloat16)
+    found = model(ids.cuda(), attention_mask=torch.ones_like(ids).cuda()).logits
+    torch.testing.assert_close(found.cpu().double(), expected, atol=5e-2, rtol=0)
+    generated = model.generate(ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), max_new_tokens=4, do_sample=False)
+    assert generated.shape == (2, 304)
+
+
+def test_a_model_that_adds_the_mask_itself_is_told_why() -> None:
+    mask = KeyMask(num_keys=3, num_filled=3, query_offset=0, key_offset=0, is_causal=True)
+    with pytest.raises(ValueError, match="this model computes its attention itself"):
+        torch.ones(3) + mask  # type: ignore[operator]
+    # Doge reads its dtype, others its shape, or cut it
+    for read in (lambda: mask.dtype, lambda: mask.shape, lambda: mask[:, :, :, :2]):  # type: ignore[attr-defined, index]
+        with pytest.raises((AttributeError, ValueError), match=r"of a KeyMask: this model .* attn_implementation=\"eager\""):
+            read()
+    assert not hasattr(mask, "shape") and copy.deepcopy(mask).num_keys == pickle.loads(pickle.dumps(mask)).num_keys == 3

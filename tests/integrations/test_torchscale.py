@@ -1,0 +1,558 @@
+"""Loaded weights of TorchScale, Prov-GigaPath and LongViT compute what tests/helpers/torchscale_reference.py says that those compute."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dilated_attention import MultiheadDilatedAttention
+from dilated_attention.integrations.torchscale import from_torchscale, load_torchscale
+from dilated_attention.models import LongNetDecoder, LongNetEncoder, LongNetLM
+from dilated_attention.models.images.slide_encoder import SlideEncoder
+from dilated_attention.models.images.vision import LongViT, resized_positions
+from tests.helpers import torchscale_reference as reference
+from tests.helpers.torchscale_reference import Maker, Shape, double
+
+CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+# (N, heads, segments, rates): N prime, shorter than w, several w; fewer heads than r; heads that r does not divide; w that N is; r > N
+CASES = [
+    (37, 4, (8, 16, 64), (1, 2, 4)),
+    (50, 3, (8, 32), (1, 8)),
+    (61, 16, (16, 32, 128), (1, 4, 16)),
+    (23, 6, (23,), (1,)),
+    (48, 5, (12, 24), (3, 4)),
+    (101, 2, (1000,), (8,)),
+    (7, 4, (8, 16), (1, 16)),
+    (1, 4, (8, 16), (1, 2)),
+    (29, 3, (4, 28, 64), (2, 4, 7)),
+]
+
+
+def made(maker: Maker) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """float32 weights, and the same as float64 leaves."""
+    return maker.weights, {name: value.requires_grad_() for name, value in double(maker.weights).items()}
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attention_of(heads: int, **kwargs: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    maker = Maker(heads * 8)
+    maker.attention("", **kwargs)
+    return made(maker)
+
+
+@pytest.mark.parametrize(("num_positions", "heads", "segments", "rates"), CASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(num_positions: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> None:
+    weights, exact = attention_of(heads, head_dim=8 if causal else None)
+    shape = Shape(heads, segments, rates, causal, 512.0 if causal else None)
+    assert not reference.is_shifted(shape, num_positions)
+    layer = load_torchscale(weights, num_heads=heads, segment_lengths=list(segments), dilation_rates=list(rates))
+    assert isinstance(layer, MultiheadDilatedAttention)
+    assert not layer.training
+    x = normal(2, num_positions, heads * 8).requires_grad_()
+    x_exact = x.detach().double().requires_grad_()
+    out, _ = layer(x, is_causal=causal)
+    true = reference.attention(exact, "", x_exact, shape)
+    torch.testing.assert_close(out.double(), true, **CLOSE)
+    grad = normal(*out.shape, seed=2)
+    out.backward(grad)
+    true.backward(grad.double())
+    torch.testing.assert_close(x.grad.double(), x_exact.grad, atol=3e-5, rtol=1e-4)
+    for name in ("v_proj.weight", "out_proj.bias", "inner_attn_ln.weight", "q_proj.weight", "k_proj.bias"):
+        mine = layer.get_parameter(name).grad
+        if causal and name[0] in "qk":
+            # rows of q and k stand in the order of halves here, of neighbours there
+            mine = mine.unflatten(0, (heads, 2, 4)).transpose(1, 2).flatten(0, 2)
+        torch.testing.assert_close(mine.double(), exact[name].grad, atol=2e-4, rtol=1e-4)
+
+
+def test_the_gradient_is_torchscales_unless_the_exact_one_is_asked_for() -> None:
+    weights, exact = attention_of(4)
+    shape = Shape(4, (8, 64), (1, 4))
+    x = normal(1, 40, 32)
+    reference.attention(exact, "", x.double(), shape).square().sum().backward()
+    found = {}
+    for mixture_grad in ("detached", "exact"):
+        layer = load_torchscale(weights, num_heads=4, segment_lengths=[8, 64], dilation_rates=[1, 4], mixture_grad=mixture_grad)
+        layer(x)[0].square().sum().backward()
+        difference = layer.q_proj.weight.grad.double() - exact["q_proj.weight"].grad
+        found[mixture_grad] = float(difference.norm() / exact["q_proj.weight"].grad.norm())
+    assert found["detached"] < 1e-5
+    assert found["exact"] > 1e-2
+
+
+@pytest.mark.parametrize("subln", [True, False])
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_encoder(subln: bool, last_norm: bool) -> None:
+    maker = Maker(48)
+    maker.layers("", 2, ffn=80, subln=subln, last_norm=last_norm)
+    weights, exact = made(maker)
+    shape = Shape(6, (8, 32, 100), (1, 2, 4))
+    settings = {"kind": "encoder", "num_heads": 6, "segment_lengths": "[8, 32, 100]", "dilation_rates": "[1,2,4]"}
+    if not (subln or last_norm):
+        with pytest.raises(ValueError, match="post-norm"):
+            load_torchscale(weights, **settings)
+        settings["is_pre_norm"] = True
+    model = load_torchscale(weights, **settings)
+    assert isinstance(model, LongNetEncoder)
+    assert (model.config.sub_norm, model.config.final_norm, model.config.inner_dim) == (subln, last_norm, 80)
+    x = normal(2, 45, 48)
+    torch.testing.assert_close(model(x).double(), reference.encoder(exact, x.double(), shape), atol=1e-5, rtol=1e-5)
+
+
+def language_model(tied: bool) -> Maker:
+    maker = Maker(32)
+    maker.layers("", 2, ffn=64, head_dim=8)
+    maker.tensor("embed_tokens.weight", 19, 32)
+    maker.tensor("output_projection.weight", 19, 32)
+    if tied:
+        maker.weights["output_projection.weight"] = maker.weights["embed_tokens.weight"]
+    return maker
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefix", ["", "decoder."])
+def test_language_model_with_xpos(tied: bool, prefix: str) -> None:
+    weights, exact = made(language_model(tied))
+    shape = Shape(4, (16, 64), (1, 4), True, 256.0, embed_scale=32**0.5)
+    model = load_torchscale(
+        {prefix + name: value for name, value in weights.items()},
+        kind=None if prefix else "decoder",
+        num_heads=4,
+        segment_lengths=[16, 64],
+        dilation_rates=[1, 4],
+        scale_embedding=True,
+        xpos_scale_base=256.0,
+    )
+    assert isinstance(model, LongNetLM)
+    assert (model.output is None) is tied
+    tokens = torch.randint(19, (2, 53), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(tokens).double(), reference.language_model(exact, tokens, shape), **CLOSE)
+    # the gradients of the whole model, through the permutation of rows
+    targets = torch.randint(19, (2, 53), generator=torch.Generator().manual_seed(1))
+    model(tokens, targets=targets).backward()
+    nn.functional.cross_entropy(reference.language_model(exact, tokens, shape).flatten(0, 1), targets.flatten()).backward()
+    mine = model.decoder.blocks[0].attention.q_proj.weight.grad.unflatten(0, (4, 2, 4)).transpose(1, 2).flatten(0, 2)
+    torch.testing.assert_close(mine.double(), exact["layers.0.self_attn.q_proj.weight"].grad, **CLOSE)
+
+
+def test_an_encoder_with_tokens_is_a_language_model_both_ways() -> None:
+    maker = Maker(32)
+    maker.layers("", 1, ffn=64)
+    maker.tensor("embed_tokens.weight", 19, 32)
+    maker.tensor("output_projection.weight", 19, 32)
+    weights, exact = made(maker)
+    model = load_torchscale(weights, kind="encoder", num_heads=4, segment_lengths=[16], dilation_rates=[2])
+    assert not model.config.is_causal
+    tokens = torch.arange(19)[None]
+    torch.testing.assert_close(model(tokens).double(), reference.language_model(exact, tokens, Shape(4, (16,), (2,))), **CLOSE)
+    without = load_torchscale(
+        weights, kind="encoder", num_heads=4, segment_lengths=[16], dilation_rates=[2], ignore=["embed_tokens", "output_projection"]
+    )
+    assert isinstance(without, LongNetEncoder)
+
+
+def test_a_plain_encoder_is_dense() -> None:
+    maker = Maker(32)
+    maker.layers("", 1, ffn=64)
+    weights, exact = made(maker)
+    model = load_torchscale(weights, kind="encoder", num_heads=4, attention="dense")
+    x = normal(1, 30, 32)
+    torch.testing.assert_close(model(x).double(), reference.encoder(exact, x.double(), Shape(4, (30,), (1,))), **CLOSE)
+
+
+# slides
+
+
+def slide_weights(layers: int = 2) -> Maker:
+    maker = Maker(32)
+    maker.slide_encoder(20, layers, ffn=64)
+    return maker
+
+
+def slide(num_tiles: int, seed: int, grid: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tiles, 20, generator=generator), torch.rand(num_tiles, 2, generator=generator) * grid * 256
+
+
+SLIDE: dict[str, Any] = {"num_heads": 4, "segment_lengths": [8, 16, 64], "dilation_rates": [1, 2, 4], "grid_size": 12}
+SLIDE_SHAPE = Shape(4, (8, 16, 64), (1, 2, 4))
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_slide_encoder(global_pool: bool) -> None:
+    weights, exact = made(slide_weights())
+    model = load_torchscale({"model": weights}, **SLIDE, global_pool=global_pool)
+    assert isinstance(model, SlideEncoder)
+    tiles, coords = (torch.stack(x) for x in zip(slide(43, 1), slide(43, 2), strict=True))
+    true = reference.slide_encoder(exact, tiles.double(), coords.double(), SLIDE_SHAPE, grid=12, global_pool=global_pool)
+    torch.testing.assert_close(model(tiles, coords).double(), true[0], **CLOSE)
+    states = model(tiles, coords, all_layers=True)
+    assert len(states) == 3
+    for mine, theirs in zip(states, true[1:], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **CLOSE)
+
+
+def test_a_slide_file_on_disk_with_its_position_table(tmp_path: Path) -> None:
+    weights = slide_weights().weights
+    table = reference.grid_table(12, 32).float()[None]
+    torch.save({"model": weights | {"pos_embed": table}, "epoch": 3, "optimizer": {"state": {}}}, tmp_path / "slide_encoder.pth")
+    model = load_torchscale(tmp_path / "slide_encoder.pth", **SLIDE)
+    tiles, coords = slide(9, 1)
+    torch.testing.assert_close(
+        model(tiles[None], coords[None]), load_torchscale(weights, **SLIDE)(tiles[None], coords[None]), rtol=0, atol=0
+    )
+    with pytest.raises(ValueError, match="not the fixed sine-cosine table"):
+        load_torchscale(weights | {"pos_embed": table.flip(2)}, **SLIDE)
+    with pytest.raises(ValueError, match="set grid_size"):
+        load_torchscale(weights | {"pos_embed": table}, **SLIDE | {"grid_size": 13})
+
+
+def test_slide_settings_follow_from_the_sizes() -> None:
+    maker = Maker(64)
+    maker.slide_encoder(20, 1, ffn=64)
+    config = load_torchscale(maker.weights, max_wsi_size=250_000).config
+    assert config.encoder.segment_lengths == (1024, 4870, 23170, 110217, 524288)
+    assert config.encoder.dilation_rates == (1, 2, 4, 8, 16)
+    assert (config.encoder.num_heads, config.in_dim, config.norm_eps, config.grid_size) == (16, 20, 1e-6, 1000)
+    assert (config.encoder.head_offsets, config.encoder.tail, config.encoder.mixture_grad) == ("blocked", "zero_keys", "detached")
+
+
+# LongViT
+
+
+def longvit_weights(prefix: str, **norms: str) -> Maker:
+    maker = Maker(32)
+    maker.longvit(4, 6, 2, ffn=64, prefix=prefix)
+    for name in norms.values():
+        maker.norm(name)
+    return maker
+
+
+VIT: dict[str, Any] = {"num_heads": 4, "segment_lengths": [8, 64], "dilation_rates": [1, 4]}
+
+
+def test_longvit_as_a_bare_backbone_gives_patches() -> None:
+    weights, exact = made(longvit_weights(""))
+    model = load_torchscale(weights, **VIT)
+    assert isinstance(model, LongViT)
+    assert (model.config.image_size, model.config.pooling) == (24, "none")
+    images = normal(2, 3, 24, 24)
+    torch.testing.assert_close(model(images).double(), reference.longvit(exact, images.double(), Shape(4, (8, 64), (1, 4))), **CLOSE)
+
+
+def test_longvit_as_a_classifier() -> None:
+    maker = longvit_weights("model.", norm="fc_norm")
+    maker.linear("head", 5, 32)
+    weights, exact = made(maker)
+    model = load_torchscale({f"module.{name}": value for name, value in weights.items()}, **VIT)
+    images = normal(2, 3, 24, 24)
+    inner = {name.removeprefix("model."): value for name, value in exact.items()}
+    pooled = reference.norm(exact, "fc_norm", reference.longvit(inner, images.double(), Shape(4, (8, 64), (1, 4))).mean(1), 1e-5)
+    torch.testing.assert_close(model(images).double(), reference.linear(exact, "head", pooled), **CLOSE)
+
+
+def test_longvit_as_its_pretraining_writes_it() -> None:
+    maker = longvit_weights("backbone.", norm="backbone.norm")
+    backbone, exact = made(maker)
+    head = {"head.mlp.0.weight": normal(4, 4), "head.last_layer.weight_g": normal(4, 1)}
+    saved = {"student": {f"module.{name}": value for name, value in (backbone | head).items()}, "teacher": backbone | head, "epoch": 1}
+    with pytest.raises(ValueError, match="part='teacher'"):
+        load_torchscale(saved, **VIT)
+    images = normal(1, 3, 24, 24)
+    inner = {name.removeprefix("backbone."): value for name, value in exact.items()}
+    tokens = reference.longvit(inner, images.double(), Shape(4, (8, 64), (1, 4)))
+    for part in ("teacher", "student"):
+        model = load_torchscale(saved, part=part, **VIT)
+        assert model.config.pooling == "norm_mean"
+        torch.testing.assert_close(model(images).double(), reference.norm(inner, "norm", tokens, 1e-6).mean(1), **CLOSE)
+    fresh = load_torchscale(backbone, num_classes=7, image_size=48, **VIT)
+    assert (fresh.config.pooling, fresh.config.image_size, fresh.config.grid) == ("mean_norm", 48, 12)
+    assert fresh(normal(1, 3, 48, 48)).shape == (1, 7)
+    assert torch.equal(fresh.norm.weight, torch.ones(32))
+    torch.testing.assert_close(fresh.positions, resized_positions(backbone["backbone.pos_embed"], 12))
+
+
+# errors
+
+
+def encoder_weights() -> dict[str, torch.Tensor]:
+    maker = Maker(32)
+    maker.layers("", 1, ffn=64)
+    return maker.weights
+
+
+STACK: dict[str, Any] = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [2]}
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"layers.0.ffn.A.fc1.weight": 2}, "multiway"),
+        ({"layers.0.self_attn.q_proj.B.bias": 1}, "multiway"),
+        ({"layers.1.moe_layer.gate.wg.weight": 2}, "mixture-of-experts"),
+        ({"layers.0.encoder_attn.q_proj.weight": 2}, "attends to an encoder's output"),
+        ({"relative_position.relative_attention_bias.weight": 2}, "relative position biases"),
+        ({"layernorm_embedding.weight": 1}, "layernorm_embedding"),
+        ({"embed_positions.weight": 2}, "start at 2"),
+        ({"layers.0.flat_param_0": 1}, "FSDP"),
+        ({"layers.0.ffn.gate.weight": 2}, "gated"),
+        ({"pooler.weight": 2, "mask_token": 1}, "2 of .* mask_token, pooler.weight; .*ignore="),
+    ],
+)
+def test_what_a_model_here_cannot_do_is_refused_by_name(more: dict[str, int], text: str) -> None:
+    extra = {name: torch.zeros([2] * ndim) for name, ndim in more.items()}
+    with pytest.raises(ValueError, match=text):
+        load_torchscale(encoder_weights() | extra, kind="encoder", **STACK)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_heads": None}, "num_heads is not given"),
+        ({"num_heads": 5}, "expected a divisor"),
+        ({"segment_lengths": None}, "segment_lengths is not given"),
+        ({"dilation_rates": None}, "dilation_rates is not given"),
+        ({"segment_lengths": "__import__('os').getcwd()"}, "expected integers in brackets"),
+        ({"segment_lengths": "[np.int64(1024)]"}, "expected integers in brackets"),
+        ({"dilation_rates": [1, 2]}, "dilation_rates has 2"),
+        ({"attention": "dense"}, "leave segment_lengths"),
+        ({"attention": "sparse"}, "expected 'dilated' or 'dense'"),
+        ({"activation": "tanh"}, "activation is 'tanh'"),
+        ({"scale_embedding": True}, "no embed_tokens"),
+        ({"ignore": ["nothing"]}, "no weight's name starts"),
+        ({"kind": None}, "kind='encoder' or kind='decoder'"),
+        ({"kind": "retnet"}, "kind is 'retnet'"),
+    ],
+)
+def test_settings_that_are_missing_or_wrong(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        load_torchscale(encoder_weights(), **{"kind": "encoder"} | STACK | change)
+
+
+def test_weights_that_are_missing_or_wrong() -> None:
+    weights = encoder_weights()
+    with pytest.raises(ValueError, match=r"no layers.0.ffn.fc2.bias"):
+        load_torchscale({k: v for k, v in weights.items() if "fc2.bias" not in k}, kind="encoder", **STACK)
+    with pytest.raises(ValueError, match="expected both or none"):
+        load_torchscale({k: v for k, v in weights.items() if "inner_attn_ln" not in k}, kind="encoder", **STACK)
+    with pytest.raises(ValueError, match="normalises behind each layer"):
+        load_torchscale({k: v for k, v in weights.items() if not k.startswith("layer_norm")}, kind="decoder", **STACK)
+    with pytest.raises(ValueError, match=r"float32, torch\.float64; say which with dtype="):
+        load_torchscale(weights | {"layer_norm.bias": torch.zeros(32).double()}, kind="encoder", **STACK)
+    with pytest.raises(ValueError, match="no weights of TorchScale's"):
+        load_torchscale({"weight": torch.zeros(2)})
+    with pytest.raises(TypeError, match="source is a int"):
+        load_torchscale(3)
+    with pytest.raises(TypeError, match="image_size"):
+        load_torchscale(weights, kind="encoder", **STACK, image_size=3)
+    xpos = attention_of(4, head_dim=8)[0]
+    with pytest.raises(ValueError, match="check num_heads"):
+        load_torchscale(xpos, num_heads=2, segment_lengths=[16], dilation_rates=[2])
+    features = {"embed_tokens.weight": torch.zeros(9, 32)}
+    with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
+        load_torchscale(weights | features, kind="decoder", **STACK)
+    with pytest.raises(ValueError, match=r"(?s)not of one model: .*norm\.weight"):
+        load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    weights = encoder_weights()
+    theirs, ours = ({prefix + name: value for name, value in weights.items()} for prefix in ("encoder.", "decoder."))
+    for names, kind in ((theirs, "decoder"), (ours, "encoder")):
+        with pytest.raises(ValueError, match=rf"kind is '{kind}' and the names of these weights start with"):
+            load_torchscale(names, kind=kind, **STACK)
+    # of a file with both, the one that is asked for
+    both = {**{name: value + 1 for name, value in theirs.items()}, **ours}
+    found = load_torchscale(both, kind="decoder", ignore=["encoder."], **STACK)
+    assert torch.equal(found.norm.weight, weights["layer_norm.weight"])
+    with pytest.raises(ValueError, match=r"have no place in this model: encoder\."):
+        load_torchscale(both, kind="decoder", **STACK)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("unpickling ran code",))
+
+
+@pytest.mark.parametrize("other", [argparse.Namespace(encoder_layers=1), Bomb()])
+def test_a_file_with_more_than_tensors_is_not_unpickled(tmp_path: Path, other: Any) -> None:
+    torch.save({"model": encoder_weights(), "args": other}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"more than tensors.*weights_only=False") as caught:
+        load_torchscale(tmp_path / "checkpoint.pt", kind="encoder", **STACK)
+    assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        load_torchscale(tmp_path / "nothing.pt")
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = encoder_weights()
+    safetensors.save_file(weights, tmp_path / "weights.safetensors")
+    model = load_torchscale(str(tmp_path / "weights.safetensors"), kind="encoder", **STACK, dtype=torch.bfloat16)
+    assert model.blocks[0].ffn.up.weight.dtype is torch.bfloat16
+
+
+def test_weights_are_copied_and_trainable() -> None:
+    weights = encoder_weights()
+    before = copy.deepcopy(weights)
+    model = load_torchscale(weights, kind="encoder", **STACK, drop_path=0.1, dropout=0.2)
+    assert (model.config.dropout, model.config.drop_path) == (0.2, 0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.requires_grad
+            parameter.zero_()
+    for name, value in weights.items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_loaded_model_saves_itself(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = load_torchscale(slide_weights().weights, **SLIDE)
+    model.save_pretrained(tmp_path)
+    tiles, coords = slide(9, 1)
+    again = SlideEncoder.from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert torch.equal(again(tiles[None], coords[None]), model(tiles[None], coords[None]))
+
+
+def test_where_torchscale_shifts_its_segments_a_warning_says_that_ours_differs() -> None:
+    weights, exact = attention_of(4)
+    shape = Shape(4, (9, 64), (2, 4))
+    layer = load_torchscale(weights, num_heads=4, segment_lengths=[9, 64], dilation_rates=[2, 4])
+    x = normal(1, 40, 32)
+    assert reference.is_shifted(shape, 40)
+    with pytest.warns(UserWarning, match="40 positions in segments of 9 with dilation rate 2"):
+        out, _ = layer(x)
+    true = reference.attention(exact, "", x.double(), shape)
+    # the first segment is where both say the same
+    torch.testing.assert_close(out[:, :9].double(), true[:, :9], **CLOSE)
+    assert (out.double() - true).abs().max() > 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(layer(x[:, :9])[0].double(), reference.attention(exact, "", x[:, :9].double(), shape), **CLOSE)
+        # every document by itself is short enough
+        layer(x[:, :18], cu_seqlens=torch.tensor([0, 9, 18], dtype=torch.int32))
+
+
+# modules, without TorchScale: the names and attributes that its modules have
+
+
+class Stub(nn.Module):
+    """A module with the weights and attributes given."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        for name, value in weights.items():
+            owner: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, Stub({}))
+                owner = getattr(owner, part)
+            owner.register_parameter(last, nn.Parameter(value))
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    values = {
+        "segment_length": [16, 64],
+        "dilated_ratio": "[1, 4]",
+        "layernorm_eps": 1e-5,
+        "activation_fn": "gelu",
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "drop_path_rate": 0.2,
+        "multiway": False,
+        "deepnorm": False,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer: Any) -> Stub:
+    stack = Stub(weights, args=args, embed_scale=1.0)
+    first = stack.layers
+    inner = nn.ModuleList([getattr(first, name) for name in sorted(first._modules, key=int)])
+    stack.layers = inner
+    inner[0].normalize_before = True
+    for name, value in layer.items():
+        setattr(inner[0], name, value)
+    inner[0].self_attn.num_heads = 4
+    inner[0].self_attn.gathering = None
+    return stack
+
+
+def test_from_a_module() -> None:
+    weights = encoder_weights()
+    x = normal(1, 30, 32)
+    true = reference.encoder(double(weights), x.double(), Shape(4, (16, 64), (1, 4)))
+    model = from_torchscale(stack_stub(weights, arguments()))
+    assert isinstance(model, LongNetEncoder)
+    assert (model.config.dropout, model.config.drop_path) == (0.1, 0.2)
+    torch.testing.assert_close(model(x).double(), true, **CLOSE)
+    wrapped = nn.Module()
+    wrapped.module = stack_stub(weights, arguments(), encoder_attn=None)
+    assert isinstance(from_torchscale(wrapped, mixture_grad="exact"), LongNetDecoder)
+
+
+def test_a_base_of_xpos_belongs_to_weights_that_have_it() -> None:
+    # TorchScale's arguments name it whether or not there is XPOS
+    assert from_torchscale(stack_stub(encoder_weights(), arguments(xpos_scale_base=256))).config.positions == "none"
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and positions is 'none'"):
+        load_torchscale(encoder_weights(), kind="encoder", **STACK, xpos_scale_base=256.0)
+    alone = {
+        name.removeprefix("layers.0.self_attn."): value
+        for name, value in encoder_weights().items()
+        if name.startswith("layers.0.self_attn.")
+    }
+    with pytest.raises(ValueError, match=r"xpos_scale_base is 256\.0 and these weights have no xpos\.scale"):
+        load_torchscale(alone, **STACK, xpos_scale_base=256.0)
+
+
+@pytest.mark.parametrize("name", ["multiway", "deepnorm", "moe_freq", "rel_pos_buckets", "layernorm_embedding", "activation_dropout"])
+def test_a_module_that_does_what_models_here_do_not(name: str) -> None:
+    with pytest.raises(ValueError, match=f"args.{name} is"):
+        from_torchscale(stack_stub(encoder_weights(), arguments(**{name: 1})))
+
+
+def test_modules_of_another_kind() -> None:
+    stack = stack_stub(encoder_weights(), arguments())
+    stack.layers[0].normalize_before = False
+    with pytest.raises(ValueError, match="normalize_before is False"):
+        from_torchscale(stack)
+    for module in (nn.Linear(2, 2), Stub({}, layers=nn.ModuleList())):
+        with pytest.raises(TypeError, match="expected TorchScale's"):
+            from_torchscale(module)
+    with pytest.raises(TypeError, match="use load_torchscale"):
+        from_torchscale(encoder_weights())
+
+
+def test_no_weight_is_cut_doubled_or_left_beside() -> None:
+    settings: dict[str, Any] = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [2]}
+    weights, _ = attention_of(4, head_dim=8)
+    for name in ("q_proj", "k_proj"):
+        longer = {**weights, f"{name}.weight": torch.cat([weights[f"{name}.weight"]] * 2)}
+        with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+            load_torchscale(longer, **settings)
+    with pytest.raises(ValueError, match=r"k_proj\.bias has shape"):
+        load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
+    with pytest.raises(ValueError, match="is there twice"):
+        load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
+    with pytest.raises(ValueError, match="weights under 'model' and beside it"):
+        load_torchscale({"model": weights, "k_proj.bias": weights["k_proj.bias"]}, **settings)
+    with pytest.raises(ValueError, match="hold integers"):
+        load_torchscale({name: value.to(torch.int8) for name, value in attention_of(4)[0].items()}, **settings)

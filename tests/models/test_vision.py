@@ -1,0 +1,141 @@
+"""LongViT's positions, poolings, settings and errors. What its weights compute is in test_torchscale.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.models.images.vision import POOLINGS, LongViT, VisionConfig, longvit_segment_lengths, resized_positions
+
+
+def tiny(**changes: Any) -> VisionConfig:
+    return VisionConfig.longvit(**{"image_size": 48, "patch_size": 8, "embed_dim": 32, "num_layers": 1, "num_heads": 4} | changes)
+
+
+def model_of(**changes: Any) -> LongViT:
+    torch.manual_seed(0)
+    return LongViT(tiny(**changes)).eval()
+
+
+IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+
+
+def test_segment_lengths_of_longvit() -> None:
+    assert longvit_segment_lengths(1024) == longvit_segment_lengths(512) == (64, 128, 256, 512, 1024)
+    assert longvit_segment_lengths(4096) == (1024, 2048, 4096, 8192, 16384)
+    assert longvit_segment_lengths(32768) == (1024, 4096, 32768, 262144, 1048576)
+    config = VisionConfig.longvit(4096).encoder
+    assert (config.embed_dim, config.num_layers, config.num_heads, config.head_dim, config.inner_dim) == (384, 12, 16, 24, 1536)
+    assert (config.final_norm, config.tail, config.head_offsets, config.mixture_grad) == (False, "zero_keys", "blocked", "detached")
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_poolings(pooling: str) -> None:
+    model = model_of(pooling=pooling)
+    patches = model.features(IMAGES)
+    out = model(IMAGES)
+    assert patches.shape == (2, 37 if pooling == "class_token" else 36, 32)
+    if pooling == "none":
+        assert torch.equal(out, patches)
+        return
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (32,), eps=1e-5)
+
+    true = {"mean_norm": norm(patches.mean(1)), "norm_mean": norm(patches).mean(1), "class_token": norm(patches[:, 0])}[pooling]
+    torch.testing.assert_close(out, true)
+
+
+def test_a_head_makes_classes() -> None:
+    model = model_of(num_classes=5)
+    assert model(IMAGES).shape == (2, 5)
+
+
+def test_patches_are_rows_of_the_image() -> None:
+    """Position and pixels of patch (row, column) meet in token row · columns + column."""
+    model = model_of(pooling="none")
+    with torch.no_grad():
+        model.positions.zero_()
+        seen: list[torch.Tensor] = []
+        model.encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        image = torch.zeros(1, 3, 48, 48)
+        image[:, :, 8:16, 24:32] = 1.0
+        model(image)
+    changed = (seen[0][0] - model.patch_embedding.bias).abs().sum(-1).nonzero().flatten().tolist()
+    assert changed == [1 * 6 + 3]
+
+
+def bicubic(at: torch.Tensor, size: int) -> torch.Tensor:
+    """(len(at), size) weights of cubic convolution with a = −3/4 (Keys 1981, Eq. 4) around places ``at``, the border repeated."""
+    weights = torch.zeros(len(at), size)
+    for row, place in enumerate(at.tolist()):
+        for k in range(int(place // 1) - 1, int(place // 1) + 3):
+            d = abs(place - k)
+            value = 1.25 * d**3 - 2.25 * d**2 + 1 if d <= 1 else -0.75 * (d**3 - 5 * d**2 + 8 * d - 4)
+            weights[row, min(max(k, 0), size - 1)] += value
+    return weights
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (12, 12), (3, 5), (4, 9)])
+def test_positions_of_another_grid(rows: int, columns: int) -> None:
+    model = model_of()
+    learned = model.positions.detach().unflatten(1, (6, 6))[0]
+    found = model.positions_of(rows, columns).detach().unflatten(1, (rows, columns))[0]
+    if (rows, columns) == (6, 6):
+        assert torch.equal(found, learned)
+        return
+    # LongViT's scale puts the centre of patch i of n at (i + 1/2)·6/(n + 0.1) − 1/2
+    along_rows, along_columns = (bicubic((torch.arange(n) + 0.5) * 6 / (n + 0.1) - 0.5, 6) for n in (rows, columns))
+    torch.testing.assert_close(found, torch.einsum("ia,jb,abe->ije", along_rows, along_columns, learned), atol=1e-5, rtol=0)
+
+
+def test_images_of_another_size_run() -> None:
+    assert model_of()(torch.zeros(1, 3, 24, 72)).shape == (1, 32)
+
+
+def test_resized_positions() -> None:
+    positions = torch.randn(1, 36, 4)
+    assert resized_positions(positions, 6) is positions
+    larger = resized_positions(positions.bfloat16(), 12)
+    assert larger.shape == (1, 144, 4)
+    assert larger.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="square image"):
+        resized_positions(torch.zeros(1, 35, 4), 6)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = model_of(num_classes=3, pooling="class_token")
+    model.save_pretrained(tmp_path)
+    again = LongViT.from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert torch.equal(again(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"image_size": 50}, "multiple of 8"),
+        ({"pooling": "max"}, "pooling is 'max'"),
+        ({"pooling": "none", "num_classes": 3}, "a class is of a whole image"),
+        ({"num_classes": 0}, "num_classes is 0"),
+        ({"norm_eps": 0.0}, "norm_eps"),
+    ],
+)
+def test_settings_that_cannot_be(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tiny(**change)
+
+
+def test_images_that_do_not_fit() -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match="3 channels"):
+        model(torch.zeros(1, 4, 48, 48))
+    with pytest.raises(ValueError, match="multiples of patch_size = 8"):
+        model(torch.zeros(1, 3, 48, 50))
+    with pytest.raises(TypeError, match="list"):
+        model([0])

@@ -1,0 +1,310 @@
+"""profile_memory: exact bytes by op on a CPU, also inside our own ops, what it refuses, and advice that follows from figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern, attention, dilated_attention
+from dilated_attention.engine.memory import attention_memory
+from dilated_attention.engine.oom.requirement import Need, Setting
+from dilated_attention.engine.ops import op_hooks
+from dilated_attention.models import LongNetConfig, LongNetEncoder
+from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
+from dilated_attention.profiling.ledger import replay
+from dilated_attention.profiling.measure import _untold
+from dilated_attention.profiling.profile import SeenCall
+
+# poisoned allocations are filled, which is an op more for each
+pytestmark = pytest.mark.no_poison
+
+MIB = 2**20
+GIB = 2**30
+
+
+def leaves(length: int = 1024, heads: int = 4, dim: int = 32, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(1, length, heads, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def floats(mib: int) -> int:
+    return mib * MIB // 4
+
+
+def test_every_byte_of_a_known_program() -> None:
+    def program() -> None:
+        a = torch.ones(floats(4))
+        b = a + 1
+        del a
+        c = torch.cat([b, b])
+        del b
+        c.sum()
+
+    profile = profile_memory(program, device="cpu")
+    # b and c, as a has gone by then
+    assert 12 * MIB <= profile.peak_allocated < 12 * MIB + 64
+    assert profile.allocated_after == 0 and profile.allocated_before == 0
+    ones, add, cat = (profile.op(f"aten::{name}") for name in ("ones", "add", "cat"))
+    assert (ones.calls, ones.allocated, ones.largest, ones.at_peak) == (1, 4 * MIB, 4 * MIB, 0)
+    # beside it the number 1 as a tensor
+    assert 4 * MIB <= add.allocated < 4 * MIB + 64 and add.largest == 4 * MIB and add.at_peak == 4 * MIB
+    assert (cat.allocated, cat.peak, cat.kept, cat.scratch, cat.at_peak) == (8 * MIB, 8 * MIB, 8 * MIB, 0, 8 * MIB)
+    assert profile.ops[0].name == "aten::cat"
+    with pytest.raises(KeyError, match=r"aten::mm.*allocated nothing.*aten::cat"):
+        profile.op("aten::mm")
+
+
+def test_scratch_inside_a_kernel_is_seen() -> None:
+    x = torch.randn(floats(2))
+    profile = profile_memory(torch.sort, x, device="cpu")
+    found = profile.op("aten::sort")
+    # values and int64 indices are its results, and torch's kernel takes memory beside them
+    assert found.kept >= 6 * MIB and found.allocated > found.kept
+
+
+def test_our_opaque_ops_are_seen_through() -> None:
+    q, k, v = leaves()
+    with profile_memory(device="cpu") as profile:
+        dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward()
+    forward, backward = (profile.op(f"dilated_attention::dilated_attention{x}") for x in ("", "_backward"))
+    size = q.numel() * 4
+    lse = size // 32
+    # out and lse; dq, dk, dv, of which the gradients are made
+    assert forward.kept == size + lse and backward.kept == 3 * size
+    assert forward.scratch > 0 and backward.scratch > 0
+    # the kernel below our op
+    assert any("scaled_dot_product" in name for name, _ in forward.inner)
+    assert sum(count for _, count in forward.inner) == forward.allocated
+    assert profile.allocated_after == 3 * size
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_engines_own_account_is_what_is_measured(causal: bool) -> None:
+    q, k, v = leaves(4096, 4, 64)
+    dout = torch.randn_like(q)
+    with profile_memory(device="cpu") as profile:
+        out = dilated_attention(q, k, v, [1024, 4096], [1, 4], is_causal=causal)
+        torch.autograd.grad(out, (q, k, v), dout)
+    estimate = attention_memory(DilatedPattern((1024, 4096), (1, 4)), 4096, 4, 64, is_causal=causal)
+    measured = profile.peak_allocated + estimate.inputs + dout.numel() * 4
+    assert 0.9 < estimate.peak / measured < 1.1
+    assert [(x.need.op, x.need.pass_name, x.count) for x in profile.seen] == [
+        ("dilated_attention", "forward", 1),
+        ("dilated_attention", "backward", 1),
+    ]
+    need = profile.seen[0].need
+    assert need.bytes_at(need.setting) == estimate.peak
+
+
+def test_both_forms_say_the_same() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    called = profile_memory(attention, q, k, v, device="cpu", is_causal=True)
+    with profile_memory(device="cpu") as block:
+        attention(q, k, v, is_causal=True)
+    assert isinstance(called, MemoryProfile) and isinstance(block.result, MemoryProfile)
+    assert called.peak_allocated == block.peak_allocated and called.ops == block.ops
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        called.seconds = 0.0  # type: ignore[misc]
+    text = str(block)
+    assert "dilated_attention::dilated_attention" in text and "cannot tell" in text and "MiB" in text
+    assert json.loads(json.dumps(called.as_dict()))["ops"][0]["name"] == called.ops[0].name
+    # what a CPU does not tell is None, not 0
+    assert called.fragmentation is None and called.peak_reserved is None and called.as_dict()["retries"] is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the process's memory is read from /proc")
+def test_the_process_is_seen_to_grow() -> None:
+    profile = profile_memory(lambda: torch.ones(floats(200)).sum(), device="cpu")
+    assert profile.resident_peak - profile.resident_before > 150 * MIB
+    if not any("life" in what for what in profile.cannot_tell):
+        again = profile_memory(lambda: torch.ones(floats(1)).sum(), device="cpu")
+        assert again.resident_peak < profile.resident_peak - 100 * MIB
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"snapshot is given for the CPU.*GPUs only"):
+        profile_memory(device="cpu", snapshot="memory.pickle")
+    with pytest.raises(ValueError, match=r"ops=False on the CPU"):
+        profile_memory(device="cpu", ops=False)
+    with pytest.raises(ValueError, match="device is meta"):
+        profile_memory(device="meta")
+    with pytest.raises(TypeError, match="expected a function"):
+        profile_memory(torch.ones(3), device="cpu")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="without a function"):
+        profile_memory(device="cpu", tokens=3)  # type: ignore[call-overload]
+    block = profile_memory(device="cpu")
+    with pytest.raises(RuntimeError, match="after the with block"):
+        _ = block.peak_allocated
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError, match=r"torch\.profiler is under way"),
+        block,
+    ):
+        pass
+    with block:
+        torch.ones(3)
+    with pytest.raises(RuntimeError, match="made once"), block:
+        pass
+    assert not op_hooks.watchers
+
+
+def test_an_error_passes_through_and_the_figures_stay() -> None:
+    with pytest.raises(ZeroDivisionError), profile_memory(device="cpu") as profile:
+        x = torch.ones(floats(3))
+        _ = 1 / 0
+    assert profile.peak_allocated >= 3 * MIB and x.numel() == floats(3)
+    assert not op_hooks.watchers and not torch._C._autograd._profiler_enabled()
+
+
+def test_a_profile_holds_no_tensors() -> None:
+    q, k, v = leaves()
+    with profile_memory(device="cpu") as profile:
+        out = dilated_attention(q, k, v, [256, 1024], [1, 4])
+        out.sum().backward()
+    gone = [weakref.ref(x) for x in (q, out)]
+    del q, k, v, out
+    assert profile.seen and not any(ref() is not None for ref in gone)
+
+
+def advised(profile: MemoryProfile, words: str) -> list[str]:
+    return [text for text in profile.advice() if words in text]
+
+
+def test_advice_about_dtypes_and_gradients() -> None:
+    q, k, v = leaves()
+    wide = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward(), device="cpu")
+    (text,) = advised(wide, "bfloat16 in place of float32")
+    need = wide.seen[0].need
+    assert "q (1, 1024, 4, 32)" in text and "MiB" in text and need.bytes_at(need.setting) > 0
+    narrow = profile_memory(lambda: dilated_attention(*leaves(dtype=torch.bfloat16), [256, 1024], [1, 4]).sum().backward(), device="cpu")
+    assert not advised(narrow, "bfloat16")
+    assert not advised(wide, "torch.no_grad()")
+    kept = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]), device="cpu")
+    assert advised(kept, "torch.no_grad()")
+    with torch.no_grad():
+        assert not advised(profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]), device="cpu"), "torch.no_grad()")
+
+
+def test_advice_about_activations_is_followed() -> None:
+    config = LongNetConfig(embed_dim=64, num_heads=2, num_layers=6, segment_lengths=(256, 1024), dilation_rates=(1, 4), is_causal=False)
+    peaks = {}
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        model = LongNetEncoder(config, checkpoint_activations=checkpoint)
+        x = torch.randn(1, 2048, 64)
+        step: Callable[[], None] = lambda model=model, x=x: model(x).sum().backward()  # noqa: E731
+        step()
+        profile = profile_memory(step, device="cpu")
+        peaks[checkpoint] = profile.peak_allocated
+        assert bool(advised(profile, "checkpoint_activations=True")) is not checkpoint
+    assert peaks[True] < 0.8 * peaks[False]
+
+
+def gpu_profile(**changes: object) -> MemoryProfile:
+    plain = MemoryProfile(
+        device="cuda:0", hardware="a GPU", seconds=1.0, peak_allocated=10 * GIB, allocated_before=GIB, allocated_after=GIB, peak_reserved=11 * GIB,
+        reserved_before=GIB, reserved_after=11 * GIB, inactive_split=0, peak_inactive_split=GIB, retries=0, refused=0, device_allocs=5,
+        device_frees=0, total=80 * GIB,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def call(size: int, **changes: object) -> SeenCall:
+    """A call that needs ``size`` bytes in float32, half of that in bfloat16, a tenth less with exact mixing."""
+    plain = Need(
+        op="dilated_attention", is_backward=False, device=torch.device("cuda"), shapes="q", held=0,
+        setting=Setting(batch=1, length=100, dtype=torch.bfloat16),
+        terms=lambda x: (("all", int(size * x.dtype.itemsize / 2 * (1 if x.detached else 0.8))),),
+    )  # fmt: skip
+    return SeenCall(count=2, need=dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
+
+
+def op(name: str, **sizes: int) -> OpMemory:
+    return OpMemory(**{"name": name, "calls": 1, "allocated": 0, "largest": 0, "peak": 0, "kept": 0, "at_peak": 0, **sizes})  # type: ignore[arg-type]
+
+
+def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
+    assert gpu_profile().advice() == []
+    assert gpu_profile().fragmentation == pytest.approx(1.1)
+    split = gpu_profile(peak_reserved=15 * GIB)
+    (text,) = split.advice()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text and "15.00 GiB" in text and "10.00 GiB" in text and "1.50" in text
+    (text,) = dataclasses.replace(split, allocator="expandable_segments:True").advice()
+    assert "empty_cache" in text and "on already" in text
+    (text,) = gpu_profile(retries=3).advice()
+    assert "3 times" in text
+    detached = call(5 * GIB, setting=Setting(batch=1, length=9, dtype=torch.bfloat16, detached=True))
+    (text,) = gpu_profile(seen=(detached,)).advice()
+    assert 'mixture_grad="exact"' in text and "1.00 GiB less" in text
+    chunks = op("dilated_attention::dilated_attention_backward", peak=4 * GIB, kept=2 * GIB, allocated=4 * GIB)
+    (text,) = gpu_profile(ops=(chunks,)).advice()
+    assert "TRANSIENT_BYTES below its 512.00 MiB" in text and "2.00 GiB in a call" in text
+    assert gpu_profile(ops=(dataclasses.replace(chunks, kept=4 * GIB),)).advice() == []
+    lse = call(GIB, is_backward=True, lse_gradient=True)
+    assert advised(gpu_profile(ops=(chunks,), seen=(lse,)), "lse.detach()")
+    wide = call(60 * GIB, ways=(lambda there: [f"over 2 GPUs in {there // GIB} GiB"],))
+    (text,) = gpu_profile(seen=(wide,)).advice()
+    assert "over 2 GPUs in 24 GiB" in text and "48.00 GiB on one" in text
+
+
+def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice about chunk sizes names constants that do what it says."""
+    from dilated_attention.engine.branches import chunking, strategy
+    from dilated_attention.engine.branches.sequential import PART_BYTES
+
+    q, k, v = (x.detach() for x in leaves(8192, 4, 64))
+    scratch = []
+    for size in (32 * MIB, MIB // 2):
+        monkeypatch.setitem(PART_BYTES, "cpu", size)
+        profile = profile_memory(dilated_attention, q, k, v, [512, 8192], [1, 8], device="cpu")
+        scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
+    assert scratch[1] < 0.6 * scratch[0]
+    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
+    scratch = []
+    monkeypatch.setattr(chunking, "TRANSIENT_SHARE", 0.0)
+    for size in (512 * MIB, MIB // 2):
+        monkeypatch.setattr(chunking, "TRANSIENT_BYTES", size)
+        profile = profile_memory(dilated_attention, q, k, v, [512, 2048], [1, 8], device="cpu")
+        scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
+    assert scratch[1] < 0.6 * scratch[0]
+
+
+def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
+    root = Path(__file__).parents[2]
+    rows = [json.loads(line) for line in (root / "benchmarks/results/2026-11-21-h200-fragmentation.jsonl").read_text().splitlines()]
+    page = (root / "docs/memory.md").read_text()
+    by_setting: dict[str, dict[str, float]] = {}
+    for row in rows:
+        ratio = row["peak_reserved"] / row["peak_allocated"]
+        assert ratio == pytest.approx(row["fragmentation"])
+        by_setting.setdefault(row["setting"], {})[row["kind"]] = ratio
+    columns = ("torch's own", "longest first", "expandable", "sizes to 1/4", "both, 1/4")
+    for kind in by_setting["expandable"]:
+        cells = " | ".join(f"{by_setting[name][kind]:.2f}" for name in columns)
+        assert f"| {cells} |" in page, (kind, cells)
+    ours = [kind for kind in by_setting["expandable"] if kind != "tensors alone"]
+    (text,) = gpu_profile(peak_reserved=15 * GIB).advice()
+    for name in ("torch's own", "expandable", "longest first"):
+        ratios = [by_setting[name][kind] for kind in ours]
+        assert f"{min(ratios):.2f}-{max(ratios):.2f}" in text
+    assert max(by_setting["expandable"].values()) < 1.2
+
+
+def node(name: str, start: int, *children: SimpleNamespace, size: int = 0, address: int = 0) -> SimpleNamespace:
+    """Of a profile's event tree."""
+    fields = SimpleNamespace(alloc_size=size, ptr=address, device=torch.device("cpu"))
+    return SimpleNamespace(name=name, start_time_ns=start, end_time_ns=start + 5, extra_fields=fields, children=list(children))
+
+
+def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> None:
+    op = [node("aten::mul", 10 * i, node("[memory]", 10 * i + 1, size=100, address=7)) for i in range(50)]
+    ledger = replay([*op, node("aten::add", 900, node("[memory]", 901, size=30, address=8))], torch.device("cpu"), 5)
+    assert (ledger.peak, ledger.end) == (135, 135)
+    assert {found.name: found.at_peak for found in ledger.ops} == {"aten::mul": 100, "aten::add": 30}
+    assert _untold(ledger, 135) == () and "65 bytes more" in _untold(ledger, 70)[0] and _untold(None, 70)

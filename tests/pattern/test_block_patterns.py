@@ -1,0 +1,617 @@
+"""Block patterns: each against loops over the sentence that defines it; counts, densities, strings, BlockMask, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from dilated_attention.pattern import (
+    Axial,
+    BigBird,
+    BlockPattern,
+    BlockTensor,
+    Causal,
+    DilatedBlocks,
+    Document,
+    GlobalLocal,
+    LocalWindow,
+    MaskFunction,
+    Pattern,
+    PerHead,
+    RandomBlocks,
+    Sparsity,
+    Strided,
+    from_block_mask,
+    pattern_from_spec,
+    to_block_mask,
+    with_sparsity,
+)
+from dilated_attention.pattern.blocks.density import KINDS
+from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, simple_patterns
+
+ALL_SIMPLE = sorted(simple_patterns(64, 64))
+
+
+def blocks_of(pattern: BlockPattern, n: int, head: int = 0, heads: int = HEADS) -> list[list[int]]:
+    """The kept columns of each row, by the definition; every block whole or absent."""
+    mask = pattern.dense_mask(n, n, heads)[head]
+    found = []
+    for q in range(0, n, pattern.q_block):
+        kept = [mask[q : q + pattern.q_block, k : k + pattern.k_block] for k in range(0, n, pattern.k_block)]
+        assert all(bool(tile.all()) or not bool(tile.any()) for tile in kept)
+        found.append([column for column, tile in enumerate(kept) if tile.any()])
+    return found
+
+
+def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
+    """Key blocks that hold positions of a query block."""
+    return sorted({p // k_block for p in range(row * q_block, min((row + 1) * q_block, n))})
+
+
+# --- definitions, by loops over positions or blocks ---
+
+
+@pytest.mark.parametrize("n", [1, 65, 150])
+@pytest.mark.parametrize(
+    ("pattern", "keeps"),
+    [
+        (LocalWindow(7), lambda i, j: abs(i - j) <= 7),
+        (LocalWindow((3, 20)), lambda i, j: i - 3 <= j <= i + 20),
+        (LocalWindow((None, 0)), lambda i, j: j <= i),
+        (Causal(), lambda i, j: j <= i),
+        (GlobalLocal(4, 10), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
+        (BigBird(4, 10, 0), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
+        (MaskFunction(lambda b, h, q, k: (q + k) % 3 == 0), lambda i, j: (i + j) % 3 == 0),
+    ],
+)
+def test_patterns_of_positions(pattern: BlockPattern, keeps: Callable[[int, int], bool], n: int) -> None:
+    wanted = torch.tensor([[keeps(i, j) for j in range(n)] for i in range(n)])
+    for is_causal in (False, True):
+        wanted = wanted.tril() if is_causal else wanted
+        mask = pattern.dense_mask(n, n, 3, is_causal=is_causal)
+        assert mask.dtype is torch.bool and mask.shape == (3, n, n) and mask.is_contiguous()
+        assert torch.equal(mask, wanted.expand(3, n, n))
+        if n > 64:
+            part = pattern.dense_mask(n - 64, n, 3, is_causal=is_causal, query_offset=64)
+            assert torch.equal(part, wanted[64:].expand(3, n - 64, n))
+
+
+def test_documents() -> None:
+    mask = Document([3, 0, 2]).dense_mask(5, 5, 1)[0]
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0]] * 3 + [[0, 0, 0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("n", [100, 1000, 1300])
+def test_patterns_of_blocks(n: int, block_size: int | tuple[int, int]) -> None:
+    rows, columns = (-(-n // size) for size in (LocalWindow(0, block_size=block_size).block_size))  # type: ignore[union-attr]
+    q_block, k_block = LocalWindow(0, block_size=block_size).block_size  # type: ignore[misc]
+    for stride, local in ((3, 1), (4, 2), (1, 0), (50, 0)):
+        found = blocks_of(Strided(stride, local, block_size=block_size), n)
+        for row in range(rows):
+            mine = own(row, n, q_block, k_block)
+            assert found[row] == [c for c in range(columns) if any(abs(c - o) < local or (c - o) % stride == 0 for o in mine)]
+    for dilation, number in ((1, 3), (2, 4), (3, 1), (5, 100)):
+        found = blocks_of(DilatedBlocks(dilation, number, block_size=block_size), n)
+        steps = range(-(number // 2), number - number // 2)
+        for row in range(rows):
+            wanted = {o + t * dilation for o in own(row, n, q_block, k_block) for t in steps}
+            assert found[row] == sorted(c for c in wanted if 0 <= c < columns)
+    for width in (30, 64, 128, 200, 256, 5000):
+        found = blocks_of(Axial(width, block_size=block_size), n)
+        places = [(p // width, p % width) for p in range(n)]
+        for row in range(rows):
+            mine = places[row * q_block : (row + 1) * q_block]
+            picture_rows, picture_columns = ({place[axis] for place in mine} for axis in (0, 1))
+            wanted = [
+                c
+                for c in range(columns)
+                if any(r in picture_rows or s in picture_columns for r, s in places[c * k_block : (c + 1) * k_block])
+            ]
+            assert found[row] == wanted
+
+
+@given(
+    ratio=st.floats(0, 1),
+    seed=st.integers(0, 2**40),
+    n=st.integers(1, 2000),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    own_block=st.booleans(),
+)
+@settings(max_examples=60)
+def test_random_blocks(ratio: float, seed: int, n: int, block_size: int | tuple[int, int], own_block: bool) -> None:
+    pattern = RandomBlocks(ratio, seed, own_block=own_block, block_size=block_size)
+    rows, columns = -(-n // pattern.q_block), -(-n // pattern.k_block)
+    entries = pattern.entries(n, 3)
+    total = round(ratio * rows * columns)
+    assert torch.bincount(entries.group, minlength=3).tolist() == [total] * 3
+    for head in range(3):
+        counts = torch.bincount(entries.row[entries.group == head], minlength=rows)
+        assert counts.max() - counts.min() <= 1
+    if own_block:
+        mine = entries.row * pattern.q_block // pattern.k_block
+        has_own = torch.zeros(3 * rows, dtype=torch.bool).index_put(
+            (entries.group * rows + entries.row,), entries.column == mine, accumulate=True
+        )
+        assert int(has_own.sum()) == 3 * int((counts > 0).sum())
+
+
+def test_random_blocks_are_spread_and_differ() -> None:
+    n = 128 * 200
+    heads = [RandomBlocks(0.1, seed).entries(n, 4) for seed in (0, 1)]
+    tables = [torch.zeros(4, 200, 200).index_put((e.group, e.row, e.column), torch.ones(())) for e in heads]
+    # of independent draws at 10 %, a tenth coincide
+    for first, second in ((tables[0][0], tables[0][1]), (tables[0][2], tables[1][2]), (tables[0][3][:-1], tables[0][3][1:])):
+        assert 0.07 < float((first * second).mean()) / 0.1 < 0.13
+    per_column = tables[0].sum((0, 1))
+    assert per_column.min() > 40 and per_column.max() < 130
+    shared = RandomBlocks(0.1, per_head=False).entries(n, 4)
+    assert shared.num_groups == 1
+
+
+def test_big_bird_adds_random_blocks_that_nothing_else_reaches() -> None:
+    n, window, tokens = 128 * 40, 200, 128
+    for number in (1, 3, 8, 100):
+        pattern, without = BigBird(window, tokens, number, seed=3), GlobalLocal(window, tokens)
+        entries, others = pattern.entries(n, 4), without.entries(n, 4)
+        for head in range(4):
+            mine = entries.group == head
+            here = set(zip(entries.row[mine].tolist(), entries.column[mine].tolist(), strict=True))
+            near = set(zip(others.row.tolist(), others.column.tolist(), strict=True))
+            assert near <= here and len(here) == int(mine.sum())
+            drawn = torch.tensor(sorted(here - near))
+            in_row = torch.bincount(drawn[:, 0], minlength=40)
+            reached = torch.bincount(others.row, minlength=40)
+            assert in_row[0] == 0
+            assert torch.equal(in_row[1:], (40 - reached[1:]).clamp(max=number))
+    # drawn evenly: each of the free columns about as often
+    many = BigBird(0, 0, 3).entries(n, 64)
+    drawn = many.column[many.row != many.column]
+    counts = torch.bincount(drawn, minlength=40)
+    assert counts.min() > 120 and counts.max() < 270
+
+
+def test_draws_are_those_of_any_process() -> None:
+    patterns = [RandomBlocks(0.2, 11), BigBird(100, 64, 3, seed=5), Sparsity(0.1, "big_bird", 9)]
+    program = (
+        "import sys\nfrom dilated_attention.pattern import pattern_from_spec\n"
+        "for spec in sys.argv[1:]:\n    e = pattern_from_spec(spec).entries(5000, 2)\n    print(e.column.tolist())\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program, *(p.spec() for p in patterns)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert printed.stdout.splitlines() == [str(p.entries(5000, 2).column.tolist()) for p in patterns]
+
+
+# --- entries ---
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+def test_entries_of_some_rows(name: str) -> None:
+    pattern = simple_patterns(700, 64)[name]
+    whole, part = pattern.entries(700, HEADS), pattern.entries(700, HEADS, rows=(3, 7))
+    chosen = (whole.row >= 3) & (whole.row < 7)
+    for field in ("group", "row", "column", "full"):
+        assert torch.equal(getattr(part, field), getattr(whole, field)[chosen])
+    assert whole.num_groups == (HEADS if pattern.at(700).per_head else 1)
+    with pytest.raises(ValueError, match=r"rows is \(3, 12\); expected 0 ≤ first ≤ last ≤ 11, the query blocks of 700 positions"):
+        pattern.entries(700, HEADS, rows=(3, 12))
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+def test_equal_keys_are_equal_masks(name: str) -> None:
+    n = 128 * 5
+    pattern = simple_patterns(n, 128)[name]
+    mask = pattern.dense_mask(n, n, HEADS)
+    entries = pattern.entries(n, HEADS)
+    seen: dict[int, torch.Tensor] = {}
+    for group, row, column, full, key in zip(
+        *(x.tolist() for x in (entries.group, entries.row, entries.column, entries.full, entries.key)), strict=True
+    ):
+        tile = mask[group, 128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+        assert bool(tile.any()) and bool(tile.all()) == full
+        if not full:
+            assert torch.equal(seen.setdefault(key, tile), tile)
+
+
+# --- counts ---
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pairs_and_density_are_exact(name: str, is_causal: bool) -> None:
+    for n in LENGTHS:
+        pattern = simple_patterns(n, (128, 64))[name]
+        wanted = int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())
+        assert pattern.pairs(n, HEADS, is_causal=is_causal) == wanted
+        assert pattern.density(n, HEADS, is_causal=is_causal) == wanted / (HEADS * n * n)
+        assert pattern.flops(n, HEADS, 64, is_causal=is_causal) == (256 * wanted, 640 * wanted)
+
+
+def test_pairs_of_long_sequences_in_closed_form() -> None:
+    n = 2**20 + 77
+    assert LocalWindow(1000).pairs(n, 16) == 16 * (n * 2001 - 1000 * 1001)
+    assert LocalWindow(1000).pairs(n, is_causal=True) == n * 1001 - 1000 * 1001 // 2
+    assert RandomBlocks(0.001, 3).pairs(128 * 4096, 2) == 2 * round(0.001 * 4096**2) * 128**2
+    # a 64-bit count
+    assert GlobalLocal(0, 2**16).pairs(2**17, 16) == 16 * (2**34 - 2**32 + 2**16)
+
+
+def test_nothing_at_all() -> None:
+    for name, pattern in simple_patterns(0, 128).items():
+        assert pattern.pairs(0, HEADS) == 0 and pattern.density(0) == 0.0, name
+
+
+@given(
+    ratio=st.floats(0.0005, 1),
+    kind=st.sampled_from(KINDS),
+    n=st.integers(1, 9000),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150)
+def test_sparsity_has_the_density_it_says(ratio: float, kind: str, n: int, block_size: int | tuple[int, int], seed: int) -> None:
+    pattern = with_sparsity(ratio, kind, block_size=block_size, seed=seed if kind in ("random", "big_bird") else 0)
+    assert abs(pattern.density(n, 2) - ratio) <= pattern.k_block / n + 1e-12
+    # no query without keys
+    assert bool(torch.bincount(pattern.entries(n, 1).row, minlength=-(-n // pattern.q_block)).all())
+    assert pattern.at(n).density(n, 2) == pattern.density(n, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ratio", [0.02, 0.05, 0.1, 0.5])
+def test_sparsity_at_a_real_length(kind: str, ratio: float) -> None:
+    n = 32768
+    pattern = with_sparsity(ratio, kind)
+    assert abs(pattern.density(n) - ratio) <= (0.5 if kind == "dilated" else 0.02) * 128 / n
+    # as much of the causal pairs: of the triangle there is half
+    assert pattern.density(n, is_causal=True) == pytest.approx(ratio / 2, rel=0.12)
+
+
+def test_sparsity_follows_the_length() -> None:
+    pattern = with_sparsity(0.1, "local")
+    windows = [pattern.at(n).window for n in (1000, 2000)]  # type: ignore[attr-defined]
+    assert windows == [(51, 51), (102, 102)]
+    assert (pattern | Causal()).at(1000) == LocalWindow(51) | Causal()
+
+
+# --- strings ---
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+def test_spec_round_trip(name: str) -> None:
+    pattern = simple_patterns(300, (64, 128))[name]
+    again = pattern_from_spec(pattern.spec())
+    assert again == pattern and hash(again) == hash(pattern) and again.spec() == pattern.spec()
+    assert again.block_size == (64, 128)
+    assert (again is pattern) or not pattern.holds_objects
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_spec_round_trip_of_compositions(data: st.DataObject) -> None:
+    pattern = data.draw(compositions(300, 64))
+    assert pattern_from_spec(pattern.spec()) == pattern
+
+
+def test_spec_is_json_and_cached() -> None:
+    assert LocalWindow(3).spec() == '{"pattern":"LocalWindow","block_size":[128,128],"window":[3,3]}'
+    assert pattern_from_spec(LocalWindow(3).spec()) is pattern_from_spec(LocalWindow(3).spec())
+
+
+def test_a_pattern_that_has_gone() -> None:
+    pattern = BlockTensor(torch.ones(2, 2, dtype=torch.bool)) | LocalWindow(3)
+    spec = pattern.spec()
+    assert "object:" in spec and pattern_from_spec(spec) == pattern
+    del pattern
+    gc.collect()
+    with pytest.raises(
+        RuntimeError, match="holds a function or a tensor and has been freed, or was made by another process; keep a reference"
+    ):
+        pattern_from_spec(spec)
+
+
+def test_a_copy_is_another_object() -> None:
+    pattern = BlockTensor(torch.ones(2, 2, dtype=torch.bool))
+    spec = pattern.spec()
+    twin = copy.deepcopy(pattern)
+    assert twin.spec() != spec and pattern_from_spec(twin.spec()) is twin and pattern_from_spec(spec) is pattern
+
+
+@pytest.mark.parametrize("spec", ["", "7", "{}", '{"pattern":"Nothing"}', '["x"]'])
+def test_no_spec(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"expected what BlockPattern.spec\(\) returns|no pattern is called"):
+        pattern_from_spec(spec)
+
+
+def test_patterns_are_records() -> None:
+    assert LocalWindow(3) == LocalWindow((3, 3)) != LocalWindow(4)
+    assert LocalWindow(3) != LocalWindow(3, block_size=64)
+    assert (LocalWindow(3) | Causal()) | Strided(2) == LocalWindow(3) | (Causal() | Strided(2))
+    assert LocalWindow(3) | Causal() != LocalWindow(3) & Causal()
+    assert isinstance(LocalWindow(3), Pattern)
+    for name, pattern in simple_patterns(300, 64).items():
+        if not pattern.holds_objects:
+            assert pickle.loads(pickle.dumps(pattern)) == pattern, name
+            assert eval(repr(pattern)) == pattern, name
+    first, second = (BlockTensor(torch.ones(2, 2, dtype=torch.bool)) for _ in range(2))
+    assert first != second and len({first, second, first}) == 2
+
+
+def test_a_table_is_copied() -> None:
+    table = torch.ones(2, 2, dtype=torch.bool)
+    pattern = BlockTensor(table)
+    table.zero_()
+    assert pattern.pairs(256) == 256**2
+
+
+# --- a pattern of one's own ---
+
+
+def test_a_new_pattern_is_one_class() -> None:
+    class EvenRows(Causal):
+        """Causal rows of blocks, every other one."""
+
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return super().allowed(queries, keys, heads, num_positions) & (queries // self.q_block % 2 == 0)
+
+        def columns(self, grid, heads):  # type: ignore[no-untyped-def]
+            found = super().columns(grid, heads)
+            return tuple(x[found[1] % 2 == 0] for x in found)
+
+        def classify(self, grid, head, row, column):  # type: ignore[no-untyped-def]
+            state, key = super().classify(grid, head, row, column)
+            return state * (row % 2 == 0), key
+
+    pattern = EvenRows() | LocalWindow(10)
+    assert pattern.pairs(1000, 2) == int(pattern.dense_mask(1000, 1000, 2).sum())
+    assert pattern_from_spec(pattern.spec()) == pattern
+
+
+# --- BlockMask ---
+
+
+def dense_of(block_mask: BlockMask, n: int, heads: int, *, by_columns: bool = False) -> torch.Tensor:
+    """Kept pairs of a BlockMask from its lists, of rows or of columns, and its mask function."""
+    q_block, k_block = block_mask.BLOCK_SIZE
+    mask = torch.zeros(heads, n, n, dtype=torch.bool)
+    sides = ("q_num_blocks", "q_indices") if by_columns else ("kv_num_blocks", "kv_indices")
+    for prefix in ("", "full_"):
+        counts, indices = (getattr(block_mask, prefix + name) for name in sides)
+        for head in range(heads):
+            group = head if counts.shape[1] > 1 else 0
+            for i, count in enumerate(counts[0, group].tolist()):
+                for j in indices[0, group, i, :count].tolist():
+                    row, column = (j, i) if by_columns else (i, j)
+                    queries = torch.arange(row * q_block, min((row + 1) * q_block, n))[:, None]
+                    keys = torch.arange(column * k_block, min((column + 1) * k_block, n))[None, :]
+                    zero = torch.zeros((), dtype=torch.int64)
+                    kept = torch.ones((), dtype=torch.bool) if prefix else block_mask.mask_mod(zero, zero + head, queries, keys)
+                    assert not mask[head, queries, keys].any()
+                    mask[head, queries, keys] = kept
+    return mask
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+def test_to_block_mask(name: str) -> None:
+    for n, block_size, is_causal in ((300, (128, 64), False), (515, 64, True), (512, 128, True)):
+        pattern = simple_patterns(n, block_size)[name]
+        block_mask = to_block_mask(pattern, n, HEADS, is_causal=is_causal)
+        wanted = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
+        assert torch.equal(dense_of(block_mask, n, HEADS), wanted)
+        assert torch.equal(dense_of(block_mask, n, HEADS, by_columns=True), wanted)
+        assert block_mask.seq_lengths == (n, n) and block_mask.kv_indices.dtype is torch.int32
+        # exact outside the lists, too
+        q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
+        for head in range(HEADS):
+            found = block_mask.mask_mod(torch.tensor(0), torch.tensor(head), q, k)
+            assert torch.equal(found.broadcast_to(n, n), wanted[head])
+
+
+def test_block_masks_of_windows_are_narrow() -> None:
+    block_mask = to_block_mask(LocalWindow(256), 128 * 500, 2)
+    assert block_mask.q_indices.shape == block_mask.full_q_indices.shape == (1, 1, 500, 3)
+    # FlexAttention on the CPU asks for it
+    assert block_mask.kv_indices.shape == (1, 1, 500, 500)
+
+
+@pytest.mark.parametrize("name", ["big_bird", "document", "random", "table", "function_per_head", "axial", "sparsity_global_local"])
+def test_flex_attention_takes_it(name: str) -> None:
+    n = 300
+    pattern = simple_patterns(n, 128)[name] | LocalWindow(2)
+    q, k, v = torch.randn(3, 1, HEADS, n, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = flex_attention(q, k, v, block_mask=to_block_mask(pattern, n, HEADS))
+    scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~pattern.dense_mask(n, n, HEADS), -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("name", ALL_SIMPLE)
+def test_there_and_back(name: str) -> None:
+    for n, block_size, is_causal in ((300, 128, False), (515, (64, 128), True)):
+        pattern = simple_patterns(n, block_size)[name]
+        again = from_block_mask(to_block_mask(pattern, n, HEADS, is_causal=is_causal))
+        assert again.block_size == pattern.block_size
+        assert torch.equal(again.dense_mask(n, n, HEADS), pattern.dense_mask(n, n, HEADS, is_causal=is_causal))
+        assert again.pairs(n, HEADS) == pattern.pairs(n, HEADS, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(128, 128), (64, 64), (256, 128), (192, 64)])
+@pytest.mark.parametrize("heads", [None, 3])
+def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
+    def mask_mod(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= 100 + 50 * h * (heads is not None)
+
+    n = 700
+    block_mask = create_block_mask(mask_mod, None, heads, n, n, device="cpu", BLOCK_SIZE=size)
+    pattern = from_block_mask(block_mask)
+    assert pattern.block_size == (expected, expected) and pattern.per_head == (heads is not None)
+    wanted = torch.stack([mask_mod(0, h, torch.arange(n)[:, None], torch.arange(n)[None, :]) for h in range(3)])
+    assert torch.equal(pattern.dense_mask(n, n, 3), wanted)
+    assert pattern.pairs(n, 3) == int(wanted.sum())
+
+
+def test_from_one_entry_of_a_batch() -> None:
+    block_mask = create_block_mask(lambda b, h, q, k: q - k <= 100 * b, 2, None, 300, 300, device="cpu")
+    with pytest.raises(ValueError, match="block_mask has 2 batch entries and a pattern is for all of a batch; choose one"):
+        from_block_mask(block_mask)
+    with pytest.raises(ValueError, match="batch is 2; block_mask has 2 batch entries: expected 0 to 1"):
+        from_block_mask(block_mask, batch=2)
+    positions = torch.arange(300)
+    assert torch.equal(from_block_mask(block_mask, batch=1).dense_mask(300, 300, 1)[0], positions[:, None] - positions <= 100)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "text"), [((300, 400), 128, "block_mask has 300 queries and 400 keys"), ((300, 300), 96, r"BLOCK_SIZE \(96, 96\)")]
+)
+def test_block_masks_that_are_no_pattern(lengths: tuple[int, int], size: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        from_block_mask(create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu", BLOCK_SIZE=size))
+
+
+# --- the rest ---
+
+
+def test_bits() -> None:
+    kept = torch.rand(5, 7, 128) < 0.5
+    assert torch.equal(unpacked(packed(kept)), kept)
+    one = torch.zeros(64, dtype=torch.bool)
+    one[[0, 31, 33]] = True
+    assert packed(one).tolist() == [1 - 2**31, 2]
+
+
+def test_show(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pattern.png"
+    (BigBird(20, 10, 1, block_size=64) & Causal(block_size=64)).show(300, 2, path=str(path))
+    assert path.stat().st_size > 1000
+
+
+def test_a_function_is_never_asked_about_everything_at_once() -> None:
+    largest = 0
+
+    def fn(b, h, q, k):  # type: ignore[no-untyped-def]
+        nonlocal largest
+        largest = max(largest, torch.broadcast_shapes(q.shape, k.shape).numel())
+        return q >= k
+
+    n = 128 * 60
+    assert MaskFunction(fn).pairs(n) == n * (n + 1) // 2
+    assert largest <= 2**24 < n * n
+    largest = 0
+    (MaskFunction(fn) & LocalWindow(128)).pairs(n)
+    assert largest <= 4 * 60 * 128**2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: LocalWindow(3, block_size=32), ValueError, "block_size is 32; expected 64 or 128"),
+        (lambda: LocalWindow(3, block_size=(64, 256)), ValueError, r"block_size is \(64, 256\)"),
+        (lambda: LocalWindow(3, block_size=(64, 64, 64)), ValueError, "expected one integer or"),
+        (lambda: LocalWindow(3, block_size="64"), TypeError, "block_size is '64'"),
+        (lambda: LocalWindow(-1), ValueError, r"window\[0\] is -1; expected an integer ≥ 0"),
+        (lambda: LocalWindow(2.5), TypeError, r"window\[0\] is 2.5"),
+        (lambda: LocalWindow(None), TypeError, "window is None"),
+        (lambda: LocalWindow((1, 2, 3)), ValueError, r"window is \(1, 2, 3\); expected one integer or \(left, right\)"),
+        (lambda: GlobalLocal(3, -1), ValueError, "global_tokens is -1"),
+        (lambda: BigBird(3, 1, -1), ValueError, "random_blocks is -1"),
+        (lambda: BigBird(3, 1, 1, seed=2**62), ValueError, "seed is 4611686018427387904"),
+        (lambda: Strided(0), ValueError, "stride_blocks is 0"),
+        (lambda: DilatedBlocks(1, 0), ValueError, "num_blocks is 0"),
+        (lambda: Axial(0), ValueError, "width is 0"),
+        (lambda: RandomBlocks(1.5), ValueError, "ratio is 1.5; expected a number from 0 to 1"),
+        (lambda: RandomBlocks("0.1"), TypeError, "ratio is '0.1'"),
+        (lambda: Document([3, -1]), ValueError, r"lengths\[1\] is -1"),
+        (lambda: Document([3, 4]).pairs(8), ValueError, "lengths sum to 7, the sequence has 8 positions"),
+        (lambda: BlockTensor(torch.ones(2, 2)), TypeError, "mask is torch.float32; expected a bool tensor"),
+        (lambda: BlockTensor([[True]]), TypeError, "mask is list; expected a bool tensor"),
+        (lambda: BlockTensor(torch.ones(2, dtype=torch.bool)), ValueError, r"mask has shape \(2,\)"),
+        (
+            lambda: BlockTensor(torch.ones(3, 2, 2, dtype=torch.bool)).pairs(256, 2),
+            ValueError,
+            r"mask has shape \(3, 2, 2\); 2 heads of 256 positions have \(2 or 1, 2, 2\) blocks of 128x128",
+        ),
+        (lambda: MaskFunction(7), TypeError, "fn is 7"),
+        (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), TypeError, "fn returned torch.int64; expected a bool tensor"),
+        (
+            lambda: LocalWindow(3) | LocalWindow(3, block_size=64),
+            ValueError,
+            r"Union got patterns with block_size \(128, 128\) and \(64, 64\)",
+        ),
+        (lambda: LocalWindow(3) & LocalWindow(3, block_size=64), ValueError, "Intersection got patterns with block_size"),
+        (lambda: LocalWindow(3) | 7, TypeError, "unsupported operand"),
+        (lambda: PerHead([]), ValueError, "PerHead got no patterns"),
+        (lambda: PerHead(Causal()), TypeError, "expected a list of block patterns"),
+        (lambda: PerHead([Causal(), 7]), TypeError, r"PerHead got 7 \(int\) as pattern 1"),
+        (lambda: PerHead([Causal()] * 3).pairs(100, 2), ValueError, "PerHead got 3 patterns for 2 heads; give one pattern per head"),
+        (lambda: with_sparsity(0), ValueError, "ratio is 0: nothing would be kept"),
+        (lambda: with_sparsity(0.1, "none"), ValueError, "kind is 'none'; expected one of 'random', 'local'"),
+        (lambda: with_sparsity(0.1, "local", seed=3), ValueError, "seed is 3, but kind='local' draws nothing"),
+        (lambda: Causal().pairs(-1), ValueError, "num_positions is -1"),
+        (lambda: Causal().dense_mask(3, 3, 0), ValueError, "num_heads is 0"),
+    ],
+)
+def test_errors(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_lattice_is_a_hard_case() -> None:
+    mask = MaskFunction(lattice).dense_mask(515, 515, 1)[0]
+    assert bool((~mask.any(1)).any())
+
+
+# --- what a copy is called ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_composition_names_its_own_function() -> None:
+    pattern = LocalWindow(3) | MaskFunction(lattice)
+    named = pattern.spec()
+    assert pattern.lives_here and not (LocalWindow(3) | Causal()).lives_here
+    twin = copy.deepcopy(pattern)
+    assert twin.spec() != named and pattern_from_spec(twin.spec()) == twin
+    del pattern
+    assert pattern_from_spec(twin.spec()).allowed(*(torch.arange(4) for _ in range(3)), 4).shape == (4,)
+    again = pickle.loads(pickle.dumps(twin))
+    assert again.spec() not in (named, twin.spec())
+
+
+def test_a_class_defined_again_replaces_the_old_one() -> None:
+    def define(reach: int) -> type[LocalWindow]:
+        @dataclass(frozen=True)
+        class Rewritten(LocalWindow):
+            def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+                return (queries - keys).abs() + 0 * heads <= reach
+
+        return Rewritten
+
+    first = define(1)(5)
+    assert pattern_from_spec(first.spec()) == first
+    second = define(2)(5)
+    assert first.spec() == second.spec() and type(pattern_from_spec(second.spec())) is type(second)
+
+
+def test_a_class_that_cannot_be_told_apart_is_refused() -> None:
+    class Plain(LocalWindow):
+        def __init__(self, reach: int) -> None:
+            super().__init__(reach)
+
+    with pytest.raises(TypeError, match=r"@dataclass\(frozen=True\)"):
+        Plain(3).spec()

@@ -1,0 +1,314 @@
+"""DilatedPattern against loops over its definition, its counts against its mask, and figures published of real models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern
+from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.pattern import NOT_IN_BRANCH, Pattern, taken
+from dilated_attention.testing import random_case
+
+# Prov-GigaPath's slide encoder: segments of max_wsi_size 262144, 16 heads, TorchScale's offsets
+GIGAPATH = DilatedPattern((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "blocked")
+LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def patterns(max_length: int = 40) -> st.SearchStrategy[tuple[DilatedPattern, int, int]]:
+    """(pattern, heads, positions)."""
+
+    def draw(seed: int) -> tuple[DilatedPattern, int, int]:
+        case = random_case(seed)
+        return case.pattern, case.heads, case.num_keys % (max_length + 1)
+
+    return st.integers(0, 2**32).map(draw).filter(lambda drawn: max(drawn[0].segment_lengths) < 2**50)
+
+
+def mask_by_loops(pattern: DilatedPattern, num_queries: int, num_keys: int, heads: int, is_causal: bool, query_offset: int) -> torch.Tensor:
+    """m_h(i, j) from the sentence that defines it: lists of the positions that a head takes in a segment."""
+    mask = torch.zeros(heads, num_queries, num_keys, dtype=torch.int64)
+    end = max(num_keys, query_offset + num_queries)
+    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(heads), strict=True):
+        for head in range(heads):
+            if offsets[head] == NOT_IN_BRANCH:
+                continue
+            for start in range(0, end, length):
+                positions = range(start + offsets[head], min(start + length, end), rate)
+                for i in positions:
+                    for j in positions:
+                        if query_offset <= i < query_offset + num_queries and j < num_keys and (j <= i or not is_causal):
+                            mask[head, i - query_offset, j] += 1
+    return mask
+
+
+@given(drawn=patterns(20), is_causal=st.booleans(), data=st.data())
+@settings(max_examples=150)
+def test_dense_mask_is_the_definition(drawn: tuple[DilatedPattern, int, int], is_causal: bool, data: st.DataObject) -> None:
+    pattern, heads, num_keys = drawn
+    query_offset = data.draw(st.integers(0, num_keys))
+    num_queries = data.draw(st.integers(0, num_keys + 5))
+    found = pattern.dense_mask(num_queries, num_keys, heads, is_causal=is_causal, query_offset=query_offset)
+    assert found.dtype is torch.int64
+    assert torch.equal(found, mask_by_loops(pattern, num_queries, num_keys, heads, is_causal, query_offset))
+
+
+@given(drawn=patterns(), is_causal=st.booleans())
+@settings(max_examples=200)
+def test_counts_are_those_of_the_mask(drawn: tuple[DilatedPattern, int, int], is_causal: bool) -> None:
+    pattern, heads, n = drawn
+    mask = pattern.dense_mask(n, n, heads, is_causal=is_causal)
+    pairs = int(mask.sum())
+    total = heads * n * n
+    assert pattern.pairs(n, heads, is_causal=is_causal) == pairs == sum(pattern.branch_pairs(n, heads, is_causal=is_causal))
+    assert pattern.density(n, heads, is_causal=is_causal) == (pairs / total if total else 0.0)
+    assert pattern.keys_per_query(n, heads, is_causal=is_causal) == (pairs / (heads * n) if n else 0.0)
+    assert pattern.coverage(n, heads, is_causal=is_causal) == (int((mask > 0).sum()) / total if total else 0.0)
+    assert pattern.flops(n, heads, 24, is_causal=is_causal) == (4 * 24 * pairs, 10 * 24 * pairs)
+
+
+@given(drawn=patterns(), is_causal=st.booleans(), kv=st.sampled_from([1, None]))
+@settings(max_examples=200)
+def test_plan_has_the_pairs_of_the_pattern(drawn: tuple[DilatedPattern, int, int], is_causal: bool, kv: int | None) -> None:
+    pattern, heads, n = drawn
+    plan = make_plan(pattern, Shape(heads, kv or heads, (0, n), (0, n), ((0, n),), is_causal))
+    assert plan.pairs == pattern.pairs(n, heads, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("branch", range(5))
+def test_branches_add_up(branch: int) -> None:
+    """A pattern is the sum of its branches, each a pattern of its own."""
+    alone = DilatedPattern((LONGNET.segment_lengths[branch],), (LONGNET.dilation_rates[branch],))
+    assert alone.pairs(40_000, 12) == LONGNET.branch_pairs(40_000, 12)[branch]
+
+
+@pytest.mark.parametrize(("n", "keys"), [(45_681, 5412), (10_001, 3292), (2**20, 11_512)])
+def test_gigapath_keys_per_query(n: int, keys: int) -> None:
+    """Published: 1024 + 1448 + 2048 + 714 + 178 = 5412 keys a query for a slide of 45,681 tiles. These are keys w/r² of each branch."""
+    # a slide shorter than a segment makes it its segment; shorter last segments have fewer keys, so the mean stays below
+    per_branch = [min(w, n) / r**2 for w, r in GIGAPATH.branches]
+    assert sum(per_branch) == pytest.approx(keys, abs=1.5)
+    mean = GIGAPATH.keys_per_query(n, 16)
+    assert 0.8 * keys <= mean <= keys * 1.001
+    # and the rest is exactly what shorter last segments lose
+    expected = 0.0
+    for (w, r), offsets in zip(GIGAPATH.branches, GIGAPATH.offsets(16), strict=True):
+        for offset in offsets:
+            sizes = [min(w, n - start) for start in range(0, n, w)]
+            expected += sum(len(range(offset, size, r)) ** 2 for size in sizes)
+    assert mean == pytest.approx(expected / (16 * n), rel=1e-12)
+
+
+def test_keys_of_one_whole_segment() -> None:
+    """Where r divides w and w divides N, every query that a branch takes has w/r keys, and 1 in r queries of a head is taken."""
+    pattern = DilatedPattern((64, 256), (1, 4))
+    assert pattern.keys_per_query(1024, 4) == 64 + 256 / 4 / 4
+    assert pattern.keys_per_query(1024, 4, is_causal=True) == (64 + 1) / 2 + (256 / 4 + 1) / 2 / 4
+
+
+# --- offsets -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_cyclic_offsets() -> None:
+    assert DilatedPattern((8, 8, 8), (1, 2, 6)).offsets(8) == ((0,) * 8, (0, 1, 0, 1, 0, 1, 0, 1), (0, 1, 2, 3, 4, 5, 0, 1))
+
+
+def test_blocked_offsets_of_gigapath() -> None:
+    """TorchScale pads heads to a multiple of r and gives offset o to the o-th block of them."""
+    tables = GIGAPATH.offsets(16)
+    for rate, row in zip(GIGAPATH.dilation_rates, tables, strict=True):
+        assert row == tuple(o for o in range(rate) for _ in range(16 // rate))
+    assert DilatedPattern((12,), (6,), "blocked").offsets(12) == ((0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5),)
+    assert DilatedPattern((32,), (12,), "blocked").offsets(12) == (tuple(range(12)),)
+
+
+@pytest.mark.parametrize("heads", range(1, 20))
+@pytest.mark.parametrize("rate", [1, 2, 3, 4, 6, 12, 16])
+def test_blocked_offsets_of_any_shape(heads: int, rate: int) -> None:
+    """As TorchScale lays them out: heads padded to a multiple of r, cut into r blocks."""
+    padded = math.ceil(heads / rate) * rate
+    block = padded // rate
+    layout = [h // block for h in range(padded)][:heads]
+    assert DilatedPattern((100,), (rate,), "blocked").offsets(heads) == (tuple(layout),)
+    assert max(layout) < rate
+
+
+def test_zero_offsets() -> None:
+    assert DilatedPattern((8, 8), (2, 3), "zero").offsets(3) == ((0, 0, 0), (0, 0, 0))
+
+
+def test_listed_offsets() -> None:
+    pattern = DilatedPattern((8, 8), (2, 3), [[0, 1, 0], [2, 0, 1]])
+    assert pattern.offsets(3) == ((0, 1, 0), (2, 0, 1))
+    with pytest.raises(ValueError, match="3 integers per branch for 4 heads"):
+        pattern.offsets(4)
+
+
+def test_split_heads() -> None:
+    """fkodom's layout: contiguous groups, the first H mod G one larger, offset = branch index mod r."""
+    pattern = DilatedPattern((8, 8, 8, 8, 8), (1, 2, 4, 6, 2), branch_heads="split")
+    none = NOT_IN_BRANCH
+    expected = [[none] * 12 for _ in range(5)]
+    for branch, (heads, offset) in enumerate([((0, 1, 2), 0), ((3, 4, 5), 1), ((6, 7), 2), ((8, 9), 3), ((10, 11), 0)]):
+        for head in heads:
+            expected[branch][head] = offset
+    assert pattern.offsets(12) == tuple(map(tuple, expected))
+    # fewer heads than branches: the later branches have none
+    assert pattern.offsets(2) == ((0, none), (none, 1), (none, none), (none, none), (none, none))
+
+
+@pytest.mark.parametrize("heads", range(1, 14))
+@pytest.mark.parametrize("branches", range(1, 6))
+def test_split_gives_every_head_one_branch(heads: int, branches: int) -> None:
+    tables = DilatedPattern((9,) * branches, (1,) * branches, branch_heads="split").offsets(heads)
+    owners = [[b for b in range(branches) if tables[b][h] != NOT_IN_BRANCH] for h in range(heads)]
+    assert all(len(owner) == 1 for owner in owners)
+    flat = [owner[0] for owner in owners]
+    sizes = [flat.count(b) for b in range(branches)]
+    assert flat == sorted(flat) and sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+
+
+def test_taken_is_the_length_of_a_range() -> None:
+    for length in range(30):
+        for rate in range(1, 12):
+            for offset in range(rate):
+                assert taken(length, rate, offset) == len(range(offset, length, rate))
+
+
+# --- zero keys -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 17, 24, 100])
+def test_zero_keys_fill_torchscale_places(n: int) -> None:
+    """Padded to a multiple of w' = min(w, N) and each segment to a multiple of r: every offset of every segment has ceil(w'/r) places."""
+    for length, rate in ((8, 3), (5, 5), (64, 6), (7, 2)):
+        pattern, plain = (DilatedPattern((length,), (rate,), tail=tail) for tail in ("zero_keys", "mask"))
+        width = min(length, n)
+        padded = math.ceil(width / rate) * rate
+        for start in range(0, math.ceil(n / width) * width, width):
+            for offset in range(rate):
+                places = [start + p for p in range(padded) if p % rate == offset]
+                real = [p for p in places if p < min(start + width, n)]
+                if real:
+                    assert pattern.zero_keys(0, n, len(real)) == len(places) - len(real)
+                    assert plain.zero_keys(0, n, len(real)) == 0
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_dense_branch() -> None:
+    n, heads, dim, size = 512, 8, 64, 2
+    forward, backward = DilatedPattern((512,), (1,)).bytes_moved(n, heads, dim, size)
+    rows = n * heads
+    # q, k, v read, out read and written, lse read and written; backward q, k, v, out, dout, lse read, dq, dk, dv added to
+    assert forward == rows * (5 * dim * size + 8)
+    assert backward == rows * (11 * dim * size + 4)
+
+
+def test_bytes_shrink_with_rate_and_kv_heads() -> None:
+    dense = DilatedPattern((512,), (1,)).bytes_moved(2048, 8, 64, 2)
+    dilated = DilatedPattern((512,), (4,)).bytes_moved(2048, 8, 64, 2)
+    grouped = DilatedPattern((512,), (1,)).bytes_moved(2048, 8, 64, 2, num_kv_heads=2)
+    assert all(4 * d == f for d, f in zip(dilated, dense, strict=True))
+    assert all(g < f for g, f in zip(grouped, dense, strict=True))
+    both = DilatedPattern((512, 512), (1, 4)).bytes_moved(2048, 8, 64, 2)
+    assert all(b == f + d for b, f, d in zip(both, dense, dilated, strict=True))
+    assert DilatedPattern((512,), (1,)).bytes_moved(0, 8, 64, 2) == (0, 0)
+
+
+# --- large N: closed forms must not build masks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(20)
+def test_counts_at_a_million_positions() -> None:
+    n = 2**20
+    assert GIGAPATH.pairs(n, 16) == sum(GIGAPATH.branch_pairs(n, 16))
+    assert 0 < GIGAPATH.coverage(n, 2) < GIGAPATH.density(n, 2) < 0.02
+    assert DilatedPattern((2**62,), (1,)).pairs(n, 2) == 2 * n * n
+    assert DilatedPattern((2**62,), (1,)).pairs(n, 2, is_causal=True) == n * (n + 1)
+
+
+def test_longnet_duplicates() -> None:
+    """With geometric branches about a quarter of the pairs occur in more than one branch."""
+    n = 32_768
+    duplicates = 1 - LONGNET.coverage(n, 12) / LONGNET.density(n, 12)
+    assert 0.15 < duplicates < 0.35
+
+
+# --- the record --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_hashable_equal() -> None:
+    one = DilatedPattern([4, 8], [1, 2], [[0, 0], [0, 1]])
+    two = DilatedPattern((4, 8), torch.tensor([1, 2]), ((0, 0), (0, 1)))
+    assert one == two and hash(one) == hash(two) and len({one, two}) == 1
+    assert one.segment_lengths == (4, 8) and all(type(r) is int for r in two.dilation_rates)
+    assert one != DilatedPattern([4, 8], [1, 2])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.tail = "zero_keys"  # type: ignore[misc]
+
+
+def test_pickles_and_copies() -> None:
+    for seed in range(30):
+        pattern = random_case(seed).pattern
+        for again in (pickle.loads(pickle.dumps(pattern)), copy.deepcopy(pattern), copy.copy(pattern), dataclasses.replace(pattern)):
+            assert again == pattern and hash(again) == hash(pattern)
+
+
+def test_repr_rebuilds() -> None:
+    for seed in range(30):
+        pattern = random_case(seed).pattern
+        fields = {field.name: getattr(pattern, field.name) for field in dataclasses.fields(pattern)}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        assert repr(pattern) == f"DilatedPattern({arguments})"
+
+
+def test_is_a_pattern() -> None:
+    assert isinstance(LONGNET, Pattern) and LONGNET.num_branches == 5
+    assert LONGNET.branches[3] == (16384, 6)
+
+
+# --- the picture -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_show_writes_what_the_mask_says(tmp_path: Path, is_causal: bool) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    pattern = DilatedPattern((8, 16, 32), (1, 2, 4))
+    figure = pattern.show(32, 3, is_causal=is_causal, path=str(tmp_path / "pattern.png"))
+    panels = [axes for axes in figure.axes if axes.images]
+    mask = pattern.dense_mask(32, 32, 3, is_causal=is_causal)
+    assert len(panels) == 3
+    for head, panel in enumerate(panels):
+        assert torch.equal(torch.as_tensor(panel.images[0].get_array().data), mask[head])
+    pixels = image.imread(tmp_path / "pattern.png")
+    assert pixels.shape[0] > 200 and pixels.shape[1] > 3 * 200
+    # white, a shade for each multiplicity, and text
+    colours = {tuple(row) for row in (pixels[..., :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
+    assert (255, 255, 255) in colours and len(colours) > int(mask.max()) + 1
+
+
+def test_show_leaves_pyplot_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import sys
+
+    before = "matplotlib.pyplot" in sys.modules
+    DilatedPattern((4,), (2,)).show(8, 1, path=str(tmp_path / "p.png"))
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_show_of_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    rng = random.Random(0)
+    for _ in range(3):
+        assert DilatedPattern((rng.randint(4, 9),), (3,)).show(1, 4) is not None

@@ -1,0 +1,459 @@
+"""``plan_attention`` and ``plan_model``: figures that follow from the definition, the longest sequence, times beside measured ones, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention.distributed.comm.comm_volume import Sizes, dense_bytes, heads_bytes
+from dilated_attention.engine.kernels.nested_selection import make_pieces
+from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.models.summary import USABLE
+from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
+from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
+from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
+from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
+from dilated_attention.planning.text import seconds_text
+from dilated_attention.planning.whole_models.timeline import deepened
+from dilated_attention.planning.whole_models.trace import Moment
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "dilated": LONGNET,
+    "block_sparse": {"pattern": LocalWindow(256)},
+    "ring": {"world_size": 4},
+    "ring_dilated": {"world_size": 4, "segment_lengths": (2048, 65536), "dilation_rates": (1, 16)},
+    "ring_block_sparse": {"world_size": 4, "pattern": LocalWindow(256)},
+    "standard": {},
+    "sdpa": {},
+}
+
+
+def plan(kind: str, num_positions: int = 65536, **options: Any) -> AttentionPlan:
+    options = {"num_heads": 8, "head_dim": 64, "gpu": "H200", "find_longest": False, **KINDS[kind]} | options
+    return plan_attention(kind, num_positions=num_positions, **options)
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("h200", "H200 SXM"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("a100-80gb", "A100 SXM 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB"),
+        ("Tesla V100-SXM2-32GB", "V100 SXM2 32GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("Tesla P100-PCIE-16GB", "P100 PCIe"),
+        ("t4", "T4"),
+    ],
+)
+def test_gpus_are_found_by_the_names_people_and_drivers_give_them(name: str, found: str) -> None:
+    assert find_gpu(name).name == found
+
+
+def test_every_gpu_is_found_by_its_own_name_and_has_figures_that_make_sense() -> None:
+    for name, gpu in GPUS.items():
+        assert find_gpu(name) is gpu
+        assert gpu.source and gpu.memory > 7 * 2**30
+        assert gpu.bandwidth and gpu.bandwidth > 2e11
+        assert gpu.peaks["float32"] > 5e12
+        # bfloat16 came with compute capability 8.0, fp8 with 8.9
+        assert ("bfloat16" in gpu.peaks) == (gpu.capability >= (8, 0)), name
+        assert ("fp8" in gpu.peaks) == (gpu.capability >= (8, 9)), name
+
+
+def test_a_gpu_of_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ValueError, match=r"gpu is 'H300'; known are .*A100 SXM 80GB.*H200 SXM"):
+        find_gpu("H300")
+    with pytest.raises(TypeError, match="gpu is 5"):
+        find_gpu(5)  # type: ignore[arg-type]
+
+
+def test_this_machines_gpu_has_the_memory_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory, major, minor = "NVIDIA H200", 150_000_000_000, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    found = detected_gpu("cuda")
+    assert found is not None and found.memory == 150_000_000_000 and found.bandwidth == GPUS["H200 SXM"].bandwidth
+    monkeypatch.setattr(Properties, "name", "NVIDIA X1")
+    unknown = detected_gpu("cuda")
+    assert unknown is not None and unknown.bandwidth is None and not unknown.peaks
+
+
+def test_pairs_and_flops_are_the_patterns_own() -> None:
+    found = plan("dilated", is_causal=True, batch_size=3)
+    pattern = DilatedPattern(**LONGNET)
+    assert found.pairs == 3 * pattern.pairs(65536, 8, is_causal=True)
+    assert found.flops == tuple(3 * flops for flops in pattern.flops(65536, 8, 64, is_causal=True))
+    assert found.dense_pairs == 3 * 8 * 65536 * 65537 // 2
+    assert plan("dense").share_of_dense == 1 and plan("dense").keys_per_query == 65536
+    assert plan("block_sparse").pairs == LocalWindow(256).pairs(65536, 8)
+    assert plan("dilated", training=False).flops[1] == 0
+
+
+def test_least_bytes_by_hand() -> None:
+    # 1024 rows of 8 heads of 64 numbers of 2 bytes are 1 MiB, of 2 heads a quarter; lse is 32 KiB
+    forward, backward = plan("dense", 1024, num_kv_heads=2).least_bytes
+    assert forward == 2 * 2**20 + 2 * 2**18 + 2**15
+    assert backward == 4 * 2**20 + 4 * 2**18 + 2**15
+    assert plan("ring", 4096, num_kv_heads=2).least_bytes == (forward, backward)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_plan_is_whole_and_told_as_text_and_json(kind: str, training: bool) -> None:
+    found = plan(kind, training=training)
+    assert found.memory.forward_peak == sum(size for _, size in found.memory.forward)
+    assert found.peak == max(found.memory.forward_peak, found.memory.backward_peak)
+    assert bool(found.memory.backward) is training and len(found.passes) == 1 + training
+    # q, k, v and out are there in any case
+    assert found.peak >= 4 * found.num_positions // found.world_size * 8 * 64 * 2
+    assert found.seconds == sum(one.seconds for one in found.passes)
+    assert all(one.seconds >= max(one.arithmetic, one.memory, one.host) > 0 and one.source for one in found.passes)
+    told = json.loads(json.dumps(found.as_dict()))
+    assert told["memory"]["peak"] == found.peak and told["fits"] is found.fits and told["seconds"] == found.seconds
+    text = str(found)
+    assert "estimate" in text and f"{found.num_positions:,} positions" in text and ("wire" in text) == (found.world_size > 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    length=st.integers(1, 2**22),
+    more=st.integers(1, 2**20),
+    training=st.booleans(),
+    is_causal=st.booleans(),
+    gpu=st.sampled_from(["H200", "V100", "4090"]),
+)
+def test_more_positions_need_no_less(kind: str, length: int, more: int, training: bool, is_causal: bool, gpu: str) -> None:
+    few, many = (plan(kind, n, training=training, is_causal=is_causal, gpu=gpu) for n in (max(4, length), max(4, length) + more))
+    assert many.pairs >= few.pairs and many.flops >= few.flops
+    # a few rows more may choose another exchange or other chunks, which has its own margin
+    assert many.peak >= 0.8 * few.peak
+    assert not few.passes or many.passes
+
+
+@settings(max_examples=25, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), training=st.booleans(), memory=st.integers(2**26, 2**42), heads=st.sampled_from([4, 8, 16]))
+def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memory: int, heads: int) -> None:
+    longest = plan(kind, training=training, memory=memory, num_heads=heads, find_longest=True).longest
+    if longest:
+        there = plan(kind, longest, training=training, memory=memory, num_heads=heads)
+        assert there.fits and there.peak <= USABLE * memory
+    if longest < MOST_POSITIONS:
+        assert not plan(kind, max(4, longest + 1), training=training, memory=memory, num_heads=heads).fits
+
+
+@given(high=st.integers(2, 2**31), slope=st.integers(1, 10**6), bend=st.sampled_from([0, 1, 7]), budget=st.integers(0, 2**60))
+def test_the_search_finds_what_trying_all_would(high: int, slope: int, bend: int, budget: int) -> None:
+    calls = []
+
+    def excess(x: int) -> int:
+        calls.append(x)
+        return slope * x + bend * x * x - budget
+
+    found = search(excess, 1, high)
+    assert found == 0 or excess(found) <= 0
+    assert found == high or excess(max(found + 1, 1)) > 0
+    assert len(calls) < 120
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_billion_positions_are_planned_in_a_moment(kind: str) -> None:
+    # kernels' packages and traces of the first call are not what is timed
+    plan(kind)
+    taken = []
+    for heads in (6, 12):
+        start = time.process_time()
+        found = plan(kind, MOST_POSITIONS, num_heads=heads, find_longest=True)
+        taken.append(time.process_time() - start)
+        assert found.num_positions == 2**31 and not found.fits
+    # a second on a core of its own; what shares its caches with others takes up to twice that. Per position it would be hours
+    assert min(taken) < 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "per_cent"),
+    [
+        (LocalWindow(1000), 0.1),
+        (LocalWindow((8191, 0)), 0.1),
+        (GlobalLocal(2048, 64), 0.1),
+        (BigBird(2048, 64, 3, 0), 1.0),
+        (with_sparsity(0.1), 1.0),
+        (with_sparsity(0.05, "local"), 1.0),
+        (with_sparsity(0.1, "big_bird"), 2.0),
+        (with_sparsity(0.02, "dilated"), 1.0),
+    ],
+)
+def test_blocks_of_a_long_sequence_are_told_from_shorter_ones(pattern: Any, per_cent: float) -> None:
+    n, heads = 2**17, 2
+    told, counted = block_counts(pattern, n, heads, False, MOST_FOR_SIZE), block_counts(pattern, n, heads, False, 2**40)
+    assert counted.is_exact and not told.is_exact
+    assert counted.pairs == pattern.pairs(n, heads)
+    for name in ("pairs", "entries", "computed"):
+        assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=per_cent / 100), name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str, is_causal: bool) -> None:
+    n, size = 4096, 4
+    found = plan("ring", n, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
+    # GPUs send shares of gradients in the inputs' dtype
+    sizes = Sizes(8, 4, 64, 1, 2, 2)
+    if exchange == "all_to_all":
+        ranks = [heads_bytes(n, size, rank, layout, Sizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
+    else:
+        ranks = [dense_bytes(n, size, rank, layout, sizes, is_causal=is_causal) for rank in range(size)]
+    assert found in ranks
+    assert found.forward_received == max(rank.forward_received for rank in ranks)
+
+
+def test_a_window_brings_a_rank_the_blocks_beside_it() -> None:
+    found = plan("ring_block_sparse", 2**15, num_kv_heads=8).exchange.bytes
+    # 256 positions before and 256 behind a rank in the middle are two blocks each; keys and values of 8 heads of 64 in 2 bytes
+    assert found.forward_received == 4 * 128 * 2 * 8 * 64 * 2
+    assert plan("ring_dilated", 2**18, segment_lengths=(2048,), dilation_rates=(1,)).exchange.bytes.forward_received == 0
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in lines_of("2026-11-21-h200-floor.jsonl") if r["backend"] == "auto"], ids=lambda r: f"{r['shape']} {r['N']}"
+)
+def test_times_of_dilated_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
+    heads, dim = map(int, row["shape"].split("x"))
+    rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
+    shape = {"num_heads": heads, "head_dim": dim, "dilation_rates": rates, "is_causal": row["causal"]}
+    # the forward was timed without gradients
+    (forward,) = (one.seconds * 1e3 for one in plan("dilated", row["N"], **shape, training=False).passes)
+    backward = plan("dilated", row["N"], **shape).passes[1].seconds * 1e3
+    assert forward == pytest.approx(row["forward"], rel=0.15)
+    assert backward == pytest.approx(row["backward"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [r for r in lines_of("2026-11-21-h200-block-sparse.jsonl") if r["part"] == "random"],
+    ids=lambda r: f"{r['N']} {r['density']:.2f}",
+)
+def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
+    shape = {"num_positions": row["N"], "num_heads": row["H"], "head_dim": row["D"]}
+    # the forward was timed without gradients
+    for index, name in enumerate(("forward", "backward")):
+        passes = {"training": bool(index), **shape}
+        sparse, dense = plan("block_sparse", pattern=with_sparsity(row["density"]), **passes), plan("dense", **passes)
+        assert sparse.passes[index].seconds * 1e3 == pytest.approx(row[name]["ours"]["ms"], rel=0.25)
+        assert dense.passes[index].seconds * 1e3 == pytest.approx(row[name]["dense"]["ms"], rel=0.25)
+
+
+@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4-ring.jsonl") if re.search(r"dense-32/8-\d+-\w+ \w+ \| ours all_gather auto$", r.get("key", ""))], ids=lambda r: r["key"])  # fmt: skip
+def test_times_of_four_h200s_are_near_what_they_took(row: dict[str, Any]) -> None:
+    length, causality, which = re.match(r"dense-32/8-(\d+)-(\w+) (\w+)", row["key"]).groups()  # type: ignore[union-attr]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "is_causal": causality == "causal", "training": which == "training"}
+    found = plan("ring", 4 * int(length), exchange="all_gather", **shape)
+    assert found.seconds == pytest.approx(row["seconds"], rel=0.25)
+
+
+def test_a_time_says_where_its_rate_comes_from() -> None:
+    def sources(**options: Any) -> str:
+        return " ".join(one.source for one in plan("dense", **options).passes)
+
+    assert "shipped table of NVIDIA H200" in sources() and "ratio of peaks" not in sources()
+    assert "ratio of peaks, 0.76" in sources(gpu="H100 PCIe")
+    assert "assumed, not measured" in sources(gpu="A100")
+    # nested pairs are visited once on Hopper, and nowhere else
+    assert make_pieces(DilatedPattern(**LONGNET), 8, 2**20)[0].split is not None
+    assert "nested" in plan("dilated", 2**20).passes[0].backend and "nested" not in plan("dilated", 2**20, gpu="A100").passes[0].backend
+
+
+def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILATED_ATTENTION_CACHE", str(tmp_path))
+    from dilated_attention.backends import tuning_table
+
+    tuning_table.refresh()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = plan("dense", gpu=None)
+    assert found.device == "this machine's CPU" and found.dtype == "float32"
+    assert found.seconds is None and "nothing was measured on this CPU" in found.no_time and "bench" in str(found)
+    tuning_table.refresh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("flash", {}, "kind is 'flash'; expected"),
+        ("dense", {"num_positions": 0}, "num_positions is 0"),
+        ("dense", {"head_dim": 512}, "head_dim is 512; expected at most 256"),
+        ("dense", {"num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor"),
+        ("dense", {"world_size": 2}, "world_size is 2 and kind is 'dense'"),
+        ("dense", {"pattern": LocalWindow(4)}, "kind is 'dense', which is dense"),
+        ("dilated", {}, "needs segment_lengths"),
+        ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give one of both"),
+        ("ring", {"layout": "diagonal", "world_size": 2}, "layout"),
+        ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are no multiple of 3"),
+        ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
+        ("dense", {"layout": "zigzag"}, "layout is 'zigzag'"),
+        ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
+    ],
+)
+def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str) -> None:
+    arguments: dict[str, Any] = {"num_positions": 64, "num_heads": 8, "head_dim": 64, "gpu": "H200"} | options
+    with pytest.raises(ValueError, match=text):
+        plan_attention(kind, **arguments)
+    with pytest.raises(TypeError, match="takes a pattern"):
+        plan_attention("block_sparse", num_positions=64, num_heads=8, head_dim=64)
+
+
+def tiny(num_positions: int = 65536, **options: Any) -> Any:
+    return plan_model("longnet-tiny", num_positions=num_positions, **{"gpu": "H200", "find_longest": False} | options)
+
+
+def test_a_models_plan_has_what_training_needs() -> None:
+    found = tiny(find_longest=True)
+    terms = dict(found.terms)
+    assert terms["weights"] == 4 * found.parameters and terms["optimizer's moments"] == 8 * found.parameters
+    assert found.peak == sum(terms.values()) and found.fits
+    assert tiny(found.longest).fits and not tiny(found.longest + 1).fits
+    told = json.loads(json.dumps(found.as_dict()))
+    assert told["peak"] == found.peak and "estimate" in str(found)
+
+
+def test_checkpointing_sharding_and_sharing_a_sequence_save_memory() -> None:
+    plain = tiny(2**18)
+    assert tiny(2**18, checkpoint_activations=True).peak < 0.7 * plain.peak
+    spread = tiny(2**20, world_size=4)
+    assert spread.peak == pytest.approx(plain.peak, rel=0.1) and spread.exchange.bytes.forward_received == 0
+    sharded = tiny(2**18, weight_shards=4)
+    assert dict(sharded.terms)["weights"] == dict(plain.terms)["weights"] // 4 and "two blocks whole" in dict(sharded.terms)
+
+
+def test_generating_needs_the_cache_and_one_stretch_of_the_prompt() -> None:
+    short, long = (tiny(n, training=False) for n in (2**16, 2**24))
+    # branches reach 8192 positions back, so that the cache of any longer sequence is as large
+    assert dict(short.terms)["keys and values of the cache"] == dict(long.terms)["keys and values of the cache"] > 0
+    assert short.peak == long.peak
+
+
+def test_many_blocks_are_told_from_few() -> None:
+    def run(depth: int) -> tuple[list[Moment], int]:
+        """A forward that keeps 10 a block beside 100, and a backward that gives them back while 3 a block of gradients come."""
+        ahead = [Moment(100, 0, 0, "", 0, 100)]
+        ahead += [Moment(100 + 10 * (i + 1), 0, 5, "forward", i, 0) for i in range(depth)]
+        back = [Moment(100 + 10 * (depth - i) + 3 * (i + 1), 3 * (i + 1), 7, "backward", 0, 0) for i in range(depth)]
+        return [*ahead, *back], len(ahead)
+
+    def peak(found: tuple[list[Moment], int]) -> int:
+        return max(moment.alive + moment.inside for moment in found[0])
+
+    for depth in (1, 3, 4, 5, 40):
+        told, whole = deepened(run, depth), run(depth)
+        assert peak(told) == peak(whole) and told[0][-1] == whole[0][-1]
+        assert told[0][told[1] - 1] == whole[0][whole[1] - 1]
+
+
+def test_what_a_model_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="preset is 'gpt-5'"):
+        plan_model("gpt-5", num_positions=64)
+    with pytest.raises(TypeError, match="does not know"):
+        tiny(colour="red")
+    with pytest.raises(ValueError, match="autocast is True"):
+        tiny(autocast=True, dtype=torch.float32)
+
+
+def test_a_model_takes_lists_as_create_model_does() -> None:
+    lists, tuples = (
+        plan_model("longnet-tiny", num_positions=4096, segment_lengths=kind((256, 4096)), dilation_rates=kind((1, 4)), memory=2**34)
+        for kind in (list, tuple)
+    )
+    assert lists.peak == tuples.peak > 0
+
+
+def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
+    from dilated_attention.planning.estimate.problem import make_problem
+    from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE
+    from dilated_attention.planning.estimate.speed import _host
+
+    rates = {"12x64": (1, 2, 4, 6, 12), "16x128": (1, 2, 4, 8, 16)}
+    compared = 0
+    for row in lines_of("2026-11-21-h200-short.jsonl"):
+        heads, dim = map(int, row["shape"].split("x"))
+        for kind in ("dense", "dilated"):
+            measured, captured = row["ms"][f"{kind} both"], row["ms"][f"{kind} both graph"]
+            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
+            if measured < 2 * captured:
+                continue
+            branches = {"segment_lengths": LONGNET["segment_lengths"], "dilation_rates": rates[row["shape"]]} if kind == "dilated" else {}
+            problem = make_problem(
+                kind, num_positions=row["N"], num_heads=heads, head_dim=dim, is_causal=row["causal"], gpu=GPUS["H200 SXM"], **branches
+            )  # fmt: skip
+            estimate = 1e3 * sum(_host(problem, backward, NO_EXCHANGE) for backward in (False, True))
+            assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
+            compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (3.5e-5, "35 µs"),
+        (9.996e-4, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9997, "1 s"),
+        (6.19, "6.19 s"),
+        (119.0, "119 s"),
+        (371.0, "6.18 min"),
+        (48_000.0, "13.3 h"),
+        (300_000.0, "3.47 days"),
+        (1e9, "11,574 days"),
+    ],
+)
+def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -> None:
+    assert seconds_text(seconds) == told
+
+
+def test_no_plan_tells_a_figure_with_an_exponent() -> None:
+    for found in (plan("dense", 2**25, num_heads=32, head_dim=128), plan("dense", 2**8), plan_model("llama-1b", num_positions=2**20, gpu="H100")):
+        assert not re.search(r"\de[+-]?\d", str(found)), str(found)
+
+
+def test_a_cpu_can_be_asked_for_by_name() -> None:
+    found = plan("dense", gpu="cpu")
+    assert found.device == "this machine's CPU" and found.dtype == "float32"
+
+
+@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
+def test_models_of_images_are_planned(preset: str) -> None:
+    found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
+    assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
+    assert found.peak > 16 * found.parameters
+
+
+def test_sums_of_half_precision_products_are_float32_sums() -> None:
+    # Pascal's fast float16 sums in float16, which no attention here does
+    for name in ("P100 PCIe", "P100 SXM2"):
+        assert GPUS[name].peaks["float16"] == GPUS[name].peaks["float32"]
+    # tensor cores: bfloat16 at float16's rate, fp8 at twice that
+    for gpu in GPUS.values():
+        if "bfloat16" in gpu.peaks:
+            assert gpu.peaks["bfloat16"] == gpu.peaks["float16"]
+        if "fp8" in gpu.peaks:
+            assert gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)
