@@ -93,7 +93,7 @@ class Registry:
         return tuning_table.rank(request, first, self.names())
 
     def table(self, request: Request) -> list[tuple[str, list[str]]]:
-        """Returns (name, reasons against it) in order of tuning_table."""
+        """Returns (name, reasons against it) in order of preference."""
         return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
 
     def check_name(self, name: object) -> None:
