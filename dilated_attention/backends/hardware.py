@@ -29,7 +29,7 @@ _DISTRIBUTIONS = {
     "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
 # how often the detected hardware was discarded; caches built from it compare this number
-_generation = 0
+generation = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,9 @@ def _detect(device_type: str, index: int) -> Hardware:
 
 def refresh() -> None:
     """Discards the detected hardware. Call this after installing or loading a kernel library in a running process."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     _detect.cache_clear()
-
-
-def generation() -> int:
-    return _generation
 
 
 def _packages() -> frozenset[str]:

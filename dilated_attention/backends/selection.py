@@ -47,7 +47,7 @@ class Registry:
         self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
         # caches answers, since a training step repeats the same few requests
-        self._answers: dict[Hashable, Any] = {}
+        self.cached: dict[Hashable, Any] = {}
         self._generation = _generation()
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
@@ -55,7 +55,7 @@ class Registry:
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
             raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
         self._backends[backend.name] = backend
-        self._answers.clear()
+        self.cached.clear()
         if family is not None:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
@@ -65,7 +65,7 @@ class Registry:
         ``"blocks beside an exchange"`` uses the order of ``"blocks"`` if it has none.
         """
         self._orders[architecture, kind] = names
-        self._answers.clear()
+        self.cached.clear()
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._backends)
@@ -131,14 +131,15 @@ class Registry:
         It is emptied when this table, the measured tables or the detected hardware change.
         """
         if self._generation != (generation := _generation()):
-            self._answers.clear()
+            self.cached.clear()
             self._generation = generation
-        return self._answers
+        return self.cached
 
     def remember(self, asked: Hashable, answer: Any) -> None:
-        if len(self._answers) >= _MOST_ANSWERS:
-            self._answers.clear()
-        self._answers[asked] = answer
+        answers = self.answers()
+        if len(answers) >= _MOST_ANSWERS:
+            answers.clear()
+        answers[asked] = answer
 
     def tell_once(self, line: str) -> None:
         """Logs a choice the first time it is made."""
@@ -149,7 +150,7 @@ class Registry:
 
 def _generation() -> int:
     # both numbers only grow, so their sum changes with either
-    return tuning_table.generation() + hardware.generation()
+    return tuning_table.generation + hardware.generation
 
 
 registry = Registry()

@@ -44,7 +44,7 @@ _SHIPPED = Path(__file__).parent / "shipped"
 # the largest number allowed in a table, and the largest size of its file in bytes
 _MOST, _MOST_BYTES = 2**62, 2**26
 # how often tables were discarded; caches built from them compare this number
-_generation = 0
+generation = 0
 
 
 class PreferenceError(ValueError):
@@ -175,14 +175,10 @@ def _user_cache() -> Path:
 
 def refresh() -> None:
     """Discards all tables; the next choice reads them again."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     measured_here.cache_clear()
     shipped.cache_clear()
-
-
-def generation() -> int:
-    return _generation
 
 
 @functools.lru_cache(maxsize=32)

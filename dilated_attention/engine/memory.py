@@ -34,8 +34,8 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches.branch_buffers import make_layers
 from dilated_attention.engine.branches.chunking import Cut, make_tiers
+from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.branches.sequential import PART_BYTES
 from dilated_attention.engine.branches.strategy import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys, is_one_problem
 from dilated_attention.engine.branches.views import key_rows, launches, query_rows
 from dilated_attention.engine.kernels.nested_selection import Piece, make_pieces

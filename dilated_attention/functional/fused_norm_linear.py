@@ -21,10 +21,10 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.oom.requirements import rows_need
-from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.op_hooks import watched
 from dilated_attention.engine.ops.prepare import without_autocast
-from dilated_attention.engine.ops.transforms import each, is_transformed, on_tangents, on_transforms
+from dilated_attention.engine.ops.transforms import each, on_tangents, on_transforms
 from dilated_attention.functional import fused_norm_linear_torch
 from dilated_attention.functional.fused_norm_linear_torch import Recipe
 

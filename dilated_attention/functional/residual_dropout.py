@@ -12,9 +12,9 @@ import torch
 
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.oom.requirements import rows_need
-from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.op_hooks import watched
-from dilated_attention.engine.ops.transforms import is_transformed, on_tangents, on_transforms
+from dilated_attention.engine.ops.transforms import on_tangents, on_transforms
 
 # SplitMix64 (Steele, Lea, Flood 2014) with signed 64-bit constants; int64 products wrap, as the algorithm requires
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

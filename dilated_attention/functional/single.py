@@ -11,9 +11,9 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.ops.dilated import DilatedCall, dilated_attention_op
+from dilated_attention.engine.ops.dilated import dilated_attention_op
 from dilated_attention.engine.ops.eager import is_eager
-from dilated_attention.engine.ops.resolve import resolve, state
+from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple, one_of, plain_ints
 
@@ -147,7 +147,7 @@ def attention(
         "zero",
         "all",
         "mask",
-        check.check_window(window),
+        [] if window is None else check.check_window(window),
         is_causal=is_causal,
         scale=scale,
         cu_seqlens=cu_seqlens,
@@ -192,7 +192,7 @@ def _attend(
         tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, key_padding_mask is None, needs_grad
         options = is_causal, return_lse, deterministic, query_offset, dropout_p, scale
         key = _key((lengths, rates, branch_heads, tail, *window), head_offsets, options, (tensors, backend, precision, mixture_grad))
-        known = None if key is None else registry.answers().get(key)
+        known = None if key is None else find(key, q.dtype)
     if known is None:
         check.check_tensors(q, k, v)
         offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
@@ -219,16 +219,18 @@ def _attend(
         if eager:
             known = resolve(q, k, key_padding_mask, arguments)
             if key is not None:
-                registry.remember(key, known)
+                remember(key, q.dtype, known)
     else:
-        check.check_key_padding_mask(key_padding_mask, k)
-        check.check_cu_seqlens(cu_seqlens, q, k)
+        if key_padding_mask is not None:
+            check.check_key_padding_mask(key_padding_mask, k)
+        if cu_seqlens is not None:
+            check.check_cu_seqlens(cu_seqlens, q, k)
         seed = _drawn(dropout_p)
     if known is None:
         out, lse, _ = dilated_attention_op(q, k, v, key_padding_mask, cu_seqlens, seed, *arguments)
     else:
         known = known if cu_seqlens is None else known.with_documents(cu_seqlens, k.shape[1], outside=True)
-        out, lse = DilatedCall(known)(needs_grad, q, k, v, key_padding_mask, cu_seqlens, seed)
+        out, lse = known(needs_grad, q, k, v, key_padding_mask, cu_seqlens, seed)
     if not return_lse:
         return out
     return out, lse.detach() if mixture_grad == "detached" else lse
@@ -250,7 +252,7 @@ def _key(pattern: tuple[Any, ...], head_offsets: Any, options: tuple[Any, ...], 
             return None
     if tuple(map(type, options)) not in _OPTION_TYPES or set(map(type, (*pattern[2:4], *others[1:]))) != _STR:
         return None
-    return pattern, head_offsets, options, others, state(others[0][3])
+    return pattern, head_offsets, options, others
 
 
 def checked_options(

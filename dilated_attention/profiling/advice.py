@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from dilated_attention.engine.branches.chunking import TRANSIENT_BYTES, TRANSIENT_SHARE
-from dilated_attention.engine.branches.sequential import PART_BYTES
+from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.oom.device_memory import size_text
 from dilated_attention.engine.oom.requirement import Need, dtype_text
 from dilated_attention.profiling.ledger import OUTSIDE
@@ -115,7 +115,7 @@ def _chunks(profile: MemoryProfile) -> Iterator[str]:
         return
     took = f"{found.name.removeprefix(OURS)} took {size_text(found.scratch)} in a call beside what it left, where results of launches wait for their merge"
     if profile.device == "cpu":
-        yield f'dilated_attention.engine.branches.sequential.PART_BYTES["cpu"] below its {size_text(limit)}: {took}; smaller launches cost time'
+        yield f'dilated_attention.engine.branches.launch_views.PART_BYTES["cpu"] below its {size_text(limit)}: {took}; smaller launches cost time'
     else:
         yield (
             f"dilated_attention.engine.branches.chunking.TRANSIENT_BYTES below its {size_text(limit)} (or TRANSIENT_SHARE below {TRANSIENT_SHARE:.0%} of q, k and v, "

@@ -195,7 +195,7 @@ def test_a_dilated_call_runs_on_it_segment_by_segment(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, fused: bool, causal: bool
 ) -> None:
     monkeypatch.setattr(Flash3Fp8Backend, "why_not", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
-    monkeypatch.setattr(registry, "_answers", {})
+    monkeypatch.setattr(registry, "cached", {})
     if fused:
         monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
     q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))

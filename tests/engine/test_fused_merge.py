@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, strategy
+from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views, strategy
 from dilated_attention.engine.branches.chunking import make_cut
 from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.views import query_rows
 from dilated_attention.testing import RESULTS, Case, Space, call, inputs, max_error, random_case, reference, results
 
 SPACE = Space(window=False, dropout=False, max_length=60)
@@ -175,7 +176,7 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
     for problem in plan.problems:
         layer = views[problem.branch]
         assert layer is not None
-        rows = fused_merge.query_rows(problem, 0).of(label)
+        rows = query_rows(problem, 0).of(label)
         part = branch_buffers.of_problem(problem, layer)
         assert part.shape == rows.shape and not part.any()
         part.copy_(rows)
@@ -212,11 +213,11 @@ def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str],
     found = []
     for n in (64, 64, 72):
         keys.clear()
-        fused_merge._geometry.cache_clear()
+        launch_views._geometry.cache_clear()
         q, k, v = torch.randn(3, 1, n, 4, 8)
         dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
         found.append(list(keys))
     assert found[0] and found[0] == found[1]
     assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
     assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
-    assert fused_merge._geometry.cache_info().maxsize is not None
+    assert launch_views._geometry.cache_info().maxsize is not None

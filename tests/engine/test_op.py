@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.ops import prepare as prepare_module
 from dilated_attention.engine.reference import reference_attention
 
@@ -291,13 +291,13 @@ def test_an_exported_program_runs_at_other_lengths() -> None:
 
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls = [0]
-    run_forward = strategy.run_forward
+    run_forward = sequential.run_forward
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return run_forward(*arguments)
 
-    monkeypatch.setattr(strategy, "run_forward", counted)
+    monkeypatch.setattr(sequential, "run_forward", counted)
     return calls
 
 

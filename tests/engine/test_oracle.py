@@ -405,7 +405,7 @@ class _Broken(MathBackend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_check_backend_sees_a_fault(monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype) -> None:
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "broken": _Broken(fault)})
-    monkeypatch.setattr(registry, "_answers", {})
+    monkeypatch.setattr(registry, "cached", {})
     if fault == "none":
         assert check_backend("broken", device="cpu", dtypes=[dtype], cases=40).cases == 40
     else:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import Backend, Options, Request, registry
 from dilated_attention.backends.torch_ops import math
-from dilated_attention.engine.branches import sequential
+from dilated_attention.engine.branches import launch_views
 from dilated_attention.engine.branches.heads import HeadGroup
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import merge
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.branches.sequential import Call, run_backward, run_forward
+from dilated_attention.engine.branches.sequential import run_backward, run_forward
 from dilated_attention.engine.branches.views import Rows, extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
@@ -395,12 +396,13 @@ def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, lim
     x = inputs(case, torch.float64)
     truth = results(call, case, x, backend="math")
     counts = []
-    original = sequential.launches
-    monkeypatch.setattr(sequential, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
+    original = launch_views.launches
+    launch_views._geometry.cache_clear()
+    monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
     monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").facts, **limits))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
     monkeypatch.setattr(type(registry.get("math")), "why_not", lambda self, request: [])
-    monkeypatch.setitem(sequential.PART_BYTES, "cpu", 2**10)
+    monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
     monkeypatch.setattr(math, "_BLOCK_BYTES", 2**8)
     found = results(call, case, x, backend="math")
     assert not truth["out"].numel() or case.bounds or counts

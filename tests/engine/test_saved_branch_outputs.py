@@ -14,7 +14,7 @@ from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.engine.branches import branch_buffers, strategy
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
-from dilated_attention.engine.ops import dilated
+from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
@@ -64,7 +64,8 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
     found = []
     for keeps in (True, False):
         if not keeps:
-            monkeypatch.setattr(dilated, "kept_elements", lambda *_: 0)
+            monkeypatch.setattr(resolve, "kept_elements", lambda *_: 0)
+            registry.answers().clear()
         options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
         out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
         launched.clear()
@@ -78,12 +79,14 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
 
 def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    original = strategy.forward
-    monkeypatch.setattr(strategy, "forward", lambda *args: (kept.append(0 if args[6] is None else args[6].numel()), original(*args))[1])
+    original = resolve.Pass
+    # what a call saves is decided once for all calls like it
+    monkeypatch.setattr(resolve, "Pass", lambda call, run, saved, facts: (kept.append(saved), original(call, run, saved, facts))[1])
     q, k, v, _ = make(20)
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 
     def run(k: torch.Tensor = k, v: torch.Tensor = v, lengths: Any = (8, 40), rates: Any = (1, 4), **options: Any) -> int:
+        registry.answers().clear()
         dilated_attention(q, k, v, lengths, rates, **options)
         return kept.pop()
 

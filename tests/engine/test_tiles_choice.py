@@ -11,8 +11,8 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import Hardware, Options, Request, registry, tuning_table
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.branches.sequential import Call
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
@@ -124,7 +124,7 @@ def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> 
     row = SimpleNamespace(timings=timings, names=("flash4", "tiles"))
     table = SimpleNamespace(row_for=lambda request: row, path="tuned.json", date="2026-11-22")
     monkeypatch.setattr(tuning_table, "measured_here", lambda hardware: table)
-    monkeypatch.setattr(tuning_table, "generation", lambda: -1)
+    monkeypatch.setattr(tuning_table, "generation", -1)
     assert is_chosen(N)
 
 

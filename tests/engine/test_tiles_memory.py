@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dilated_attention.backends import Options, registry
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.branches.sequential import Call
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.engine.kernels.tiles_layout import ranges_of, tiles_scratch
 from dilated_attention.engine.memory import attention_memory

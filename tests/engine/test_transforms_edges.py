@@ -100,11 +100,11 @@ def test_a_detached_mixture_has_its_own_gradients_under_transforms(order: str, t
 
 def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    from dilated_attention.engine.branches import strategy
+    from dilated_attention.engine.branches import sequential
 
-    for name in ("forward", "backward"):
-        inner = getattr(strategy, name)
-        monkeypatch.setattr(strategy, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
+    for name in ("run_forward", "run_backward"):
+        inner = getattr(sequential, name)
+        monkeypatch.setattr(sequential, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         vmap(grad(loss_of(lambda *x: da.dilated_attention(*x, *BRANCHES))))(*many())

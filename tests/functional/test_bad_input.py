@@ -300,7 +300,7 @@ def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like"):
         monkeypatch.setattr(torch, name, fail)
-    monkeypatch.setattr(strategy, "forward", fail)
+    monkeypatch.setattr(strategy, "choose_forward", fail)
     monkeypatch.setattr(sequential, "run_forward", fail)
 
 

@@ -256,7 +256,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
 def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice about chunk sizes names constants that do what it says."""
     from dilated_attention.engine.branches import chunking, strategy
-    from dilated_attention.engine.branches.sequential import PART_BYTES
+    from dilated_attention.engine.branches.launch_views import PART_BYTES
 
     q, k, v = (x.detach() for x in leaves(8192, 4, 64))
     scratch = []

@@ -17,7 +17,8 @@ from dilated_attention.distributed.exchange.plan import Job
 from dilated_attention.distributed.exchange.sharding_plan import Route, make_route
 from dilated_attention.distributed.sharding.reshard import Holding, regroup
 from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.sequential import Call, without_padding
+from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.block_sparse import new_like, new_lse
 from dilated_attention.engine.ops.prepare import Settings, document_ranges, kernel_ready, prepare, without_autocast
 from dilated_attention.pattern import DilatedPattern

@@ -8,8 +8,8 @@ import torch
 
 from dilated_attention.distributed.exchange.plan import Job, row_of
 from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.branches.sequential import Call
 
 Tensors = tuple[torch.Tensor, ...]
 

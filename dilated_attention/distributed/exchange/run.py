@@ -19,9 +19,9 @@ from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.distributed.exchange.comm_schedule import ByHeads, Part, Script, StepScript
 from dilated_attention.distributed.exchange.local_attention import home_backward, home_forward
 from dilated_attention.distributed.exchange.plan import Launch
-from dilated_attention.engine.branches.launch_views import launches_of_rows
+from dilated_attention.engine.branches.launch_views import Call, launches_of
 from dilated_attention.engine.branches.merge import add_up, add_zero_keys, merge_onto
-from dilated_attention.engine.branches.sequential import Call, shares
+from dilated_attention.engine.branches.sequential import shares
 from dilated_attention.engine.branches.views import Rows
 
 Tensors = tuple[torch.Tensor, ...]
@@ -72,7 +72,7 @@ def forward(
             direct = fresh and out.dtype is q.dtype and call.backend.facts.writes_views and not problem.zero_keys
             keys, values = arrival.keys_of(launch, k, v)
             tensors_ = [(launch.queries, q), (launch.keys, keys), (launch.keys, values), (launch.queries, out), (launch.queries, lse)]
-            for (q_, k_, v_, out_, lse_), options in launches_of_rows(problem, tensors_, _call_of(call, launch), shape, whole=direct):
+            for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors_, _call_of(call, launch), shape, whole=direct):
                 if direct:
                     call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
                     continue
@@ -130,7 +130,7 @@ def backward(
             if dlse is not None:
                 views.append((rows, dlse))
             direct = not script.home and launch.problem.first and dq.dtype is q.dtype and (dlse is None or call.backend.facts.lse_grad)
-            for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of_rows(
+            for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(
                 launch.problem, views, _call_of(call, launch), shape
             ):
                 inputs = (dout_, q_, k_, v_, out_, lse_)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dilated_attention.engine.branches.branch_buffers import make_layers
-from dilated_attention.engine.branches.sequential import PART_BYTES
+from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.pattern import DilatedPattern
 
 # a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more

@@ -6,20 +6,19 @@ Both run the same Plan on the same backends.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine.branches import branch_buffers as torch_merge
 from dilated_attention.engine.branches.branch_buffers import Layers, of_problem
-from dilated_attention.engine.branches.launch_views import Geometry, Limits, make_geometry
+from dilated_attention.engine.branches.launch_views import Call, View, launches_of, rows_of
 from dilated_attention.engine.branches.merge import zero_key_share
 from dilated_attention.engine.branches.plan import Plan, Problem
-from dilated_attention.engine.branches.sequential import Call, launches_of, max_rows, without_padding
+from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.branches.streams import Lanes
-from dilated_attention.engine.branches.views import key_rows, query_rows
 
 Tensors = tuple[torch.Tensor, ...]
 # number of launches that run concurrently where no other chunk runs
@@ -69,10 +68,10 @@ def forward(
 
     def run(problem: Problem) -> None:
         part, part_lse = parts[first + problem.branch], part_lses[first + problem.branch]
-        tensors = [(_QUERIES, q), (_KEYS, k), (_KEYS, v)]
-        tensors.append((_QUERIES, out) if part is None else (_LAYER, part))
-        tensors.append((_QUERIES, lse) if part_lse is None else (_LSE_LAYER, part_lse))
-        for (q_, k_, v_, out_, lse_), options in _launches(problem, tensors, call, k.shape[:2], call.backend.facts.writes_views):
+        queries, keys = rows_of(problem, 0)
+        tensors: list[tuple[View, torch.Tensor]] = [(queries, q), (keys, k), (keys, v)]
+        tensors += [(queries, x) if y is None else (_BufferRows(problem), y) for x, y in ((out, part), (lse, part_lse))]
+        for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors, call, k.shape[:2], whole=call.backend.facts.writes_views):
             call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
 
     _in_lanes(plan, run, q.device, 1 if beside or not call.backend.facts.concurrent else LAUNCH_LANES)
@@ -123,14 +122,16 @@ def backward(
 
     def run(problem: Problem) -> None:
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
-        output = (_QUERIES, out) if own is None else (_LAYER, own[problem.branch])
-        tensors = [(_QUERIES, dout), (_QUERIES, q), (_KEYS, k), (_KEYS, v), output, (_QUERIES, lse)]
-        for grad, which, layer in zip(grads, (_QUERIES, _KEYS, _KEYS), layer_views, strict=True):
+        queries, keys = rows_of(problem, 0)
+        buffer = _BufferRows(problem)
+        tensors: list[tuple[View, torch.Tensor]] = [(queries, dout), (queries, q), (keys, k), (keys, v)]
+        tensors += [(queries, out) if own is None else (buffer, own[problem.branch]), (queries, lse)]
+        for grad, rows, layer in zip(grads, (queries, keys, keys), layer_views, strict=True):
             part = layer[first + problem.branch]
-            tensors.append((which, grad) if part is None else (_LAYER, part))
+            tensors.append((rows, grad) if part is None else (buffer, part))
         if dlse is not None:
-            tensors.append((_QUERIES, dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in _launches(problem, tensors, call, k.shape[:2], False):
+            tensors.append((queries, dlse))
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, tensors, call, k.shape[:2]):
             dlse_ = rest[0].transpose(1, 2) if rest else None
             if call.detached and own is None:
                 out_ = _own_output(problem, q_, k_, v_, options, call)
@@ -166,43 +167,12 @@ def _in_lanes(plan: Plan, run: Callable[[Problem], None], device: torch.device, 
                     run(problem)
 
 
-# which rows of a tensor a problem reads or writes
-_QUERIES, _KEYS, _LAYER, _LSE_LAYER = range(4)
+@dataclass(frozen=True, slots=True)
+class _BufferRows:
+    """The problem's rows of its branch's buffer, of out or gradients, or of lse."""
 
+    problem: Problem
 
-_NO_MASK = Mask()
-
-
-def _rows(problem: Problem, which: int, x: torch.Tensor) -> torch.Tensor:
-    """Returns a view (B, S, L, G, …)."""
-    if which == _LAYER:
-        return of_problem(problem, x)
-    if which == _LSE_LAYER:
-        return of_problem(problem, x).transpose(2, 3)
-    return (query_rows if which == _QUERIES else key_rows)(problem, 0).of(x)
-
-
-def _launches(
-    problem: Problem, tensors: list[tuple[int, torch.Tensor]], call: Call, batch_and_keys: torch.Size, whole: bool
-) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """Yields the problem's launches: a view of every tensor, and the options."""
-    if call.padding is not None:
-        # every launch needs its own slice of the mask
-        yield from launches_of(problem, [_rows(problem, which, x) for which, x in tensors], call, batch_and_keys, whole=whole)
-        return
-    facts = call.backend.facts
-    q = tensors[0][1]
-    limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, q))
-    shapes = tuple((which, x.shape, x.stride()) for which, x in tensors)
-    scale, deterministic = call.options.scale, call.options.deterministic
-    for geometry in _geometry(problem, shapes, limits):
-        # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
-        options = Options(scale, problem.causal, _NO_MASK, None, deterministic, geometry.key)
-        yield geometry.of([x for _, x in tensors]), options
-
-
-@functools.lru_cache(maxsize=4096)
-def _geometry(problem: Problem, shapes: tuple[tuple[int, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[Geometry, ...]:
-    return make_geometry(
-        [_rows(problem, which, torch.empty_strided(shape, stride, device="meta")) for which, shape, stride in shapes], limits
-    )
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        view = of_problem(self.problem, x)
+        return view if x.dim() == 5 else view.transpose(2, 3)

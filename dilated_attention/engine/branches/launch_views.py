@@ -1,19 +1,65 @@
-"""Launches on rows of any tensors, with cached geometry, since with short launches the GPU waits for the CPU."""
+"""The launches of a problem: views of the rows that a kernel reads and writes, cut to the kernel's limits.
+
+Their geometry is cached, since with short launches a GPU waits for the CPU.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from dilated_attention.backends.base import Mask, Options
+from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request
 from dilated_attention.engine.branches.plan import Problem
-from dilated_attention.engine.branches.sequential import Call, launches_of, max_rows
-from dilated_attention.engine.branches.views import Rows, launches
+from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
 
+# limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
+PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
 Limits = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a run needs in addition to the plan and the tensors.
+
+    Args:
+        backend: runs every problem.
+        options: scale and determinism; causality and masks are set for each problem.
+        query_offset: position of the first query row.
+        padding: (B, Nk) bool, True = the key is ignored.
+        dropout_p, seed: probability and seed of position-based dropout.
+        detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
+        is_causal: causality of the whole call; that of a problem is in its ``options``.
+        nested: the forward visits the pairs of nested branches once.
+        request: what the backend was chosen for; ``named``: the caller named the backend.
+        needs_grad: a backward will follow, or this is one.
+        origin, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
+    """
+
+    backend: Backend
+    options: Options
+    query_offset: int = 0
+    padding: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    detached: bool = False
+    is_causal: bool = False
+    nested: bool = False
+    request: Request | None = None
+    named: bool = False
+    needs_grad: bool = False
+    origin: int = 0
+    first_head: int = 0
+
+
+class View(Protocol):
+    """Which rows of a tensor a launch takes: ``Rows`` of a (B, N, H, …) tensor, or those of a branch's buffer. Hashable."""
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the view (B, S, L, G, …)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,35 +73,76 @@ class Geometry:
         return [x.as_strided(size, stride, x.storage_offset() + at) for x, (size, stride, at) in zip(tensors, self.views, strict=True)]
 
 
-def launches_of_rows(
-    problem: Problem, tensors: Sequence[tuple[Rows, torch.Tensor]], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
-) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """Yields the problem's launches on the given rows of each of ``tensors`` (B, N, H, …), as ``sequential.launches_of`` does on views.
+def launches_of(
+    problem: Problem,
+    tensors: Sequence[tuple[View, torch.Tensor]],
+    call: Call,
+    batch_and_keys: torch.Size,
+    *,
+    whole: bool = False,
+) -> list[tuple[list[torch.Tensor], Options]]:
+    """Returns the problem's launches: a view (P, L, G, …) of every tensor, and the options with the launch's slice of the masks.
 
     Args:
         batch_and_keys: (B, N) of the whole sequence, whose positions the masks are indexed by.
+        whole: a launch allocates nothing in addition to its results, so only the kernel limits its length.
     """
-    if call.padding is not None or call.dropout_p:
-        # every launch needs its own slice of the masks
-        yield from launches_of(problem, [rows.of(x) for rows, x in tensors], call, batch_and_keys, whole=whole)
-        return
     facts, options = call.backend.facts, call.options
     limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, tensors[0][1]))
-    shapes = tuple((rows, x.shape, x.stride()) for rows, x in tensors)
-    mask = Mask(None, problem.band)
-    for geometry in _geometry(shapes, limits):
+    if call.padding is None and not call.dropout_p:
+        plain = [x for _, x in tensors]
+        mask = Mask(None, problem.band)
         # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
-        made = Options(options.scale, problem.causal, mask, None, options.deterministic, geometry.key)
-        yield geometry.of([x for _, x in tensors]), made
+        return [
+            (geometry.of(plain), Options(options.scale, problem.causal, mask, None, options.deterministic, geometry.key))
+            for geometry in _geometry(tuple((view, x.shape, x.stride()) for view, x in tensors), limits)
+        ]
+    return _masked_launches(problem, tensors, call, batch_and_keys, limits)
+
+
+def _masked_launches(
+    problem: Problem, tensors: Sequence[tuple[View, torch.Tensor]], call: Call, batch_and_keys: torch.Size, limits: Limits
+) -> list[tuple[list[torch.Tensor], Options]]:
+    """Returns launches with a padding mask or dropout, whose slices are views of further tensors (B, N)."""
+    num_views, device = len(tensors), tensors[0][1].device
+    query_view, key_view = (replace(rows, head_start=0, head_step=1, heads=1) for rows in rows_of(problem, 0))
+    more: list[tuple[View, torch.Tensor]] = [] if call.padding is None else [(key_view, call.padding)]
+    if call.dropout_p:
+        B, num_keys = batch_and_keys
+        # positions in the whole sequence, so that a cut does not change the position of a query row
+        positions = torch.arange(call.origin, call.origin + num_keys, device=device).repeat(B, 1)
+        batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
+        more += [(query_view, positions), (key_view, positions), (key_view, batch)]
+        heads = torch.arange(problem.heads.count, device=device) * problem.heads.step + problem.heads.start + call.first_head
+    given = [*tensors, *((view, x[..., None]) for view, x in more)]
+    base = replace(call.options, causal=problem.causal)
+    found = []
+    for geometry in _geometry(tuple((view, x.shape, x.stride()) for view, x in given), limits):
+        views = geometry.of([x for _, x in given])
+        extra = [x.squeeze(-1) for x in views[num_views:]]
+        padding = extra.pop(0) if call.padding is not None else None
+        options = replace(base, mask=Mask(padding, problem.band))
+        if call.dropout_p:
+            options = replace(options, dropout=Dropout(call.dropout_p, call.seed, extra[2][:, 0], heads, extra[0], extra[1]))
+        found.append((views[:num_views], options))
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _geometry(shapes: tuple[tuple[Rows, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[Geometry, ...]:
-    return make_geometry([rows.of(torch.empty_strided(shape, stride, device="meta")) for rows, shape, stride in shapes], limits)
+def rows_of(problem: Problem, query_offset: int) -> tuple[Rows, Rows]:
+    """Returns the problem's rows of queries, whose row 0 is at ``query_offset``, and of keys."""
+    return query_rows(problem, query_offset), key_rows(problem, 0)
 
 
-def make_geometry(views: Sequence[torch.Tensor], limits: Limits) -> tuple[Geometry, ...]:
-    """Returns the geometry of every launch on views (B, S, L, …). The tensors may be on the meta device."""
+def max_rows(problem: Problem, q: torch.Tensor) -> int:
+    """Returns the most rows that a launch may return or accumulate in float32."""
+    return PART_BYTES.get(q.device.type, PART_BYTES["cuda"]) // (4 * q.shape[-1] * problem.heads.count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(shapes: tuple[tuple[View, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[Geometry, ...]:
+    """Returns the geometry of every launch on views (B, S, L, …) of tensors with these shapes and strides."""
+    views = [view.of(torch.empty_strided(shape, stride, device="meta")) for view, shape, stride in shapes]
     max_batch, max_extent, rows = limits
     made = []
     for group in launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows):

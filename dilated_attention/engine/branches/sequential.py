@@ -9,52 +9,51 @@ Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request, accumulation_dtype
+from dilated_attention.backends.base import Backend, Options, accumulation_dtype
+from dilated_attention.engine.branches.launch_views import Call, launches_of, rows_of
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan, Problem
-from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
 
-# limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
-PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
+Tensors = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a run needs in addition to the plan and the tensors.
+def forward(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)) of a whole call, contiguous; nothing is saved per branch."""
+    assert saved is None
+    out, lse = run_forward(plan, q, k, v, call)
+    return out, lse.transpose(1, 2).contiguous()
 
-    Args:
-        backend: runs every problem.
-        options: scale and determinism; causality and masks are set for each problem.
-        query_offset: position of the first query row.
-        padding: (B, Nk) bool, True = the key is ignored.
-        dropout_p, seed: probability and seed of position-based dropout.
-        detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
-        is_causal: causality of the whole call; that of a problem is in its ``options``.
-        nested: the forward visits the pairs of nested branches once.
-        request: what the backend was chosen for; ``named``: the caller named the backend.
-        needs_grad: a backward will follow, or this is one.
-        origin, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
-    """
 
-    backend: Backend
-    options: Options
-    query_offset: int = 0
-    padding: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int = 0
-    detached: bool = False
-    is_causal: bool = False
-    nested: bool = False
-    request: Request | None = None
-    named: bool = False
-    needs_grad: bool = False
-    origin: int = 0
-    first_head: int = 0
+def backward(plan: Plan, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None) -> Tensors:
+    """Returns (dq, dk, dv) of a whole call. ``tensors``: dout, q, k, v, out and lse (B, H, Nq), as is ``dlse``."""
+    assert saved is None
+    dout, q, k, v, out, lse = tensors
+    dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    return run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse)
+
+
+def forward_at_once(
+    options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``forward`` of a call that is one dense problem: a launch's results are those of the call."""
+    assert saved is None
+    out, lse = call.backend.forward(q, k, v, options)
+    return out.contiguous(), lse.contiguous()
+
+
+def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None) -> Tensors:
+    """``backward`` of a call that is one dense problem."""
+    assert saved is None
+    *views, lse = tensors
+    parts = shares(call.backend, (*views, lse.transpose(1, 2)), options, None if dlse is None else dlse.transpose(1, 2))
+    return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, tensors[1:4], strict=True))
 
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,19 +68,21 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, call.padding)
+    found = []
     for problem in plan.problems:
-        queries, keys = query_rows(problem, call.query_offset), key_rows(problem, 0)
-        views = [queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
-        for (q_, k_, v_, out_, lse_), options in launches_of(problem, views, call, k.shape[:2]):
-            part_out, part_lse = call.backend.forward(q_, k_, v_, options)
-            part_lse = part_lse.transpose(1, 2)
-            if problem.zero_keys:
-                part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
-            if problem.first:
-                out_.copy_(part_out)
-                lse_.copy_(part_lse)
-            else:
-                merge_onto(out_, lse_, part_out, part_lse)
+        queries, keys = rows_of(problem, call.query_offset)
+        tensors = ((queries, q), (keys, k), (keys, v), (queries, out), (queries, lse))
+        found += [(problem, views, options) for views, options in launches_of(problem, tensors, call, k.shape[:2])]
+    for problem, (q_, k_, v_, out_, lse_), options in found:
+        part_out, part_lse = call.backend.forward(q_, k_, v_, options)
+        part_lse = part_lse.transpose(1, 2)
+        if problem.zero_keys:
+            part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
+        if problem.first:
+            out_.copy_(part_out)
+            lse_.copy_(part_lse)
+        else:
+            merge_onto(out_, lse_, part_out, part_lse)
     return out.to(q.dtype), lse
 
 
@@ -126,20 +127,22 @@ def _add_shares(
 ) -> None:
     dout, q, k, v, out, lse = tensors
     dq, dk, dv = grads
+    found = []
     for problem in problems:
-        queries, keys = query_rows(problem, call.query_offset), key_rows(problem, 0)
-        views = [queries.of(dout), queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse)]
-        views += [queries.of(dq), keys.of(dk), keys.of(dv)]
+        queries, keys = rows_of(problem, call.query_offset)
+        views = [(queries, dout), (queries, q), (keys, k), (keys, v), (queries, out), (queries, lse)]
+        views += [(queries, dq), (keys, dk), (keys, dv)]
         if dlse is not None:
-            views.append(queries.of(dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
-            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
-            if problem.first:
-                dq_.copy_(part_dq)
-            else:
-                dq_.add_(part_dq)
-            dk_.add_(part_dk)
-            dv_.add_(part_dv)
+            views.append((queries, dlse))
+        found += [(problem, of_launch, options) for of_launch, options in launches_of(problem, views, call, k.shape[:2])]
+    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in found:
+        part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
+        if problem.first:
+            dq_.copy_(part_dq)
+        else:
+            dq_.add_(part_dq)
+        dk_.add_(part_dk)
+        dv_.add_(part_dv)
 
 
 def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -182,49 +185,6 @@ def lse_share(
     no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
     dq, dk, _ = backward(ones, q, k, no_v, values, lse, options=replace(options, dropout=None))
     return dq, dk
-
-
-def launches_of(
-    problem: Problem, views: list[torch.Tensor], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
-) -> Iterator[tuple[list[torch.Tensor], Options]]:
-    """Yields the problem's launches, each with its options: its causality and its slice of the masks and of the positions.
-
-    Args:
-        whole: a launch allocates nothing in addition to its results, so only the kernel limits its length.
-    """
-    num_views = len(views)
-    views = list(views)
-    if call.padding is not None:
-        views.append(_of_positions(key_rows(problem, 0), call.padding))
-    if call.dropout_p:
-        B, num_keys = batch_and_keys
-        device = views[0].device
-        # positions in the whole sequence, so that a cut does not change the position of a query row
-        positions = torch.arange(call.origin, call.origin + num_keys, device=device).repeat(B, 1)
-        batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
-        views += [_of_positions(query_rows(problem, 0), positions), _of_positions(key_rows(problem, 0), positions)]
-        views.append(_of_positions(key_rows(problem, 0), batch))
-    facts = call.backend.facts
-    rows = None if whole else max_rows(problem, views[0])
-    base = replace(call.options, causal=problem.causal)
-    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=rows):
-        extra = group[num_views:]
-        padding = extra.pop(0) if call.padding is not None else None
-        options = replace(base, mask=Mask(padding, problem.band))
-        if call.dropout_p:
-            heads = torch.arange(problem.heads.count, device=views[0].device) * problem.heads.step + problem.heads.start + call.first_head
-            options = replace(options, dropout=Dropout(call.dropout_p, call.seed, extra[2][:, 0], heads, extra[0], extra[1]))
-        yield group[:num_views], options
-
-
-def max_rows(problem: Problem, q: torch.Tensor) -> int:
-    """Returns the most rows that a launch may return or accumulate in float32."""
-    return PART_BYTES.get(q.device.type, PART_BYTES["cuda"]) // (4 * q.shape[-1] * problem.heads.count)
-
-
-def _of_positions(rows: Rows, x: torch.Tensor) -> torch.Tensor:
-    """Returns the view (B, S, L) of a (B, N) tensor."""
-    return replace(rows, head_start=0, head_step=1, heads=1).of(x[..., None]).squeeze(-1)
 
 
 def without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

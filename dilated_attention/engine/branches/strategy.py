@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from dilated_attention.backends.base import Options, accumulation_dtype
-from dilated_attention.engine.branches import fused_merge
+from dilated_attention.engine.branches import fused_merge, sequential
 from dilated_attention.engine.branches.branch_buffers import Layers, make_layers
 from dilated_attention.engine.branches.chunking import LANES, Chunk, Cut, backward_layers_cut, make_cut, make_tiers, transient_budget
+from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.branches.sequential import PART_BYTES, Call, run_backward, run_forward
-from dilated_attention.engine.branches.sequential import shares as compute_shares
+from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.streams import Lanes
 from dilated_attention.engine.branches.views import extent
 from dilated_attention.engine.kernels.nested import NestedFamily
@@ -33,33 +34,65 @@ FUSED_DEVICES = {"cuda"}
 Tensors = tuple[torch.Tensor, ...]
 
 
-def forward(
-    pattern: DilatedPattern,
-    shape: Shape,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    kept: torch.Tensor | None = None,
-    tables: dict[Any, Any] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
+# how a whole pass runs: (q, k, v, call, saved) -> (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype)
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+# (dout, q, k, v, out and lse, call, dlse (B, H, Nq), saved) -> (dq, dk, dv) in the inputs' dtype. All results are contiguous
+Backward = Callable[[Tensors, Call, torch.Tensor | None, torch.Tensor | None], Tensors]
 
-    Args:
-        kept: flat buffer of ``prepare.kept_elements`` elements, filled with the per-branch outputs for ``backward``.
-        tables: dictionary that the caller keeps between calls of one kind, for data that is computed once.
+
+def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saves: bool = False) -> Forward:
+    """Decides how a forward runs on q, k, v like these ``tensors``: the result is a function for all such calls.
+
+    Its argument ``saved`` is a flat buffer of ``prepare.kept_elements`` elements that it fills with the per-branch outputs for the
+    backward, given if ``saves``, else None.
     """
-    shares = _shares(pattern, shape, q, k, call, tables, is_backward=False, is_kept=kept is not None)
+    q, k, _ = tensors
+    shares = _shares(pattern, shape, q, k, call, is_backward=False, is_kept=saves)
     if shares is not None:
         from dilated_attention.engine.kernels import tiles
 
-        return tiles.forward(shares, q, k, v, call, kept)
-    if kept is None and (options := _one_launch(pattern, shape, (q, k, v), call)) is not None:
-        out, lse = call.backend.forward(q, k, v, options)
-        return out.contiguous(), lse.contiguous()
+        return functools.partial(tiles.forward, shares)
+    if not saves and (options := _one_launch(pattern, shape, tensors, call)) is not None:
+        return functools.partial(sequential.forward_at_once, options)
     if not _is_fused(shape, q, call):
-        out, lse = run_forward(make_plan(pattern, shape), q, k, v, call)
-        return out, lse.transpose(1, 2).contiguous()
+        return functools.partial(sequential.forward, make_plan(pattern, shape))
+    return functools.partial(_fused_forward, pattern, shape)
+
+
+def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saved: bool = False) -> Backward:
+    """Decides how a backward runs on dout, q, k, v, out like these ``tensors``.
+
+    Args:
+        saved: the forward has saved the branches' outputs. Without them, detached mixing recomputes them.
+    """
+    _, q, k, *_ = tensors
+    shares = _shares(pattern, shape, q, k, call, is_backward=True, is_kept=saved)
+    if shares is not None:
+        from dilated_attention.engine.kernels import tiles
+
+        return functools.partial(tiles.backward, shares)
+    if not saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
+        return functools.partial(sequential.backward_at_once, options)
+    if not _is_fused(shape, q, call):
+        return functools.partial(sequential.backward, make_plan(pattern, shape))
+    return functools.partial(_fused_backward, pattern, shape)
+
+
+def forward(
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of a whole call, see ``Forward``."""
+    return choose_forward(pattern, shape, (q, k, v), call)(q, k, v, call, None)
+
+
+def backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: torch.Tensor | None) -> Tensors:
+    """Returns (dq, dk, dv) of a whole call, see ``Backward``."""
+    return choose_backward(pattern, shape, tensors[:5], call)(tensors, call, dlse, None)
+
+
+def _fused_forward(
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -76,27 +109,14 @@ def forward(
 
 
 def _shares(
-    pattern: DilatedPattern,
-    shape: Shape,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    call: Call,
-    tables: dict[Any, Any] | None,
-    *,
-    is_backward: bool,
-    is_kept: bool,
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
 ) -> tuple[Share, ...] | None:
     """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
-    tables = {} if tables is None else tables
-    if "shares" not in tables:
-        found = None
-        if runs_on_tiles(pattern, shape, q, call, is_backward):
-            from dilated_attention.engine.kernels import tiles
+    if not runs_on_tiles(pattern, shape, q, call, is_backward):
+        return None
+    from dilated_attention.engine.kernels import tiles
 
-            found = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
-        # a single assignment: a thread that saw a preliminary None would take the other path, which keeps outputs in another order
-        tables["shares"] = found
-    return tables["shares"]  # type: ignore[no-any-return]
+    return tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
 
 
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
@@ -208,36 +228,10 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, l
     nested_forward(family, q, k, v, call.is_causal, call.options.scale, out, lse)
 
 
-def backward(
-    pattern: DilatedPattern,
-    shape: Shape,
-    tensors: tuple[torch.Tensor, ...],
-    call: Call,
-    dlse: torch.Tensor | None,
-    kept: torch.Tensor | None = None,
-    tables: dict[Any, Any] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Returns (dq, dk, dv) in the inputs' dtype, contiguous.
-
-    Args:
-        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
-        dlse: gradient of lse (B, H, Nq).
-        kept: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
-    """
+def _fused_backward(
+    pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: torch.Tensor | None, kept: torch.Tensor | None
+) -> Tensors:
     dout, q, k, v, out, lse = tensors
-    shares = _shares(pattern, shape, q, k, call, tables, is_backward=True, is_kept=kept is not None)
-    if shares is not None:
-        from dilated_attention.engine.kernels import tiles
-
-        return tiles.backward(shares, tensors, call, dlse, kept)
-    if kept is None and (options := _one_launch(pattern, shape, tensors, call)) is not None:
-        rows = tuple(None if x is None else x.transpose(1, 2) for x in (lse, dlse))
-        parts = compute_shares(call.backend, (dout, q, k, v, out, cast(torch.Tensor, rows[0])), options, rows[1])
-        return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
-    if not _is_fused(shape, q, call):
-        lse = lse.transpose(1, 2).contiguous()
-        dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-        return run_backward(make_plan(pattern, shape), dout, q, k, v, out, lse, call, dlse)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
     # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing

@@ -12,8 +12,9 @@ from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run as tiles
 from dilated_attention.backends.tiles.backend import float32_precision
 from dilated_attention.backends.tiles.run import Prepared, TileCall
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.branches.sequential import Call, without_padding
+from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.kernels.tiles_layout import layout_of, ranges_of
 from dilated_attention.pattern import DilatedPattern
 

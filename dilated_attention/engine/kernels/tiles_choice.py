@@ -14,8 +14,8 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable, Request, registry, tuning_table
 from dilated_attention.engine.branches.chunking import backward_layers_cut
+from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.branches.sequential import PART_BYTES, Call
 from dilated_attention.engine.kernels.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
 
@@ -45,7 +45,7 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
         return False
     request = replace(call.request, extent=0)
     library = None if both else call.backend.name
-    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.nested and not both, tuning_table.generation())
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.nested and not both, tuning_table.generation)
 
 
 class Choice(NamedTuple):
@@ -79,7 +79,7 @@ def choices_of(
         if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.facts.whole_calls and not both):
             found.append(Choice(chosen.name, chosen.facts.whole_calls))
             continue
-        is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, tuning_table.generation())
+        is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, tuning_table.generation)
         times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
         found.append(Choice(chosen.name, is_faster, *times))
     return tuple(found)

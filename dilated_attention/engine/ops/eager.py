@@ -14,10 +14,9 @@ import torch
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode
 from torch.utils._device import DeviceContext
-
-from dilated_attention.engine.ops.transforms import is_transformed
 
 # subclasses and fake tensors have other types
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -36,6 +35,11 @@ def is_eager(tensors: Iterable[Any]) -> bool:
     if _len_torch_function_stack() and not _only_default_device():
         return False
     return all(map(_is_plain, tensors))
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward mode is active. torch.compile treats it as a constant."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:

@@ -15,9 +15,9 @@ import torch
 
 from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
 from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.branches.sequential import Call
 from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.pattern import DilatedPattern
 

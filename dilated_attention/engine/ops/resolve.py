@@ -1,23 +1,29 @@
-"""Resolves a call of dilated attention once for all calls like it: its pattern, its settings, and the backend and shape of each pass.
+"""Resolves a call of dilated attention once for all calls like it, and runs it: what is decided about a call is decided here.
 
 A ``Resolved`` is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and of the
-registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides.
+registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides; so each pass chooses
+its backend and the way it runs (``branches/strategy.py``) when tensors of these strides come for the first time.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import registry
+from dilated_attention.backends import hardware, registry, tuning_table
+from dilated_attention.backends.base import Facts, accumulation_dtype
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.branches.sequential import Call
-from dilated_attention.engine.ops.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare
+from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.oom.requirements import dilated_need
+from dilated_attention.engine.ops.gradients import Optional, Outside
+from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -27,17 +33,43 @@ _MOST_PASSES = 16
 _MOST_PACKED = 4
 
 
+# the op's arguments by name: its tensors, and what follows them
+_TENSORS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed")
+_ARGUMENTS = (
+    "segment_lengths", "dilation_rates", "head_offsets", "offset_list", "branch_heads", "tail", "window", "is_causal", "scale", "query_offset",
+    "dropout_p", "detached", "deterministic", "needs_grad", "backend", "precision",
+)  # fmt: skip
+
+
 class Pass(NamedTuple):
-    """How one pass runs on tensors of given strides. Runners store in ``tables`` what they compute once and read in every call."""
+    """How one pass runs on tensors of given strides.
 
-    shape: Shape
+    Args:
+        run: ``strategy.Forward`` or ``strategy.Backward``.
+        saved: number of elements of per-branch outputs that a forward saves for the backward.
+        facts: what the backend declared when this was decided.
+    """
+
     call: Call
-    tables: dict[Any, Any]
+    run: Any
+    saved: int
+    facts: Facts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Resolved:
-    """The record of one kind of call.
+def _forward_arguments(resolved: Resolved, *tensors: Any) -> dict[str, Any]:
+    return dict(zip((*_TENSORS, *_ARGUMENTS), (*tensors, *resolved.arguments), strict=True))
+
+
+def _backward_arguments(
+    resolved: Resolved, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
+) -> dict[str, Any]:
+    names = ("dout", "dlse", *_TENSORS[:3], "out", "lse", "kept", *_TENSORS[3:], *_ARGUMENTS)
+    return dict(zip(names, (dout, dlse, *inputs[:3], *outputs, *inputs[3:], *resolved.arguments), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved(Outside):
+    """The record of one kind of call. Calling it runs a call outside the dispatcher; the ops use its two passes.
 
     Args:
         arguments: the op's arguments that follow its tensors.
@@ -79,28 +111,62 @@ class Resolved:
             self.packed[key] = weakref.ref(cu_seqlens), found
         return found
 
-    def ready(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> tuple[Tensors, Pass]:
-        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
-
-        ``tensors`` are q, k, v, and in a backward dout and out.
+    @watched(dilated_need, _forward_arguments)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: Optional, cu_seqlens: Optional, seed: Optional
+    ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns (out (B, Nq, H, D), lse (B, H, Nq), the branches' outputs saved for the backward (``prepare.kept_elements``) or None).
 
         Raises:
             BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
                 kernel accepts.
         """
+        if not q.numel():
+            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+            return torch.empty_like(q, memory_format=torch.contiguous_format), lse, None
+        (q, k, v), (call, run, elements, _) = self._ready((q, k, v), padding, seed)
+        saved = q.new_empty(elements) if elements else None
+        if torch.is_autocast_enabled(self.device_type):
+            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
+            with torch.autocast(self.device_type, enabled=False):
+                return *run(q, k, v, call, saved), saved
+        return *run(q, k, v, call, saved), saved
+
+    @watched(dilated_need, _backward_arguments)
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Returns (dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
+        (q, k, v, padding, _, seed), (out, lse, saved) = inputs, outputs
+        if not q.numel():
+            return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        saved = None if saved is None or not saved.numel() else saved
+        (q, k, v, dout, out), (call, run, *_) = self._ready((q, k, v, dout, out), padding, seed, is_saved=saved is not None)
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
+        return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
+
+    def backward_op(self, dout: Any, dlse: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        outputs = (*outputs[:2], dout.new_empty(0) if outputs[2] is None else outputs[2])
+        arguments = _backward_arguments(self, dout, dlse, inputs, outputs)
+        return torch.ops.dilated_attention.dilated_attention_backward(*arguments.values())
+
+    def _ready(self, tensors: Tensors, padding: Optional, seed: Optional, *, is_saved: bool = False) -> tuple[Tensors, Pass]:
+        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
+
+        ``tensors`` are q, k, v, and in a backward dout and out.
+        """
         found = self.passes.get(tuple([x.stride() for x in tensors])) if self._aligned(tensors) else None
-        if found is None:
+        if found is None or found.facts is not found.call.backend.facts:
             tensors = tuple(kernel_ready(x) for x in tensors)
             strides = tuple([x.stride() for x in tensors])
             found = self.passes.get(strides)
-            if found is None:
-                found = self._make(tensors, padding, seed)
+            if found is None or found.facts is not found.call.backend.facts:
+                found = self._make(tensors, padding, seed, is_saved)
                 if len(self.passes) >= _MOST_PASSES:
                     self.passes.clear()
                 self.passes[strides] = found
         if padding is not None or seed is not None:
-            call = replace(found.call, padding=padding, seed=0 if seed is None else int(seed.item()))
-            found = Pass(found.shape, call, found.tables)
+            found = found._replace(call=replace(found.call, padding=padding, seed=0 if seed is None else int(seed.item())))
         return tensors, found
 
     def _aligned(self, tensors: Tensors) -> bool:
@@ -109,10 +175,41 @@ class Resolved:
             return True
         return all_aligned([x.data_ptr() for x in tensors])
 
-    def _make(self, tensors: Tensors, padding: torch.Tensor | None, seed: torch.Tensor | None) -> Pass:
-        shape, call = prepare(len(tensors) > 3, tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset)
+    def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> Pass:
+        """Chooses the backend of a pass and the way it runs."""
+        q, k, v, *of_backward = tensors
+        shape, call = prepare(
+            bool(of_backward), tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset
+        )
         # the mask and the seed belong to a single call, so the record holds neither
-        return Pass(shape, replace(call, padding=None, seed=0), {})
+        kept = replace(call, padding=None, seed=0)
+        if of_backward:
+            dout, out = of_backward
+            return Pass(kept, strategy.choose_backward(self.pattern, shape, (dout, q, k, v, out), call, saved=is_saved), 0, call.backend.facts)
+        elements = 0
+        if self.settings.detached and self.settings.needs_grad:
+            if self.outside:
+                elements = strategy.kept_of_documents(self.pattern, shape, q, call)
+            elif self.documents is None:
+                elements = kept_elements(q, k, self.pattern, self.settings, None, self.query_offset)
+        return Pass(kept, strategy.choose_forward(self.pattern, shape, tensors, call, saves=elements > 0), elements, call.backend.facts)
+
+
+def find(key: Hashable, dtype: torch.dtype) -> Resolved | None:
+    """Returns the record that ``remember`` stored for calls with this key, while the state it was resolved in still holds."""
+    found: Resolved | None = registry.cached.get(_now(key, dtype))
+    return found
+
+
+def remember(key: Hashable, dtype: torch.dtype, resolved: Resolved) -> None:
+    registry.remember(_now(key, dtype), resolved)
+
+
+def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
+    """Returns a key that also holds the global state that choices depend on."""
+    products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
+    state = torch.are_deterministic_algorithms_enabled(), products, *strategy.FUSED_DEVICES
+    return key, state, tuning_table.generation, hardware.generation
 
 
 def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, arguments: tuple[Any, ...]) -> Resolved:
@@ -120,17 +217,11 @@ def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, argu
     lengths, rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset, *rest = arguments
     lists = (tuple(lengths), tuple(rates), tuple(offset_list), tuple(window))
     others = (head_offsets, branch_heads, tail, is_causal, scale, query_offset, *rest)
-    key = (Resolved, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None, state(q.dtype))
-    found = registry.answers().get(key)
+    key = (Resolved, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None)
+    found = find(key, q.dtype)
     if found is None:
         pattern = pattern_of(lists[0], lists[1], head_offsets, lists[2], branch_heads, tail)
         settings = Settings(list(window), is_causal, scale, *rest)
         found = Resolved(pattern, settings, query_offset, arguments, q.device.type)
-        registry.remember(key, found)
+        remember(key, q.dtype, found)
     return found
-
-
-def state(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns the global state a choice depends on, apart from changes that make the registry forget its answers."""
-    products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-    return torch.are_deterministic_algorithms_enabled(), products, *strategy.FUSED_DEVICES

@@ -15,6 +15,8 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from dilated_attention.engine.ops.eager import is_transformed
+
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _FRONT = "FuncTorchDynamicLayerFrontMode"
 
@@ -81,11 +83,6 @@ def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> t
     ]
     stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *calls)
     return stacked, pytree.tree_map(lambda _: 0, stacked)
-
-
-def is_transformed() -> bool:
-    """Whether a torch.func transform or forward mode is active. torch.compile treats it as a constant."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_transforms(name: str, way_out: str, *tensors: Any) -> None:
