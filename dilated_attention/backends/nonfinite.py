@@ -15,12 +15,13 @@ Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L),
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Options, accumulation_dtype
 
 Tensors = tuple[torch.Tensor, ...]
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
@@ -32,6 +33,53 @@ def all_finite(*tensors: torch.Tensor) -> bool:
     """Whether every element is finite; if so, one sum per tensor usually decides it."""
     # the sum of finite numbers may overflow, so a non-finite sum needs the full check
     return all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
+
+
+class ContainedBackend(Backend):
+    """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) whose non-finite numbers are confined.
+
+    All four dense functions take ``pairs`` as an additional last argument: bool (P, L or 1, S), True where the pair is kept.
+    """
+
+    @abstractmethod
+    def raw_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` for finite inputs."""
+
+    @abstractmethod
+    def raw_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``backward`` for finite inputs."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return contained_forward(self.raw_forward, q, k, v, options, pairs)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+        dlse: torch.Tensor | None = None,
+        pairs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
 
 
 def contained_forward(

@@ -15,7 +15,7 @@ from dilated_attention.engine.ops.dilated import dilated_attention_op
 from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern, HeadOffsets
-from dilated_attention.pattern.checks import as_int_tuple, one_of, plain_ints
+from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 # a segment longer than any sequence; plans clamp it, so a pattern with one such branch is dense attention
 WHOLE_SEQUENCE = MAX_LENGTH
@@ -88,7 +88,8 @@ def dilated_attention(
     Equals the paper where r divides w and w divides N. Differs from TorchScale in its exact gradients, in having no zero keys, and in
     its offsets h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.
     """
-    lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
+    lengths = _plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
+    rates = _plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     return _attend(
         q,
         k,
@@ -225,7 +226,7 @@ def _attend(
             check.check_key_padding_mask(key_padding_mask, k)
         if cu_seqlens is not None:
             check.check_cu_seqlens(cu_seqlens, q, k)
-        seed = _drawn(dropout_p)
+        seed = _drawn(dropout_p) if dropout_p else None
     if known is None:
         out, lse, _ = dilated_attention_op(q, k, v, key_padding_mask, cu_seqlens, seed, *arguments)
     else:
@@ -247,12 +248,22 @@ def _key(pattern: tuple[Any, ...], head_offsets: Any, options: tuple[Any, ...], 
     if type(head_offsets) is not str:
         if type(head_offsets) not in (list, tuple):
             return None
-        head_offsets = tuple([plain_ints(row) for row in head_offsets])
+        head_offsets = tuple([_plain_ints(row) for row in head_offsets])
         if None in head_offsets:
             return None
     if tuple(map(type, options)) not in _OPTION_TYPES or set(map(type, (*pattern[2:4], *others[1:]))) != _STR:
         return None
     return pattern, head_offsets, options, others
+
+
+def _plain_ints(values: Any) -> tuple[int, ...] | None:
+    """Returns a list or tuple of plain Python integers, which need no checks, as a tuple; None for anything else."""
+    if type(values) is not tuple and type(values) is not list:
+        return None
+    for value in values:
+        if type(value) is not int:
+            return None
+    return tuple(values)
 
 
 def checked_options(

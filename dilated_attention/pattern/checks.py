@@ -77,25 +77,12 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
-    plain = plain_ints(values)
-    if plain is not None:
-        return plain
     if isinstance(values, str) or not isinstance(values, Sequence):
         # numpy and torch vectors are not a Sequence, but users compute lengths with them
         if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
             raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
         values = values.tolist()
     return tuple(as_int(f"{name}[{i}]", value, maximum=None) for i, value in enumerate(values))
-
-
-def plain_ints(values: Any) -> tuple[int, ...] | None:
-    """Returns a list or tuple of plain Python integers, which need no checks, as a tuple; None for anything else."""
-    if type(values) is not tuple and type(values) is not list:
-        return None
-    for value in values:
-        if type(value) is not int:
-            return None
-    return tuple(values)
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:

@@ -7,15 +7,14 @@ values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Options, accumulation_dtype
+from dilated_attention.backends.base import Dropout, Options, accumulation_dtype
 from dilated_attention.backends.block_lists import WORD, BlockLists
-from dilated_attention.backends.nonfinite import contained_backward, contained_forward
+from dilated_attention.backends.nonfinite import ContainedBackend
 
 # bytes of keys, values and pairs of one piece. On a CPU it fits near the caches (2 to 64 MiB differ by less than the timings vary); on a
 # GPU larger pieces mean fewer launches
@@ -44,51 +43,8 @@ class Piece:
     has_pairs: bool
 
 
-class GatheringBackend(Backend):
-    """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) that also computes block lists and confines non-finite numbers.
-
-    All four dense functions take ``pairs`` as an additional last argument: bool (P, L or 1, S), True where the pair is kept.
-    """
-
-    @abstractmethod
-    def raw_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``forward`` for finite inputs."""
-
-    @abstractmethod
-    def raw_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``backward`` for finite inputs."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return contained_forward(self.raw_forward, q, k, v, options, pairs)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
+class GatheringBackend(ContainedBackend):
+    """A backend on a dense kernel that also computes block lists."""
 
     @torch.no_grad()
     def forward_blocks(

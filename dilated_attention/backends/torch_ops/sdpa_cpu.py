@@ -38,15 +38,18 @@ class SdpaCpuBackend(GatheringBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        if pairs is None:
-            bias, empty_PL = additive_bias(q, k, options)
-        else:
+        bias = empty_PL = None
+        if pairs is not None:
             assert options.mask.is_trivial
             bias, empty_PL = _bias_of_pairs(pairs, q.dtype), ~pairs.any(-1)
+        elif options.mask.padding is not None or options.mask.band is not None:
+            bias, empty_PL = additive_bias(q, k, options)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
-        out, lse = clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
+        out = out.transpose(1, 2)
+        if empty_PL is not None:
+            out, lse = clear_empty_rows(out, lse, empty_PL)
         # lse 0 may come from a single key with the score 0, or from NaN scores
         doubtful = lse == 0
         spoilt = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
@@ -71,7 +74,11 @@ class SdpaCpuBackend(GatheringBackend):
         pairs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert dlse is None
-        bias = additive_bias(q, k, options)[0] if pairs is None else _bias_of_pairs(pairs, q.dtype)
+        bias = None
+        if pairs is not None:
+            bias = _bias_of_pairs(pairs, q.dtype)
+        elif options.mask.padding is not None or options.mask.band is not None:
+            bias = additive_bias(q, k, options)[0]
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale

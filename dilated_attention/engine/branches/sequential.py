@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Options
 from dilated_attention.engine.branches.launch_views import Call, launches_of, rows_of
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan, Problem
@@ -58,7 +58,8 @@ def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: torch
 
 def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) in the accumulation dtype)."""
-    acc = accumulation_dtype(q.dtype)
+    # that of sums: float64 for float64, else float32
+    acc = torch.promote_types(q.dtype, torch.float32)
     # without a merge, the kernels' own rounding is the final one
     out_dtype = q.dtype if plan.single else acc
     if plan.covered:
@@ -98,7 +99,7 @@ def run_backward(
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (dq, dk, dv) in the inputs' dtype. lse and dlse are (B, Nq, H)."""
-    acc = accumulation_dtype(q.dtype)
+    acc = lse.dtype
     make = torch.empty if plan.covered else torch.zeros
     dq = make(q.shape, dtype=acc, device=q.device)
     dk = torch.zeros(k.shape, dtype=acc, device=k.device)
