@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request, accumulation_dtype
+from dilated_attention.backends.base import Backend, Mask, Options, Request, accumulation_dtype
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
