@@ -23,7 +23,8 @@ from _timing import inputs, interleaved, machine, save
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.backends import Request, detect, registry
 from dilated_attention.backends.flash import flash3, flash3_fp8
-from dilated_attention.backends.flash.fp8 import Quantised, quantise
+from dilated_attention.backends.flash.flash3_fp8 import quantise
+from dilated_attention.backends.flash.fp8 import Quantised
 from dilated_attention.engine.reference_rows import sampled_rows
 
 LENGTHS, RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)

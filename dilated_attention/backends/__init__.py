@@ -1,10 +1,11 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
 from dilated_attention.backends import tuning_table
-from dilated_attention.backends.base import PRECISIONS, Backend, Dropout, Facts, Mask, Options, Request, reasons_of
+from dilated_attention.backends.base import PRECISIONS, Backend, Facts, Mask, Options, Request, reasons_of
 from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
 from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
 from dilated_attention.backends.flash.flash3 import Flash3Backend
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dilated_attention.backends.block_lists import BlockLists
-from dilated_attention.backends.dropout import Words, words_of
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.hardware import Hardware
-from dilated_attention.fork import cached_property
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -136,26 +135,6 @@ class Mask:
     @property
     def is_trivial(self) -> bool:
         return self.padding is None and self.band is None
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Attention dropout by position: ``backends.dropout`` decides each (batch, head, query, key) pair from these four and the seed.
-
-    So a pair has the same decision in every branch, in forward and backward, and however the work is split.
-    """
-
-    probability: float
-    seed: int
-    batch: torch.Tensor  # (P,)
-    heads: torch.Tensor  # (G,)
-    queries: torch.Tensor  # (P, L)
-    keys: torch.Tensor  # (P, S)
-
-    @cached_property
-    def words(self) -> Words:
-        """The random words of all queries and keys, computed once for all blocks of rows."""
-        return words_of(self.seed, self.batch, self.heads, self.queries, self.keys)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ about 10⁻⁸ of the pairs of rows (by enumeration of words of 8 to 16 bits). 2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from dilated_attention.backends.base import Dropout
+from dilated_attention.fork import cached_property
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -40,6 +40,26 @@ class Words(NamedTuple):
     a: torch.Tensor  # (P, G, L)
     c: torch.Tensor  # (P, G, L), odd
     b: torch.Tensor  # (P, G, S)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Attention dropout by position: the functions below decide each (batch, head, query, key) pair from these four and the seed.
+
+    So a pair has the same decision in every branch, in forward and backward, and however the work is split.
+    """
+
+    probability: float
+    seed: int
+    batch: torch.Tensor  # (P,)
+    heads: torch.Tensor  # (G,)
+    queries: torch.Tensor  # (P, L)
+    keys: torch.Tensor  # (P, S)
+
+    @cached_property
+    def words(self) -> Words:
+        """The random words of all queries and keys, computed once for all blocks of rows."""
+        return words_of(self.seed, self.batch, self.heads, self.queries, self.keys)
 
 
 def threshold_of(probability: float) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, gib, pattern_from, size
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.planning import AttentionPlan, ModelPlan, plan_attention, plan_model
+from dilated_attention.planning.estimate.attention_plan import attention_table
 from dilated_attention.planning.estimate.problem import KINDS
-from dilated_attention.planning.text import attention_table, model_table
+from dilated_attention.planning.whole_models.model_plan import model_table
 
 _Commands = argparse._SubParsersAction
 # options for attention only, and for models only: None unless they are given

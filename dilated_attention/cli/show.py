@@ -13,10 +13,9 @@ from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, a
 from dilated_attention.cli.terminal import drawing
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.cells import cell_size
+from dilated_attention.pattern.cells import cell_size, draw_cells
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.pattern.coverage import pairs_of_at_least
-from dilated_attention.pattern.drawing import draw_cells
+from dilated_attention.pattern.dilated import pairs_of_at_least
 
 _Commands = argparse._SubParsersAction
 # approximate number of pixels per side of a picture's panel

@@ -1,7 +1,7 @@
 """Whole models built from the modules."""
 
 from dilated_attention.models.blocks import Block, FeedForward
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import LongNetConfig, ModelConfig
 from dilated_attention.models.generation import Sampling, Stepper, generate, prefill
 from dilated_attention.models.images.slide_encoder import SlideEncoder, SlideEncoderConfig
 from dilated_attention.models.images.slides import collate_slides
@@ -9,7 +9,7 @@ from dilated_attention.models.images.vision import LongViT, VisionConfig
 from dilated_attention.models.kv_cache.cache import KVCache
 from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.language_model import LongNetLM
-from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 

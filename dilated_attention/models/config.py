@@ -1,14 +1,17 @@
-"""Configuration of a LongNet model: a frozen record that is validated once and written as JSON next to the weights."""
+"""Configurations of models: frozen records that are validated once and written as JSON next to the weights."""
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from dilated_attention.models.saving import ModelConfig
+from dilated_attention.files import parse_json, write_text
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.spec import OBJECT
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
@@ -23,6 +26,7 @@ TORCHSCALE_ENCODER: dict[str, Any] = {
     "tail": "zero_keys",
 }
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
+ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 
 def as_size(name: str, value: Any) -> int:
@@ -31,6 +35,83 @@ def as_size(name: str, value: Any) -> int:
     if number >= 2**31:
         raise ValueError(f"{name} is {number}; expected an integer below 2**31")
     return number
+
+
+class ModelConfig:
+    """Base class of the frozen dataclasses that configure a model: conversion to plain values for JSON, and back."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON: tuples as lists, a block pattern as its ``spec()``, a nested configuration as a dict.
+
+        Raises:
+            ValueError: if a pattern holds a Python function or a tensor, which cannot be written to a file.
+        """
+        assert is_dataclass(self)
+        return {field.name: _plain(field.name, getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
+        """The inverse of ``to_dict``. Unknown keys are refused, because they would describe a different model."""
+        assert is_dataclass(cls)
+        if not isinstance(values, dict):
+            raise TypeError(f"configuration is {values!r} ({type(values).__name__}); expected a dict, as {cls.__name__}.to_dict() makes it")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"configuration has unknown keys {', '.join(unknown)}; {cls.__name__} knows {', '.join(known)}")
+        missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
+        if missing:
+            raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
+        pattern = values.get("block_pattern")
+        if isinstance(pattern, str) and OBJECT in pattern:
+            # in this process another pattern may have that name
+            raise ValueError(
+                f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
+            )
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the configuration as JSON, atomically: a reader sees either the old file or the new one."""
+        write_text(path, config_text(self))
+
+    @classmethod
+    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
+        """Loads the configuration from a file that ``save`` wrote.
+
+        Raises:
+            ValueError: if the file is not JSON or not a configuration of this class; the message names the file.
+        """
+        return cls._read(Path(path).read_bytes(), str(path))
+
+    @classmethod
+    def _read(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+        values = parse_json(text, name)
+        try:
+            return cls.from_dict(values)
+        # values in a file are not trusted: a string in place of a number means a bad file, not a wrong call
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"{name} is no {cls.__name__}: {error}") from error
+
+
+def config_text(config: ModelConfig) -> str:
+    """Returns the text of ``config.json``."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, ModelConfig):
+        return value.to_dict()
+    if isinstance(value, BlockPattern):
+        if value.holds_objects:
+            raise ValueError(
+                f"{name} is {value!r}, which holds a function or a tensor and cannot be written to a file; use a pattern of numbers"
+            )
+        return value.spec()
+    if isinstance(value, tuple):
+        return [_plain(name, x) for x in value]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from dilated_attention.models.kv_cache.cache import Cache, KVCache
+from dilated_attention.models.kv_cache.cache import Cache, KVCache, Requests
+from dilated_attention.models.kv_cache.decode_step import Use
 from dilated_attention.models.kv_cache.paged import PagedKVCache
+from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.tokens import check_range, check_tokens, num_ids
+from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, shown
 
-if TYPE_CHECKING:
-    from dilated_attention.models.language_model import LongNetLM
+
+class LanguageModel(Protocol):
+    """What generation uses of a ``LongNetLM``, which imports this module."""
+
+    config: Any
+    ring: RingSettings | None
+    embedding: nn.Embedding
+    decoder: LongNetDecoder | LongNetEncoder
+
+    @property
+    def output_weight(self) -> torch.Tensor: ...
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+        cache: Cache | Requests | Use | None = None,
+    ) -> torch.Tensor: ...
+
+    def eval(self) -> Any: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +120,7 @@ class Stepper:
     >>> logits = step(tokens)                  # (B, 1) → (B, V); overwritten by the next call
     """
 
-    def __init__(self, model: LongNetLM, cache: Cache, *, cuda_graph: bool = True) -> None:
+    def __init__(self, model: LanguageModel, cache: Cache, *, cuda_graph: bool = True) -> None:
         self.model, self.cache = model, cache
         self.uses_graph = cuda_graph and cache.device.type == "cuda"
         self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
@@ -145,7 +172,7 @@ class Stepper:
 
 
 @torch.no_grad()
-def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
+def prefill(model: LanguageModel, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
     """Returns logits (B, V) of the token after ``tokens`` (B, N).
 
     The tokens enter the cache ``chunk`` at a time, and either all of them or none.
@@ -172,7 +199,7 @@ def prefill(model: LongNetLM, tokens: torch.Tensor, cache: Any, *, chunk: int = 
 
 @torch.no_grad()
 def generate(
-    model: LongNetLM,
+    model: LanguageModel,
     prompts: Any,
     max_new_tokens: int,
     *,
@@ -247,7 +274,7 @@ def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: 
             _check_finite(step.model, found[-1:], len(drawn) - 1)
 
 
-def _check_finite(model: LongNetLM, highest: list[torch.Tensor], before: int = 0) -> None:
+def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int = 0) -> None:
     """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device.
 
     Args:
@@ -283,7 +310,7 @@ def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-def _checked(model: LongNetLM, prompts: Any) -> list[torch.Tensor]:
+def _checked(model: LanguageModel, prompts: Any) -> list[torch.Tensor]:
     """Checks the prompts and returns them as rows."""
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache.cache import Cache, Requests
 from dilated_attention.models.kv_cache.decode_step import Use
 from dilated_attention.models.loss import chunked_cross_entropy
@@ -190,8 +191,6 @@ class LongNetLM(Pretrained):
             ValueError, TypeError: if arguments do not fit, a prompt has tokens out of range (checked on a GPU, too), logits are not finite,
                 e.g. because weights are NaN, or the model is shared between processes: generation runs on one process.
         """
-        from dilated_attention.models.generation import Sampling, generate
-
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return generate(
             self,

@@ -1,102 +1,19 @@
-"""Saves and loads configurations as JSON and models as a folder of ``config.json`` and ``model.safetensors``, without pickle."""
+"""Saves and loads models as a folder of ``config.json`` and ``model.safetensors``, without pickle."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from dilated_attention.files import parse_json, write_text
 from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, read_folder, write_folder
-from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.spec import OBJECT
+from dilated_attention.models.config import ConfigT, ModelConfig, config_text
+from dilated_attention.models.summary import Summary, summarise
 
-if TYPE_CHECKING:
-    from dilated_attention.models.summary import Summary
-
-ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 ModelT = TypeVar("ModelT", bound="Pretrained")
-
-
-class ModelConfig:
-    """Base class of the frozen dataclasses that configure a model: conversion to plain values for JSON, and back."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON: tuples as lists, a block pattern as its ``spec()``, a nested configuration as a dict.
-
-        Raises:
-            ValueError: if a pattern holds a Python function or a tensor, which cannot be written to a file.
-        """
-        assert is_dataclass(self)
-        return {field.name: _plain(field.name, getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
-        """The inverse of ``to_dict``. Unknown keys are refused, because they would describe a different model."""
-        assert is_dataclass(cls)
-        if not isinstance(values, dict):
-            raise TypeError(f"configuration is {values!r} ({type(values).__name__}); expected a dict, as {cls.__name__}.to_dict() makes it")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"configuration has unknown keys {', '.join(unknown)}; {cls.__name__} knows {', '.join(known)}")
-        missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
-        if missing:
-            raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
-        pattern = values.get("block_pattern")
-        if isinstance(pattern, str) and OBJECT in pattern:
-            # in this process another pattern may have that name
-            raise ValueError(
-                f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
-            )
-        return cls(**values)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the configuration as JSON, atomically: a reader sees either the old file or the new one."""
-        write_text(path, _text(self))
-
-    @classmethod
-    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        """Loads the configuration from a file that ``save`` wrote.
-
-        Raises:
-            ValueError: if the file is not JSON or not a configuration of this class; the message names the file.
-        """
-        return cls._read(Path(path).read_bytes(), str(path))
-
-    @classmethod
-    def _read(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
-        values = parse_json(text, name)
-        try:
-            return cls.from_dict(values)
-        # values in a file are not trusted: a string in place of a number means a bad file, not a wrong call
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"{name} is no {cls.__name__}: {error}") from error
-
-
-def _text(config: ModelConfig) -> str:
-    return json.dumps(config.to_dict(), indent=2) + "\n"
-
-
-def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, ModelConfig):
-        return value.to_dict()
-    if isinstance(value, BlockPattern):
-        if value.holds_objects:
-            raise ValueError(
-                f"{name} is {value!r}, which holds a function or a tensor and cannot be written to a file; use a pattern of numbers"
-            )
-        return value.spec()
-    if isinstance(value, tuple):
-        return [_plain(name, x) for x in value]
-    return value
 
 
 class Pretrained(nn.Module):
@@ -122,8 +39,6 @@ class Pretrained(nn.Module):
 
         >>> print(create_model("longnet-125m", device="meta").summary())
         """
-        from dilated_attention.models.summary import summarise
-
         sizes = {name: parameter.numel() for name, parameter in self.named_parameters()}
         return summarise(type(self).__name__, getattr(self.config, "encoder", self.config), sizes, lengths, memory)
 
@@ -138,7 +53,7 @@ class Pretrained(nn.Module):
             OSError: if a file cannot be written; the folder still holds a whole model, the old one unless only the last step failed.
             ValueError: if weights are on meta or sharded over processes, or a pattern holds a Python function or a tensor.
         """
-        write_folder(Path(path), _text(self.config), self.state_dict())
+        write_folder(Path(path), config_text(self.config), self.state_dict())
 
     @classmethod
     def from_pretrained(

@@ -1,7 +1,7 @@
 """Patterns define which queries attend to which keys. They are frozen, validated records that can count and draw themselves."""
 
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.base import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.compose import Intersection, PerHead, Union
 from dilated_attention.pattern.blocks.content import ChosenBlocks, TopBlocks
 from dilated_attention.pattern.blocks.density import Sparsity, with_sparsity
@@ -13,7 +13,6 @@ from dilated_attention.pattern.blocks.whole_blocks import Axial, BlockTensor, Di
 from dilated_attention.pattern.blocks.window import Causal, Document, LocalWindow
 from dilated_attention.pattern.checks import MAX_LENGTH
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
-from dilated_attention.pattern.spec import pattern_from_spec
 
 __all__ = [
     "MAX_LENGTH",

@@ -8,21 +8,60 @@ import inspect
 import itertools
 import operator
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from dilated_attention.files import parse_json
-from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.base import Pattern
 
 OBJECT = "object:"
 _CLASS = "pattern"
-_KINDS: dict[str, type[BlockPattern]] = {}
-_living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
+_KINDS: dict[str, type[SpecPattern]] = {}
+_living: weakref.WeakValueDictionary[int, SpecPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def register_kind(kind: type[BlockPattern]) -> None:
+@dataclass(frozen=True)
+class SpecPattern(Pattern):
+    """A pattern that can be written as a string and restored: its fields are numbers, strings, tuples and patterns of this kind."""
+
+    # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
+    holds_objects: ClassVar[bool] = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy gets a new name, since the original may be freed before it
+        self.__dict__.update(state)
+        if self.holds_objects:
+            name_object(self)
+
+    def spec(self) -> str:
+        """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
+        if torch.compiler.is_compiling():
+            return _written(self)
+        # computed once, since every call of an op needs it
+        if "_spec" not in self.__dict__:
+            kind = vars(type(self))
+            if "__init__" in kind and "__dataclass_fields__" not in kind:
+                raise TypeError(
+                    f"{type(self).__name__} has an __init__ of its own and is no dataclass, so two of them cannot be told apart; "
+                    "write its arguments as fields and decorate it with @dataclass(frozen=True)"
+                )
+            self.__dict__["_spec"] = _written(self)
+        spec: str = self.__dict__["_spec"]
+        return spec
+
+    @property
+    def lives_here(self) -> bool:
+        """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
+        return OBJECT in self.spec()
+
+
+def register_kind(kind: type[SpecPattern]) -> None:
     """Registers a pattern class by its name. Defining it again, as notebooks do, replaces it."""
     known = _KINDS.get(kind.__name__)
     if known is not None and known.__module__ != kind.__module__:
@@ -32,27 +71,18 @@ def register_kind(kind: type[BlockPattern]) -> None:
         _read_and_kept.cache_clear()
 
 
-def spec_of(pattern: BlockPattern) -> str:
-    return _written(pattern)
-
-
-def pattern_from_spec(spec: str) -> BlockPattern:
-    """Restores the pattern that ``BlockPattern.spec`` wrote.
-
-    Raises:
-        RuntimeError: the pattern held a Python function or a tensor, and has been freed or was in another process.
-        ValueError: the string is not the spec of a pattern.
-    """
+def restored(spec: str) -> SpecPattern:
+    """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
     # a cache would keep live objects alive forever
     return _read(spec) if OBJECT in spec else _read_and_kept(spec)
 
 
-def _read(spec: str) -> BlockPattern:
+def _read(spec: str) -> SpecPattern:
     try:
         pattern = _value(parse_json(spec, "spec"))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"spec is {spec[:200]!r}; expected what BlockPattern.spec() returns ({error})") from error
-    if not isinstance(pattern, BlockPattern):
+    if not isinstance(pattern, SpecPattern):
         raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns")
     return pattern
 
@@ -62,7 +92,7 @@ _read_and_kept = functools.lru_cache(maxsize=256)(_read)
 
 def _written(value: Any) -> str:
     """Writes ``value`` as JSON by hand, with code that torch.compile can trace: a pattern may be made inside a compiled function."""
-    if isinstance(value, BlockPattern):
+    if isinstance(value, SpecPattern):
         if value.holds_objects:
             return f'"{OBJECT}{_number_of(value)}"'
         fields = [f'"{_CLASS}":"{type(value).__name__}"']
@@ -86,7 +116,7 @@ def _written(value: Any) -> str:
     return '"' + value + '"'
 
 
-def name_object(pattern: BlockPattern) -> None:
+def name_object(pattern: SpecPattern) -> None:
     """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
     # not inside a compiled function, where nothing would keep the pattern alive until the graph runs
     if not torch.compiler.is_compiling():
@@ -95,7 +125,7 @@ def name_object(pattern: BlockPattern) -> None:
         _living[number] = pattern
 
 
-def _number_of(pattern: BlockPattern) -> int:
+def _number_of(pattern: SpecPattern) -> int:
     number = getattr(pattern, "_number", None)
     if number is None:
         raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")

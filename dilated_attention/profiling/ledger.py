@@ -12,10 +12,38 @@ from typing import Any
 
 import torch
 
-from dilated_attention.profiling.profile import OpMemory
-
 OUTSIDE = "(outside of ops)"
 _BACKWARD = "autograd::engine::"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpMemory:
+    """What all calls of one op allocated, in bytes; allocations of nested ops count towards the outermost op.
+
+    Args:
+        name: such as ``"aten::mm"``; with "(backward)" where autograd called it.
+        calls: number of calls that allocated or freed anything.
+        allocated: by all calls together, whether freed since or not.
+        largest: the largest single allocation.
+        peak: the most bytes of one call's own allocations alive at once.
+        kept: the most bytes of one call's own allocations alive at its end: results, and what is saved for the backward.
+        at_peak: bytes alive when the whole profile was at its peak.
+        inner: (name, bytes) allocated by the ops that it called, largest first.
+    """
+
+    name: str
+    calls: int
+    allocated: int
+    largest: int
+    peak: int
+    kept: int
+    at_peak: int
+    inner: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def scratch(self) -> int:
+        """Returns the bytes of one call beyond what it leaves allocated."""
+        return max(0, self.peak - self.kept)
 
 
 @dataclass

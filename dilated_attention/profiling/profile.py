@@ -1,46 +1,33 @@
-"""The results of a memory profile: figures of the allocator, and of each op."""
+"""The results of a memory profile: figures of the allocator and of each op, and advice on what would need less memory.
+
+Each rule of the advice applies only where the figures support it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from dilated_attention.engine.branches.chunking import TRANSIENT_BYTES, TRANSIENT_SHARE
+from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.oom.device_memory import size_text
-from dilated_attention.engine.oom.requirement import Need
+from dilated_attention.engine.oom.requirement import Need, dtype_text
+from dilated_attention.profiling.ledger import OUTSIDE, OpMemory
 
 # rows of the printed table; ``ops`` contains all
 _SHOWN = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpMemory:
-    """What all calls of one op allocated, in bytes; allocations of nested ops count towards the outermost op.
-
-    Args:
-        name: such as ``"aten::mm"``; with "(backward)" where autograd called it.
-        calls: number of calls that allocated or freed anything.
-        allocated: by all calls together, whether freed since or not.
-        largest: the largest single allocation.
-        peak: the most bytes of one call's own allocations alive at once.
-        kept: the most bytes of one call's own allocations alive at its end: results, and what is saved for the backward.
-        at_peak: bytes alive when the whole profile was at its peak.
-        inner: (name, bytes) allocated by the ops that it called, largest first.
-    """
-
-    name: str
-    calls: int
-    allocated: int
-    largest: int
-    peak: int
-    kept: int
-    at_peak: int
-    inner: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def scratch(self) -> int:
-        """Returns the bytes of one call beyond what it leaves allocated."""
-        return max(0, self.peak - self.kept)
+# ratio of reserved to allocated memory from which fragmentation is reported
+FRAGMENTED = 1.2
+# share of the peak from which an item is reported
+SHARE = 0.1
+# share of a GPU's memory from which distributing one call over several GPUs is suggested
+MOST_OF_A_GPU = 0.5
+OURS = "dilated_attention::"
+_BACKWARD = ("_backward", "(backward)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +107,7 @@ class MemoryProfile:
 
     def advice(self) -> list[str]:
         """Returns advice on what would need less memory, each with its reason and the measured figures; [] where none applies."""
-        from dilated_attention.profiling.advice import advice_of
-
-        return advice_of(self)
+        return _advice(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the profile as plain numbers, strings, lists and dicts."""
@@ -170,3 +155,139 @@ def _table(ops: tuple[OpMemory, ...]) -> list[str]:
     if len(ops) > _SHOWN:
         lines.append(f"  and {len(ops) - _SHOWN} more that allocated {size_text(sum(op.allocated for op in ops[_SHOWN:]))}")
     return lines
+
+
+def _advice(profile: MemoryProfile) -> list[str]:
+    """Returns sentences of advice, generally the most effective first; [] where none applies."""
+    rules = (_fragmentation, _retries, _no_backward, _activations, _dtype, _detached, _lse_gradient, _chunks, _ring)
+    return [text for rule in rules for text in rule(profile)]
+
+
+def _fragmentation(profile: MemoryProfile) -> Iterator[str]:
+    if profile.fragmentation is None or profile.fragmentation <= FRAGMENTED:
+        return
+    figures = f"{_text(profile.peak_reserved)} were reserved for {_text(profile.peak_allocated)} in tensors, {profile.fragmentation:.2f} times as much"
+    if "expandable_segments:True" in profile.allocator:
+        yield f"torch.cuda.empty_cache() between phases of different streams or sizes: {figures}, with expandable_segments on already"
+    else:
+        yield (
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the program starts: {figures}, as blocks of many sizes do "
+            "not fit into one another. On an H200 it took 200 random lengths of every attention from 3.03-4.09 to 1.01-1.16; in torch's own setting the "
+            "longest length first comes to 1.01-1.33"
+        )
+
+
+def _retries(profile: MemoryProfile) -> Iterator[str]:
+    if profile.retries:
+        yield (
+            f"a smaller batch or length, or any other way below, for speed too: the GPU was full {profile.retries} times, and each time cached "
+            "memory was given back with a wait for the GPU"
+        )
+
+
+def _no_backward(profile: MemoryProfile) -> Iterator[str]:
+    """Forwards that keep what their backward needs, although no backward follows."""
+    asked = [seen for seen in profile.seen if seen.need.needs_grad and not seen.need.is_backward]
+    kept = _waiting(profile)
+    if asked and not _has_backward(profile) and kept >= SHARE * _peak(profile):
+        yield (
+            f"torch.no_grad() or torch.inference_mode() if no backward is to come: {sum(seen.count for seen in asked)} attentions were asked for "
+            f"gradients, and {size_text(kept)} of {size_text(_peak(profile))} at the peak are results of forwards"
+        )
+
+
+def _activations(profile: MemoryProfile) -> Iterator[str]:
+    """Forward results at the peak of a training step; not reported where they are recomputed already."""
+    kept = _waiting(profile)
+    calls = sum(seen.count for seen in profile.seen if seen.need.is_backward)
+    again = any(op.name.startswith(OURS) and op.name.endswith(" (backward)") for op in profile.ops)
+    if calls >= 2 and not again and kept >= SHARE * _peak(profile):
+        yield (
+            f"checkpoint_activations=True of the models, or torch.utils.checkpoint around each block: {size_text(kept)} of "
+            f"{size_text(_peak(profile))} at the peak are results of forwards that wait for their backward, of {calls} attentions; of one block it "
+            f"would be about {size_text(kept / calls)}, and the blocks' inputs"
+        )
+
+
+def _dtype(profile: MemoryProfile) -> Iterator[str]:
+    need = _largest(profile, lambda need: need.setting.dtype.itemsize > 2 and need.can_shorten)
+    if need is None:
+        return
+    now, then = need.bytes_at(need.setting), need.bytes_at(replace(need.setting, dtype=torch.bfloat16))
+    if now - then >= SHARE * _peak(profile):
+        yield (
+            f"bfloat16 in place of {dtype_text(need.setting.dtype)}, by torch.autocast or .to(torch.bfloat16): {need.op} with {need.shapes} needs "
+            f"{size_text(then)} in place of {size_text(now)}, and sums in float32 all the same"
+        )
+
+
+def _detached(profile: MemoryProfile) -> Iterator[str]:
+    need = _largest(profile, lambda need: need.setting.detached)
+    if need is None:
+        return
+    saved = need.bytes_at(need.setting) - need.bytes_at(replace(need.setting, detached=False))
+    if saved >= SHARE * _peak(profile):
+        yield f'mixture_grad="exact" in place of "detached" where TorchScale\'s gradient is not needed: {need.op} keeps {size_text(saved)} less'
+
+
+def _lse_gradient(profile: MemoryProfile) -> Iterator[str]:
+    for seen in profile.seen:
+        scratch = _scratch(profile, f"{OURS}{seen.need.op}_backward")
+        if seen.need.lse_gradient and scratch >= SHARE * _peak(profile):
+            yield (
+                f"lse.detach() where lse is only looked at: {seen.count} backwards of {seen.need.op} took {size_text(scratch)} beside their results, "
+                "and with a gradient through lse most kernels run a second time on tensors as large as q, k and v"
+            )
+
+
+def _chunks(profile: MemoryProfile) -> Iterator[str]:
+    """Memory that this library's ops allocate and free within a call; two constants of the engine limit it."""
+    found = max((op for op in profile.ops if op.name.startswith(OURS)), key=lambda op: op.scratch, default=None)
+    limit = PART_BYTES["cpu"] if profile.device == "cpu" else TRANSIENT_BYTES
+    if found is None or found.scratch < max(limit // 2, SHARE * _peak(profile)):
+        return
+    took = f"{found.name.removeprefix(OURS)} took {size_text(found.scratch)} in a call beside what it left, where results of launches wait for their merge"
+    if profile.device == "cpu":
+        yield f'dilated_attention.engine.branches.launch_views.PART_BYTES["cpu"] below its {size_text(limit)}: {took}; smaller launches cost time'
+    else:
+        yield (
+            f"dilated_attention.engine.branches.chunking.TRANSIENT_BYTES below its {size_text(limit)} (or TRANSIENT_SHARE below {TRANSIENT_SHARE:.0%} of q, k and v, "
+            f"if that is more): {took}; smaller chunks are more launches"
+        )
+
+
+def _ring(profile: MemoryProfile) -> Iterator[str]:
+    """A single call that takes most of a GPU: over how many GPUs it would take half as much of each."""
+    need = _largest(profile, lambda need: need.device.type == "cuda")
+    if need is not None and need.bytes_at(need.setting) >= MOST_OF_A_GPU * profile.total:
+        for way in need.ways:
+            yield from (
+                f"{text}, in place of {size_text(need.bytes_at(need.setting))} on one" for text in way(need.bytes_at(need.setting) // 2)
+            )
+
+
+def _largest(profile: MemoryProfile, applies: Callable[[Need], bool]) -> Need | None:
+    """Returns the call that needs the most memory, among those whose need is known."""
+    needs = [seen.need for seen in profile.seen if seen.need.terms is not None and applies(seen.need)]
+    return max(needs, key=lambda need: need.bytes_at(need.setting), default=None)
+
+
+def _waiting(profile: MemoryProfile) -> int:
+    """Returns the bytes at the peak that forwards had allocated."""
+    return sum(op.at_peak for op in profile.ops if not op.name.endswith(_BACKWARD) and op.name != OUTSIDE)
+
+
+def _has_backward(profile: MemoryProfile) -> bool:
+    return any(op.name.endswith(_BACKWARD) for op in profile.ops)
+
+
+def _scratch(profile: MemoryProfile, name: str) -> int:
+    return max((op.scratch for op in profile.ops if op.name == name), default=0)
+
+
+def _peak(profile: MemoryProfile) -> int:
+    return profile.peak_allocated or 0
+
+
+def _text(size: int | None) -> str:
+    return size_text(size or 0)

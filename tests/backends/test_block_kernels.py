@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dilated_attention.backends import Options, Request, detect, registry
-from dilated_attention.backends.base import Dropout
 from dilated_attention.backends.block_kernels import block_gather
 from dilated_attention.backends.block_kernels.flex_tables import block_mask
-from dilated_attention.backends.dropout import keep_mask
+from dilated_attention.backends.dropout import Dropout, keep_mask
 from dilated_attention.backends.torch_ops import flex
 from tests.helpers.block_cases import BlockCase, Problem, expected, lists_from_dense, make, masked_softmax
 

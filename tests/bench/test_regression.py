@@ -16,7 +16,7 @@ from dilated_attention.bench.measure.reference_timing import YARDSTICKS, Figures
 from dilated_attention.bench.report.baseline import slug
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
-from dilated_attention.bench.suites import SUITES, regression
+from dilated_attention.bench.suites import regression
 from dilated_attention.bench.workloads.contenders import MODULES, STANDARD
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
@@ -210,7 +210,7 @@ class Slept(Suite):
 
 
 def test_rows_of_another_suite_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(SUITES, "slept", Slept)
+    monkeypatch.setitem(regression.COMPARED, "slept", Slept)
     given = command(tmp_path, "--suites", "slept", "--no-plots", "--threshold", "0.4")
     assert main([*given, "--save-baseline"]) == 0
     assert main(given) == 0

@@ -14,7 +14,7 @@ from dilated_attention.cli import main
 from dilated_attention.cli.terminal import drawing
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, Pattern, with_sparsity
 from dilated_attention.pattern.cells import cell_pairs, cell_size, cell_sizes
-from dilated_attention.pattern.coverage import pairs_of_at_least
+from dilated_attention.pattern.dilated import pairs_of_at_least
 
 DILATED = ["show", "dilated", "--segment-lengths", "16", "32", "--dilation-rates", "1", "2"]
 PATTERNS = [

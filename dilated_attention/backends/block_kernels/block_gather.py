@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Dropout, Options, accumulation_dtype
+from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.backends.block_lists import WORD, BlockLists
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.nonfinite import ContainedBackend
 
 # bytes of keys, values and pairs of one piece. On a CPU it fits near the caches (2 to 64 MiB differ by less than the timings vary); on a

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
-from dilated_attention.backends.flash.fp8 import Quantised, quantise, restore_
+from dilated_attention.backends.flash.fp8 import Quantised, quantise_torch, restore_torch_
 from dilated_attention.backends.hardware import refresh
 
 # keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
@@ -22,6 +22,25 @@ _MOST_SPLITS = 128
 # the largest size of the float32 results of all splits of a launch
 _SPLIT_BYTES = 2**30
 _LEAST_ROWS = 1024
+
+
+def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
+    """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
+    if x.device.type == "cuda":
+        # imported here, since not every machine has Triton
+        from dilated_attention.backends.flash.fp8_triton import quantise_triton
+
+        return quantise_triton(x, num_scales, centre=centre)
+    return quantise_torch(x, num_scales, centre=centre)
+
+
+def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
+    """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
+    if q.device.type == "cuda":
+        from dilated_attention.backends.flash.fp8_triton import restore_triton_
+
+        return restore_triton_(out, lse, q, k_mean, v_mean, scale)
+    return restore_torch_(out, lse, q, k_mean, v_mean, scale)
 
 
 class Flash3Fp8Backend(Backend):

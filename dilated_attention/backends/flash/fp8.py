@@ -31,27 +31,8 @@ class Quantised(NamedTuple):
     mean: torch.Tensor | None
 
 
-def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
-    """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
-    if x.device.type == "cuda":
-        # imported here, since not every machine has Triton
-        from dilated_attention.backends.flash.fp8_triton import quantise_triton
-
-        return quantise_triton(x, num_scales, centre=centre)
-    return quantise_torch(x, num_scales, centre=centre)
-
-
-def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
-    """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
-    if q.device.type == "cuda":
-        from dilated_attention.backends.flash.fp8_triton import restore_triton_
-
-        return restore_triton_(out, lse, q, k_mean, v_mean, scale)
-    return restore_torch_(out, lse, q, k_mean, v_mean, scale)
-
-
 def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
-    """The reference definition of ``quantise`` in plain torch.
+    """Quantises as ``flash3_fp8.quantise`` does; the definition, in plain torch.
 
     ``dtype=torch.float32`` omits the rounding, for tests of the kernels in Triton's interpreter, which rounds to e4m3 wrongly where a
     mantissa carries.
@@ -73,7 +54,7 @@ def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dt
 
 
 def restore_torch_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
-    """The reference definition of ``restore_`` in plain torch."""
+    """Restores as ``flash3_fp8.restore_`` does; the definition, in plain torch."""
     P, L, G, D = q.shape
     K = k_mean.shape[1]
     q = q.reshape(P, L, K, G // K, D)

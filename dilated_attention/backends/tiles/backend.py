@@ -13,7 +13,7 @@ import torch
 from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
 
 if TYPE_CHECKING:
-    from dilated_attention.backends.tiles.run import Prepared, TileCall
+    from dilated_attention.backends.tiles.call import Prepared, TileCall
 
 
 _MAX_FLOAT32 = 128
@@ -86,21 +86,21 @@ def float32_precision() -> str:
 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, options: Options) -> Prepared:
-    from dilated_attention.backends.tiles import run
+    from dilated_attention.backends.tiles.call import prepared
 
     band = options.mask.band
     if options.causal:
         # the last query sees the last key
         band = (None, k.shape[1] - q.shape[1])
     call = _dense_call(q.shape[1], k.shape[1], q.shape[2], options.scale, band, float32_precision())
-    return run.prepared(call, q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device)
+    return prepared(call, q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _dense_call(
     num_queries: int, num_keys: int, heads: int, scale: float, band: tuple[int | None, int | None] | None, precision: str
 ) -> TileCall:
-    from dilated_attention.backends.tiles.run import TileCall
+    from dilated_attention.backends.tiles.call import TileCall
     from dilated_attention.backends.tiles.table import Walk
 
     longest = max(num_queries, num_keys)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,175 +12,17 @@ from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
-from dilated_attention.backends.tiles import padding as pad
+from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import Launch, Workspace
-from dilated_attention.backends.tiles.scratch import Extent, all_aligned
-from dilated_attention.backends.tiles.sizes import head_blocks, sizes
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
+from dilated_attention.backends.tiles.scratch import all_aligned
+from dilated_attention.backends.tiles.sizes import sizes
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
-# compute capabilities with 163 KiB of shared memory per program, or more
-_LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 Tensors = tuple[torch.Tensor, ...]
 _LOG2_E = 1.4426950408889634
 # elements per program of the merge kernel and of the sum kernel
 _MERGE, _SUM = 4096, 4096
-
-
-@dataclass(frozen=True)
-class TileCall:
-    """Everything about a call except its tensors.
-
-    Args:
-        walk: branches, documents, and positions of the queries.
-        offsets: o of each branch and head; −1 if the head does not run the branch.
-        left, right: query i sees keys i − left … i + right; None if unbounded. Causal is right = 0. Windows need one branch of rate 1.
-        zero_keys: whether each segment has the zero keys of ``tail="zero_keys"``.
-    """
-
-    walk: Walk
-    offsets: tuple[tuple[int, ...], ...]
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    zero_keys: bool = False
-    precision: str = "ieee"
-
-    @property
-    def num_heads(self) -> int:
-        return len(self.offsets[0])
-
-
-class Prepared:
-    """What all launches of a call on one device share: tables, constants and grids. It is built once."""
-
-    def __init__(self, call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        walk = call.walk
-        self.call, self.batch, self.kv_heads = call, batch, kv_heads
-        self.head_dim, self.dtype, self.device = head_dim, dtype, device
-        self.num_heads, self.group = call.num_heads, call.num_heads // kv_heads
-        self.q_first, q_last = walk.queries
-        self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
-        heads = range(0, self.num_heads, self.group)
-        self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
-        assert self.shared or walk.key_direct < 0
-        self.key_heads = kv_heads if self.shared else self.num_heads
-        # numbers of places: those that the merge and the sum read, and those of all branches, for δ
-        query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
-        self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
-        if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
-            raise ValueError(
-                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions of a head; the tiles count to {MAX_PLACES:,}: "
-                'use backend="auto", or shorter sequences'
-            )
-        self.key_part_rows = key_spans.num_places
-        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
-        self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
-        self.spans, self.starts, self.rates = spans_on(device, walk, False)
-        self.key_spans = spans_on(device, walk, True)[0]
-        self._shared = [self.offsets, self.spans, self.starts, self.rates, self.key_spans]
-        self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
-        D0, D1 = head_blocks(head_dim)
-        self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
-        self.bounds = (call.left or 0, call.right or 0)
-        self.constants: dict[str, Any] = {
-            "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
-        }  # fmt: skip
-        # words per branch in a packed mask
-        self.words = max(pad.words_of(rate, self.num_keys) for _, rate in walk.branches)
-        self.columns = 1 << (head_dim - 1).bit_length()
-        self.index = device.index or 0
-        # whether a program has only 99 KiB of shared memory, instead of 163 or 227
-        self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
-        self._tables: dict[tuple[bool, int], torch.Tensor] = {}
-        self.launches: dict[Hashable, tuple[Launch, ...]] = {}
-
-    def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the packed mask (B, branches, words) int32 that the kernels of queries read: see ``padding.py``."""
-        if padding is None:
-            return None
-        branches = self.call.walk.num_branches
-        words = torch.empty((self.batch, branches, self.words), dtype=torch.int32, device=self.device)
-        key = "pack", padding.stride(0)
-        if key not in self.launches:
-            blocks = -(-self.words // pad.WORDS)
-            numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
-            self.launches[key] = (Launch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}),)
-        tensors = padding, self.rates, words
-        with on_device(self.device):
-            self.here()
-            self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
-        return words
-
-    def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
-
-        Args:
-            padding: packed for the kernels of queries, unpacked for the kernel of keys.
-        """
-        assert rows is not None
-        nothing = self.offsets
-        return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
-
-    def here(self) -> None:
-        """Prepares the current stream for launches.
-
-        If it is not the stream that copied the tables, it waits for the copies, and the tables' memory is marked as used by it.
-        """
-        if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
-            return
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self._copied)
-        for table in self._shared:
-            table.record_stream(stream)
-
-    def table(self, of_keys: bool, rows: int) -> torch.Tensor:
-        """Returns the table of tiles of ``rows`` queries, or keys, on the device."""
-        found = self._tables.get((of_keys, rows))
-        if found is None:
-            found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0).to(self.device)
-            self._shared.append(found)
-            if self._copied is not None:
-                self._stream = torch._C._cuda_getCurrentRawStream(self.index)
-                self._copied.record(torch.cuda.current_stream(self.device))
-        return found
-
-    def launch(
-        self, which: str, kernel: Any, numbers: Sequence[float], flags: dict[str, Any], masks: dict[str, Any], tensors: Tensors | None
-    ) -> Launch:
-        """Builds one of the three launches over tiles: "forward", "query" or "key".
-
-        Args:
-            flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only that of keys has them.
-            tensors: the tensors that are read by rows, all aligned; None if some are not.
-        """
-        of_keys = which == "key"
-        heads = self.batch * (self.key_heads if of_keys else self.num_heads)
-        hopper = None
-        if tensors is not None and (of_keys or not any(masks.values())):
-            hopper = hopper_launch(self, which, tensors, numbers, {**flags, **masks} if of_keys else flags)
-        if hopper is not None:
-            return hopper
-        size = sizes(which, self.head_dim, self.dtype, self.longest, self.small, masks["DROPOUT"])
-        table = self.table(of_keys, size.rows)
-        blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": self.call.precision, "STAGES": size.stages}
-        constants = {**self.constants, **flags, **masks, **blocks}
-        return Launch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
-
-    def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
-        """Returns (rows per program, programs) of a launch over all rows."""
-        size = max(8, elements // self.columns)
-        return size, -(-rows // size) * heads * self.batch
-
-
-@functools.lru_cache(maxsize=512)
-def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    """Returns a cached ``Prepared``. For packed documents, whose boundaries change, use the class directly."""
-    return Prepared(call, batch, kv_heads, head_dim, dtype, device)
 
 
 def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> Launch | None:
@@ -193,6 +33,29 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
 
     size = launches.sizes(which, p.head_dim)
     return None if size is None or launches.why_not(p, tensors, flags) else launches.launch(p, which, size, numbers, flags)
+
+
+def _tile_launch(
+    p: Prepared, which: str, kernel: Any, numbers: Sequence[float], flags: dict[str, Any], masks: dict[str, Any], tensors: Tensors | None
+) -> Launch:
+    """Builds one of the three launches over tiles: "forward", "query" or "key".
+
+    Args:
+        flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only that of keys has them.
+        tensors: the tensors that are read by rows, all aligned; None if some are not.
+    """
+    of_keys = which == "key"
+    heads = p.batch * (p.key_heads if of_keys else p.num_heads)
+    hopper = None
+    if tensors is not None and (of_keys or not any(masks.values())):
+        hopper = hopper_launch(p, which, tensors, numbers, {**flags, **masks} if of_keys else flags)
+    if hopper is not None:
+        return hopper
+    size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
+    table = p.table(of_keys, size.rows)
+    blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages}
+    constants = {**p.constants, **flags, **masks, **blocks}
+    return Launch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -257,7 +120,7 @@ def _forward_launches(
         call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
-    tiles = p.launch("forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
+    tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
     step, programs = p.tiles(_MERGE, p.num_queries, H)
     merge = Launch(
         combine.merge_kernel,
@@ -333,11 +196,11 @@ def _backward_launches(
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
     numbers = (*q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds, *drawing)
-    queries = p.launch("query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
+    queries = _tile_launch(p, "query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
     numbers = (
         *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
-    keys = p.launch("key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
+    keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
     step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
     _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
     sums = Launch(

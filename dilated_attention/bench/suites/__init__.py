@@ -1,18 +1,8 @@
-"""One file per suite, with a separate ``_report`` file where its tables are long. A new suite needs a file here and a line below."""
+"""One file per suite, with a separate ``_report`` file where its tables are long. A new suite needs a file here and a line in ``regression.COMPARED``."""
 
 from dilated_attention.bench.suite import Suite
-from dilated_attention.bench.suites.accuracy import Accuracy
-from dilated_attention.bench.suites.bandwidth import Bandwidth
-from dilated_attention.bench.suites.extreme import Extreme
-from dilated_attention.bench.suites.implementations import Implementations
-from dilated_attention.bench.suites.memory import Memory
-from dilated_attention.bench.suites.regression import Regression
-from dilated_attention.bench.suites.scaling import Scaling
-from dilated_attention.bench.suites.speed import Speed
-from dilated_attention.bench.suites.train_infer import TrainInfer
+from dilated_attention.bench.suites.regression import COMPARED, Regression
 
-_ALL = (Speed, Implementations, Accuracy, Memory, Bandwidth, Extreme, Scaling, TrainInfer, Regression)
-
-SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in _ALL}
+SUITES: dict[str, type[Suite]] = {**COMPARED, Regression.name: Regression}
 
 __all__ = ["SUITES"]

@@ -28,6 +28,14 @@ from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import regression_report as report
+from dilated_attention.bench.suites.accuracy import Accuracy
+from dilated_attention.bench.suites.bandwidth import Bandwidth
+from dilated_attention.bench.suites.extreme import Extreme
+from dilated_attention.bench.suites.implementations import Implementations
+from dilated_attention.bench.suites.memory import Memory
+from dilated_attention.bench.suites.scaling import Scaling
+from dilated_attention.bench.suites.speed import Speed
+from dilated_attention.bench.suites.train_infer import TrainInfer
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, Contender
 from dilated_attention.bench.workloads.problem import Problem
 
@@ -37,6 +45,10 @@ BASELINES = Path("benchmarks") / "baselines"
 CONTENDERS = tuple(
     x for x in (*DENSE, *MODULES, *MULTIHEAD) if x.name not in ("standard", "flash3_fp8", "flash2", "flex", "BlockSparseAttention BigBird")
 )
+# the other suites by name, whose rows can be compared, too
+COMPARED: dict[str, type[Suite]] = {
+    suite.name: suite for suite in (Speed, Implementations, Accuracy, Memory, Bandwidth, Extreme, Scaling, TrainInfer)
+}
 
 
 class Regression(Suite):
@@ -48,11 +60,8 @@ class Regression(Suite):
     in_all = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        from dilated_attention.bench.suites import SUITES
-
-        others = [name for name, suite in SUITES.items() if suite.in_all]
         parser.add_argument(
-            "--suites", nargs="+", choices=(CORE, *others), default=[CORE], help=f"default: {CORE}, short cases of every module"
+            "--suites", nargs="+", choices=(CORE, *COMPARED), default=[CORE], help=f"default: {CORE}, short cases of every module"
         )
         parser.add_argument("--rows", metavar="REGEX", help="only rows whose name or case it finds; default: all")
         parser.add_argument("--baseline", type=Path, help=f"default: {BASELINES}/<hardware>.json")
@@ -191,9 +200,7 @@ def _prepared(
 
 def _suite_groups(name: str, session: Session, how: Check) -> list[Group]:
     """Returns groups of another suite with its default settings; its rows with a time are compared."""
-    from dilated_attention.bench.suites import SUITES
-
-    suite = SUITES[name]()
+    suite = COMPARED[name]()
     own = argparse.ArgumentParser(add_help=False)
     suite.add_arguments(own)
     inner = replace(session, options=own.parse_args([]))

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists, pack, unpack
 from dilated_attention.engine.blocks.lists import block_lists
-from dilated_attention.engine.blocks.selection_grid import Document, Grid, make_grid, num_rows_of, num_words_of
+from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.oom.requirements import choice_need
 from dilated_attention.engine.ops.op_hooks import watched
@@ -31,29 +31,9 @@ from dilated_attention.pattern.blocks.content import share_of
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
 # bytes of positions at a time, in the dtype they are summed in
 _MEAN_BYTES = 2**26
-# Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS, and
-# ``mass`` is in units of 2**-SHARE_BITS. Together with 2**16 columns they fill 62 bits.
-_WEIGHT_BITS, SHARE_BITS = 24, 22
-
-
-class Part(NamedTuple):
-    """The data of some rows of one document that the choice reads. Columns are those of the document.
-
-    Args:
-        own, scored, seen: the entries of these rows, see ``Grid``.
-        budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
-        always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
-        within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
-        real: (B, words) int32: blocks with at least one key that is not padding; None for all.
-    """
-
-    own: torch.Tensor
-    scored: torch.Tensor
-    seen: torch.Tensor
-    budget: torch.Tensor | None
-    always: torch.Tensor | None
-    within: torch.Tensor | None
-    real: torch.Tensor | None
+# Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS.
+# Together with SHARE_BITS and 2**16 columns that fills 62 bits.
+_WEIGHT_BITS = 24
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())

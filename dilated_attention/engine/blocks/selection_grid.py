@@ -14,6 +14,8 @@ import torch
 from dilated_attention.backends.block_lists import WORD
 
 Range = tuple[int, int]
+# ``mass`` is in units of 2**-SHARE_BITS
+SHARE_BITS = 22
 
 
 class Document(NamedTuple):
@@ -54,6 +56,26 @@ class Grid:
     seen: torch.Tensor
     missing: torch.Tensor
     last_scored: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """The data of some rows of one document that the choice reads. Columns are those of the document.
+
+    Args:
+        own, scored, seen: the entries of these rows, see ``Grid``.
+        budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
+        always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
+        within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
+        real: (B, words) int32: blocks with at least one key that is not padding; None for all.
+    """
+
+    own: torch.Tensor
+    scored: torch.Tensor
+    seen: torch.Tensor
+    budget: torch.Tensor | None
+    always: torch.Tensor | None
+    within: torch.Tensor | None
+    real: torch.Tensor | None
 
 
 def num_rows_of(num_queries: int, q_block: int, query_offset: int, num_documents: int | None) -> int:

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from dilated_attention.backends.base import Backend, Dropout, Mask, Options, Request
+from dilated_attention.backends.base import Backend, Mask, Options, Request
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.engine.branches.plan import Problem
 from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
 

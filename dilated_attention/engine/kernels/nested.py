@@ -20,6 +20,10 @@ import torch
 # most table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes; in addition,
 # the entries of a single head take 20 bytes each.
 MAX_TABLE = 2**24
+# limits of the Gluon kernel: query rows and keys of a tile, and number of branches with distinct rates
+TILE_ROWS = 128
+TILE_KEYS = 128
+MAX_DESCRIPTORS = 6
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention.backends.block_lists import on_device
-from dilated_attention.engine.kernels.nested import NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.engine.kernels.nested import (
+    MAX_DESCRIPTORS,
+    TILE_KEYS,
+    NestedFamily,
+    device_offsets,
+    device_table,
+    level_constants,
+)
 from dilated_attention.engine.kernels.nested_gluon import nested_kernel
-from dilated_attention.engine.kernels.nested_triton import MAX_DESCRIPTORS, TILE_KEYS
 
 WARPGROUP_ROWS = 64
 

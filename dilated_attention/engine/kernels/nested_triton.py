@@ -17,13 +17,17 @@ import triton.language as tl
 
 from dilated_attention.backends import NESTED_FACTS
 from dilated_attention.backends.block_lists import on_device
-from dilated_attention.engine.kernels.nested import NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.engine.kernels.nested import (
+    MAX_DESCRIPTORS,
+    TILE_KEYS,
+    TILE_ROWS,
+    NestedFamily,
+    device_offsets,
+    device_table,
+    level_constants,
+)
 
 HEAD_DIMS = tuple(sorted(NESTED_FACTS.head_dims or ()))
-# limits of the Gluon kernel: query rows and keys of a tile, and number of branches with distinct rates
-TILE_ROWS = 128
-TILE_KEYS = 128
-MAX_DESCRIPTORS = 6
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
 
 LOG2_E = tl.constexpr(1.4426950408889634)

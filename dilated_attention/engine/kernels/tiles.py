@@ -11,7 +11,7 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run as tiles
 from dilated_attention.backends.tiles.backend import float32_precision
-from dilated_attention.backends.tiles.run import Prepared, TileCall
+from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.branches.sequential import without_padding
@@ -60,9 +60,9 @@ def make_shares(
     for batch, heads in ranges:
         found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
         # the documents of a batch do not recur, so caching would not help
-        make = tiles.prepared if len(shape.documents) == 1 else Prepared
-        prepared = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
-        shares.append(Share(batch, heads, len(ranges) == 1, prepared))
+        make = prepared if len(shape.documents) == 1 else Prepared
+        made = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
+        shares.append(Share(batch, heads, len(ranges) == 1, made))
     return tuple(shares)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, as_size
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slides import checked_bounds, device_bounds, has_empty, rows_of_slides
-from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, check_positive

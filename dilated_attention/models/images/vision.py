@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, as_size
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.slide_encoder import check_encoder
-from dilated_attention.models.saving import ModelConfig, Pretrained
+from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_positive

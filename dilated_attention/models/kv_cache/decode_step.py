@@ -15,10 +15,10 @@ from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode.keys import Runs, WindowKeys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional.single import autocast
+from dilated_attention.models.kv_cache.storage import Storage
 from dilated_attention.modules.rotary import Table, rotate
 
 if TYPE_CHECKING:
-    from dilated_attention.models.kv_cache.cache import Cache
     from dilated_attention.modules._projections import MultiheadProjections
 
 # (rotation table of queries, rotation table of keys)
@@ -28,7 +28,7 @@ Tables = tuple[Table, Table]
 class Use(ABC):
     """A pass. What all layers share is computed once, at its beginning."""
 
-    def __init__(self, cache: Cache, requests: slice, count: int) -> None:
+    def __init__(self, cache: Storage, requests: slice, count: int) -> None:
         self.cache, self.requests, self.count = cache, requests, count
         self._begun = cache.changes[requests]
         self._rotations: dict[Any, Tables] = {}
@@ -106,7 +106,7 @@ class Step(Use):
     Nothing here depends on the lengths on the host, so a CUDA graph may replay it.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Storage) -> None:
         super().__init__(cache, slice(0, cache.num_requests), 1)
         self.positions = cache.positions
         runs = cache.row_keys.runs(self.positions)
@@ -154,7 +154,7 @@ class Chunk(Use):
     It runs the layer's forward attention over the cached keys and the chunk's own.
     """
 
-    def __init__(self, cache: Cache, requests: slice, start: int, count: int) -> None:
+    def __init__(self, cache: Storage, requests: slice, start: int, count: int) -> None:
         super().__init__(cache, requests, count)
         self.start = start
         # for each layer, keys and values that can only be written at the end of the pass

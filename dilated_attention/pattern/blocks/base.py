@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
+from dilated_attention.pattern.drawing import draw
+from dilated_attention.pattern.spec import SpecPattern, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
@@ -89,7 +90,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class BlockPattern(Pattern):
+class BlockPattern(SpecPattern):
     """A pattern with m = 1 on the pairs that it keeps, computed block by block.
 
     ``allowed`` says which pairs are kept. Patterns compose by ``|`` (either keeps the pair), ``&`` (both do) and ``PerHead``.
@@ -103,33 +104,16 @@ class BlockPattern(Pattern):
 
     # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
     is_tight: ClassVar[bool] = True
-    # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
-    holds_objects: ClassVar[bool] = False
     # whether the blocks are chosen by the content of q and k; such a pattern defines itself what | and & with it mean
     is_chosen: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        from dilated_attention.pattern.spec import register_kind
-
         super().__init_subclass__(**kwargs)
         register_kind(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", checked_block_size(self.block_size))
         if self.holds_objects:
-            from dilated_attention.pattern.spec import name_object
-
-            name_object(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy gets a new name, since the original may be freed before it
-        self.__dict__.update(state)
-        if self.holds_objects:
-            from dilated_attention.pattern.spec import name_object
-
             name_object(self)
 
     @property
@@ -289,35 +273,20 @@ class BlockPattern(Pattern):
 
         return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
 
-    def spec(self) -> str:
-        """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
-        from dilated_attention.pattern.spec import spec_of
-
-        if torch.compiler.is_compiling():
-            return spec_of(self)
-        # computed once, since every call of an op needs it
-        if "_spec" not in self.__dict__:
-            kind = vars(type(self))
-            if "__init__" in kind and "__dataclass_fields__" not in kind:
-                raise TypeError(
-                    f"{type(self).__name__} has an __init__ of its own and is no dataclass, so two of them cannot be told apart; "
-                    "write its arguments as fields and decorate it with @dataclass(frozen=True)"
-                )
-            self.__dict__["_spec"] = spec_of(self)
-        spec: str = self.__dict__["_spec"]
-        return spec
-
-    @property
-    def lives_here(self) -> bool:
-        """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
-        from dilated_attention.pattern.spec import OBJECT
-
-        return OBJECT in self.spec()
-
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
-        from dilated_attention.pattern.drawing import draw
-
         return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+
+
+def pattern_from_spec(spec: str) -> BlockPattern:
+    """Restores the pattern that ``BlockPattern.spec`` wrote.
+
+    Raises:
+        RuntimeError: the pattern held a Python function or a tensor, and has been freed or was in another process.
+        ValueError: the string is not the spec of a pattern.
+    """
+    pattern = restored(spec)
+    assert isinstance(pattern, BlockPattern)
+    return pattern
 
 
 def checked_positions(num_positions: Any) -> int:

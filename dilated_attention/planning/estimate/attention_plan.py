@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dilated_attention.engine.memory import MemoryEstimate
+from dilated_attention.models.summary import readable
+from dilated_attention.planning.estimate.problem import RINGS
 from dilated_attention.planning.estimate.ring_estimate import Exchange
 from dilated_attention.planning.estimate.speed import Pass
+from dilated_attention.planning.text import below_text, columns_text, fit_text, flops_text, seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,80 @@ class AttentionPlan:
         }
 
     def __str__(self) -> str:
-        from dilated_attention.planning.text import plan_text
+        return _text(self)
 
-        return plan_text(self)
+
+def _text(plan: AttentionPlan) -> str:
+    lines = _heading(plan)
+    about = "" if plan.pairs_exact else "about "
+    lines += [
+        "",
+        f"pairs        {about}{plan.pairs:,}: {plan.keys_per_query:,.1f} keys a query, {plan.share_of_dense:.3%} of dense",
+        f"FLOPs        {flops_text(plan.flops[0])} forward" + (f", {flops_text(plan.flops[1])} backward" if plan.training else ""),
+        f"least bytes  {readable(plan.least_bytes[0])} forward"
+        + (f", {readable(plan.least_bytes[1])} backward" if plan.training else "")
+        + " through device memory"
+        + (", a process" if plan.world_size > 1 else ""),
+        "",
+        f"peak memory  {readable(plan.peak)}" + (" a process" if plan.world_size > 1 else ""),
+    ]
+    for name, terms, total in (
+        ("forward", plan.memory.forward, plan.memory.forward_peak),
+        ("backward", plan.memory.backward, plan.memory.backward_peak),
+    ):
+        if terms:
+            lines.append(f"  {name:<9}  {readable(total)} = " + " + ".join(f"{what} {readable(size)}" for what, size in terms))
+    if plan.world_size > 1:
+        moved = plan.exchange.bytes
+        told = "" if plan.exchange.is_exact else "about "
+        lines += ["", f"on the wire  {plan.exchange.name}, {plan.exchange.steps} step{'s' if plan.exchange.steps != 1 else ''}; a process"]
+        lines.append(f"  forward    receives {told}{readable(moved.forward_received)}, sends {told}{readable(moved.forward_sent)}")
+        if plan.training:
+            lines.append(f"  backward   receives {told}{readable(moved.backward_received)}, sends {told}{readable(moved.backward_sent)}")
+    lines.append("")
+    if plan.passes:
+        whole = plan.seconds or 0.0
+        lines.append(f"time         {seconds_text(whole)} (an estimate)")
+        for name, one in zip(("forward", "backward"), plan.passes, strict=False):
+            lines.append(
+                f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
+                f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}"
+                + (f", links {seconds_text(one.links + one.exposed)}" if plan.world_size > 1 else "")
+            )
+            lines.append(f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}")
+    else:
+        lines.append(f"time         no estimate: {plan.no_time}")
+    lines += ["", f"fits         {fit_text(plan.fits, plan.peak, plan.device_memory, plan.longest, plan.memory.reserve)}"]
+    return "\n".join(lines)
+
+
+def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
+    heads = f"{plan.num_heads} heads of {plan.head_dim}" + (f", {plan.num_kv_heads} of keys" if plan.num_kv_heads != plan.num_heads else "")
+    flags = [plan.dtype, "causal" if plan.is_causal else "full", "training" if plan.training else "inference"]
+    spread = f", {plan.world_size} processes, {plan.layout}" if plan.world_size > 1 else ", 1 process" if plan.kind in RINGS else ""
+    lines = [
+        f"{plan.kind}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {heads}, {', '.join(flags)}{spread}",
+        f"on {plan.device} with {readable(plan.device_memory)} (from: {plan.device_source})",
+    ]
+    if plan.pattern != "every key":
+        lines.append(f"pattern: {plan.pattern}")
+    return lines
+
+
+def attention_table(plans: Sequence[AttentionPlan]) -> str:
+    """Formats plans of one call at several lengths; only the last one contains the longest length that fits."""
+    last = plans[-1]
+    spread = last.world_size > 1
+    rows = [("positions", "keys/query", "of dense", "FLOPs", "peak memory", *(("received",) if spread else ()), "time", "fits")]
+    for plan in plans:
+        moved = plan.exchange.bytes
+        received = (readable(moved.forward_received + moved.backward_received),) if spread else ()
+        share = f"{plan.share_of_dense:.2%}" if plan.share_of_dense >= 1e-4 else f"{plan.share_of_dense:.1e}"
+        time = "–" if plan.seconds is None else seconds_text(plan.seconds)
+        rows.append(
+            (
+                f"{plan.num_positions:,}", f"{plan.keys_per_query:,.0f}", share, flops_text(sum(plan.flops)), readable(plan.peak), *received, time,
+                "yes" if plan.fits else "no",
+            )
+        )  # fmt: skip
+    return "\n".join([*_heading(last, "several lengths"), "", *columns_text(rows), "", *below_text(last.longest, [one.source for one in last.passes], last.no_time)])

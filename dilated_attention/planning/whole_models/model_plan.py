@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import USABLE, Summary
+from dilated_attention.models.summary import USABLE, Summary, readable
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.plan import machine_of, most_positions, search
+from dilated_attention.planning.estimate.plan import machine_of, most_positions, pairs_of, search
 from dilated_attention.planning.estimate.problem import Problem, checked_sizes, make_problem
 from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, Exchange, exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
-from dilated_attention.planning.text import seconds_text
+from dilated_attention.planning.text import below_text, columns_text, fit_text, flops_text, seconds_text
 from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, trace_of
 from dilated_attention.validation import check_bool
 
@@ -75,9 +77,60 @@ class ModelPlan:
         return found | {"peak": self.peak}
 
     def __str__(self) -> str:
-        from dilated_attention.planning.text import model_text
+        return _text(self)
 
-        return model_text(self)
+
+def _text(plan: ModelPlan) -> str:
+    lines = _heading(plan)
+    lines += [
+        "",
+        f"parameters   {plan.parameters:,} in {plan.layers} blocks",
+        f"FLOPs        {flops_text(plan.flops)} a {'step' if plan.training else 'forward'}",
+        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", a process" if plan.world_size * plan.weight_shards > 1 else ""),
+    ]
+    lines += [f"  {readable(size):>9}  {what}" for what, size in plan.terms]
+    if plan.world_size > 1:
+        moved = plan.exchange.bytes
+        back = f", {readable(moved.backward_received)} backward" if plan.training else ""
+        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, a layer")
+    if plan.seconds is None:
+        lines.append(f"time         no estimate: {plan.no_time}")
+    else:
+        rate = plan.batch_size * plan.num_positions / plan.seconds
+        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s")
+        # one part per line; text in brackets stays together
+        lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", plan.time_source)]
+    lines.append(f"fits         {fit_text(plan.fits, plan.peak, plan.device_memory, plan.longest)}")
+    return "\n".join(lines)
+
+
+def _heading(plan: ModelPlan, length: str | None = None) -> list[str]:
+    weights = "float32 weights under autocast" if plan.autocast else f"{plan.dtype} weights"
+    flags = [f"{plan.dtype}", weights, "training" if plan.training else "inference"]
+    if plan.checkpoint_activations:
+        flags.append("activations checkpointed")
+    if plan.world_size > 1:
+        flags.append(f"{plan.world_size} processes share a sequence")
+    if plan.weight_shards > 1:
+        flags.append(f"weights over {plan.weight_shards} processes")
+    return [
+        f"{plan.preset}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {', '.join(flags)}",
+        f"on {plan.device} with {readable(plan.device_memory)}",
+    ]
+
+
+def model_table(plans: Sequence[ModelPlan]) -> str:
+    """Formats plans of one model at several lengths; only the last one contains the longest length that fits."""
+    last = plans[-1]
+    rows = [("positions", "FLOPs", "peak memory", "highest", "time", "fits")]
+    for plan in plans:
+        time = "–" if plan.seconds is None else seconds_text(plan.seconds)
+        rows.append(
+            (f"{plan.num_positions:,}", flops_text(plan.flops), readable(plan.peak), plan.moment, time, "yes" if plan.fits else "no")
+        )
+    return "\n".join(
+        [*_heading(last, "several lengths"), "", *columns_text(rows), "", *below_text(last.longest, [last.time_source] if last.time_source else [], last.no_time)]
+    )
 
 
 def plan_model(
@@ -216,8 +269,6 @@ def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> fl
 
 
 def _block_flops(summary: Summary, problem: Problem) -> float:
-    from dilated_attention.planning.estimate.plan import pairs_of
-
     config = summary.config
     keys = pairs_of(problem)[0] / (problem.batch_size * problem.num_positions * problem.num_heads)
     looked_up = 0 if config.tie_embeddings else summary.embedding_parameters

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
 from dilated_attention.backends.tiles.launch import Launch
-
-if TYPE_CHECKING:
-    from dilated_attention.backends.tiles.run import Prepared
 
 _KERNELS = {"forward": forward_kernel.forward_kernel, "query": query_kernel.query_kernel, "key": key_kernel.key_kernel}
 
