@@ -14,7 +14,8 @@ from pathlib import Path
 # read where a Triton kernel is declared, so before any of them is imported
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# read when torch is loaded: tests of two threads run beside other workers, where a thread that waits by spinning takes the core of the one it waits for
+# read when torch is loaded. Tests of two threads run beside other workers, so a thread that spins while it waits may hold the core
+# that the other thread needs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
