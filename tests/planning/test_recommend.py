@@ -239,6 +239,7 @@ def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) ->
     assert (chosen.num_heads, chosen.head_dim) == (24, 64)
 
 
+@pytest.mark.slow
 def test_steps_are_spread_so_that_they_fit() -> None:
     one = recommend("training", 2**16, gpu="H200", parameters=7e9)
     assert one.fits is False and one.memory is not None and "the optimizer alone are too much" in one.setting("memory").reason
