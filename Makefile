@@ -1,4 +1,4 @@
-# make demo · make test · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
+# make demo · make test · make test-fast · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # the GPU tests run with a Python that has torch for CUDA, triton, pytest, pytest-timeout, pytest-xdist and hypothesis: make test-gpu GPU_PYTHON=…
 GPU_PYTHON ?= $(PYTHON)
 
-.PHONY: demo test test-gpu test-gpus lint bench bench-check docs docs-serve clean
+.PHONY: demo test test-fast test-gpu test-gpus lint bench bench-check docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
@@ -22,6 +22,10 @@ demo: $(STAMP)
 # one torch thread a worker: two workers with a thread pool each would fight over the cores
 test: $(STAMP) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# for the inner loop: no slow test, none of several processes, and a few cases of each of the others, always the same ones
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow and not distributed and not sweep and not gpu"
 
 # every test of one GPU to its end, in 12 minutes on an H200 with 16 cores; build/test-gpu.md says what passed and why others did not run
 test-gpu:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # read where a Triton kernel is declared, so before any of them is imported
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# read when torch is loaded. Tests of two threads run beside other workers, so a thread that spins while it waits may hold the core
+# that the other thread needs
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -30,6 +36,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
     config.addinivalue_line("markers", "alone: measures times or free memory, so nothing runs beside it in tests.gpu_suite")
+    config.addinivalue_line("markers", "slow: takes about 3 s or more on one core; make test-fast leaves it out")
+    config.addinivalue_line("markers", "distributed: starts processes or needs several; set here by folder and by what the test calls")
+    config.addinivalue_line("markers", "sweep: a further case of a test with many; set here, so that make test-fast runs a few of each")
     config.addinivalue_line("markers", "kernel(*parameters): cases with equal values of these share compiled kernels, so one process runs them")
     config.addinivalue_line("markers", "gpus: needs two CUDA GPUs or more; skipped without, but with DILATED_GPUS_ON_CPU=1 tried over gloo")
     # of pytest-xdist, which a run may leave out
@@ -39,6 +48,44 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+# what starts processes, by the name that a test's code uses
+_STARTERS = frozenset({"pool_of", "Pool", "fresh_processes", "subprocess", "fork"})
+# cases of one test that make test-fast runs
+CASES_IN_THE_INNER_LOOP = 6
+
+
+def starts_processes(function: Callable[..., object]) -> bool:
+    """Whether the function's code, or that of functions of its module that it names, names what starts processes."""
+    seen, left = set(), [inspect.unwrap(function)]
+    while left:
+        current = left.pop()
+        seen.add(current)
+        codes = [current.__code__]
+        for code in codes:
+            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        names = {name for code in codes for name in code.co_names}
+        if names & _STARTERS:
+            return True
+        called = (current.__globals__.get(name) for name in names)
+        left += [f for f in called if inspect.isfunction(f) and f.__module__ == current.__module__ and f not in seen]
+    return False
+
+
+def mark_for_the_inner_loop(items: list[pytest.Item]) -> None:
+    """``distributed`` by folder or by what a test calls; ``sweep`` for all but a few cases of each test, always the same few."""
+    tests: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.path, getattr(item, "originalname", item.name)].append(item)
+    for (path, _), cases in tests.items():
+        function = getattr(cases[0], "function", None)
+        if path.parent.name in ("distributed", "gpus") or (function is not None and starts_processes(function)):
+            for item in cases:
+                item.add_marker(pytest.mark.distributed)
+        # by a checksum of the name: cases in order would leave out whole values of a parameter
+        for item in sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[CASES_IN_THE_INNER_LOOP:]:
+            item.add_marker(pytest.mark.sweep)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -46,6 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             values = item.callspec.params  # type: ignore[attr-defined]
             name = "-".join([item.originalname, *(str(values[parameter]) for parameter in mark.args)])  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.xdist_group(name))
+    mark_for_the_inner_loop(items)
     count = torch.cuda.device_count()
     for item in items:
         # not by keywords, of which a folder's name is one

@@ -257,6 +257,7 @@ def test_flex_around_its_kernel(name: str, part: bool, monkeypatch: pytest.Monke
     check([out, lse, *(a + b for a, b in zip(*shares, strict=True))], expected(problem, lse_grad=False), 2e-5)
 
 
+@pytest.mark.slow
 def test_compiled_flex_on_the_cpu_follows_the_tables() -> None:
     """Only the forward, without lse, and with tables as wide as the keys: that is all of FlexAttention that torch compiles for CPUs."""
     from torch.nn.attention.flex_attention import flex_attention

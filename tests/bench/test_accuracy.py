@@ -138,6 +138,7 @@ def test_backends_can_be_chosen(tmp_path: Path) -> None:
     assert {row["name"] for row in rows if row["case"]["part"] == "error" and row["case"]["dtype"] == "bfloat16"} == {PLAIN, "math"}
 
 
+@pytest.mark.slow
 def test_the_suite_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "bench",
@@ -203,6 +204,7 @@ def gpu_results() -> Results:
     return Results("accuracy", machine, {"size": "full"}, {"all": rows})
 
 
+@pytest.mark.slow
 def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     suite, results = Accuracy(), gpu_results()
     tables = {table.title: table for table in suite.tables(results)}

@@ -45,6 +45,7 @@ def refuses() -> None:
     raise Refused("not today")
 
 
+@pytest.mark.slow
 @pytest.mark.no_poison
 def test_a_child_tells_its_peak_and_what_ended_it() -> None:
     for mib in (64, 16, 128):

@@ -105,6 +105,7 @@ def test_a_device_whose_peak_is_not_known_has_no_utilisation() -> None:
     assert not any("%" in cell for row in table.rows for cell in row[1:])
 
 
+@pytest.mark.slow
 def test_the_suite_measures_checks_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.002", "--lengths", "64", "128", "--quiet"]
     command += ["--contenders", "sdpa_cpu", "flash4", "MultiheadDilatedAttention"]

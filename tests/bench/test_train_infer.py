@@ -53,6 +53,7 @@ def test_two_layers_are_compared_with_float64(kind: str) -> None:
     assert all(0 < error < 1e-4 for error in errors.values())
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "train-infer", "--output", str(tmp_path), "--models", "gpt2-124m", "llama-7b", "--contexts", "64", "96"]
     command += ["--batches", "1", "2", "--tokens", "192", "--prompts", "150", "--seconds", "0.001", "--no-plots", "--quiet"]

@@ -216,6 +216,7 @@ def test_lengths_share_one_dynamic_graph(function: Function) -> None:
     assert frames[0] <= 2 and frames == [frames[0]] * 4
 
 
+@pytest.mark.slow
 def test_patterns_that_a_compiled_function_is_given_or_makes_are_the_ones_it_uses() -> None:
     inputs = [x.detach() for x in make_qkv(1, 130, 130)]
     table = BlockTensor(torch.eye(3, dtype=torch.bool), block_size=64)

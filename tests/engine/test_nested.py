@@ -146,6 +146,7 @@ json.dump(worst, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_interpreted_kernel_is_the_twin() -> None:
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]

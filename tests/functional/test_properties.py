@@ -468,6 +468,7 @@ def test_empty_documents_only() -> None:
 # --- determinism and layouts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fifty_repeats_are_equal(backend: str, dtype: torch.dtype, two_threads: None) -> None:

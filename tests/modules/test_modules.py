@@ -264,6 +264,7 @@ def test_the_dilated_module_compiles_to_one_graph() -> None:
     assert compare_with_eager(module, "aot_eager", [x.requires_grad_() for x in make_qkv()], is_causal=True) == 1
 
 
+@pytest.mark.slow
 def test_the_multihead_module_compiles_with_inductor() -> None:
     compare_with_eager(make_layer(rotary=True), "inductor", [make_x().requires_grad_()], is_causal=True)
 

@@ -70,6 +70,7 @@ def taken() -> dict[str, int]:
     return {line["case"]: line["bytes"] for line in map(json.loads, result.stdout.splitlines())}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a process's highest resident memory is set back on Linux only")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="plans are of the CPU here")
 @pytest.mark.parametrize("case", LENGTHS)
@@ -94,6 +95,7 @@ def slides() -> list[dict[str, Any]]:
     return list({(row["tiles"], row["what"]): row for row in rows}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", slides(), ids=lambda row: f"{row['tiles']} {row['what']}")
 def test_planned_peaks_of_a_model_are_what_an_h200_took(row: dict[str, Any]) -> None:
     # those steps had no optimizer

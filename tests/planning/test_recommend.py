@@ -56,6 +56,7 @@ def _answers(use_case: str, extra: dict[str, Any]) -> Iterator[Recommendation]:
         yield _asked(use_case, length, machine, tuple(extra.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("use_case", "extra"), CASES)
 def test_every_use_case_is_answered_on_every_machine_with_reasons(use_case: str, extra: dict[str, Any]) -> None:
     for answer in _answers(use_case, extra):
@@ -70,6 +71,7 @@ def test_every_use_case_is_answered_on_every_machine_with_reasons(use_case: str,
         assert told["code"] == answer.code and told["settings"][0]["name"] == "kind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("use_case", "extra"), CASES)
 def test_every_page_and_heading_that_is_cited_exists(use_case: str, extra: dict[str, Any]) -> None:
     for setting in {setting for answer in _answers(use_case, extra) for setting in answer.settings}:
@@ -82,6 +84,7 @@ def test_every_page_and_heading_that_is_cited_exists(use_case: str, extra: dict[
 FIGURE = re.compile(r"(?<![\w.,/-])(\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)(?![\w/])")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_case", list(USE_CASES))
 def test_measured_figures_stand_on_the_page_that_is_cited(use_case: str) -> None:
     # the settings that say nothing of this request in figures, but for how many positions a GPU has
@@ -130,6 +133,7 @@ def _reduced(config: dict[str, Any], most: int = 256) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("use_case", "extra"), [(case, extra) for case, extra in CASES if case != "huggingface"])
 def test_the_recommended_line_is_built_as_it_is_and_runs_small(use_case: str, extra: dict[str, Any], mesh: Any) -> None:
     """Every argument of the line is accepted at its full width, without memory; and with little width and few positions it computes something."""
@@ -235,6 +239,7 @@ def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) ->
     assert (chosen.num_heads, chosen.head_dim) == (24, 64)
 
 
+@pytest.mark.slow
 def test_steps_are_spread_so_that_they_fit() -> None:
     one = recommend("training", 2**16, gpu="H200", parameters=7e9)
     assert one.fits is False and one.memory is not None and "the optimizer alone are too much" in one.setting("memory").reason

@@ -287,6 +287,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_training_ends_below_markov_models(
     genome: ModuleType, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
@@ -329,6 +330,7 @@ def test_training_ends_below_markov_models(
     assert total / count / math.log(2) == pytest.approx(log["held out bits per base"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_a_sequence_train_as_one_does(
     here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path
 ) -> None:
