@@ -86,6 +86,20 @@ def test_is_causal_is_a_keyword_of_every_forward(kind: str) -> None:
     assert parameters["is_causal"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["is_causal"].default is False
 
 
+@pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention"])
+@pytest.mark.parametrize("ring", ["", "Ring"])
+def test_every_argument_of_a_multihead_layer_reaches_its_projections_or_its_attention(kind: str, ring: str) -> None:
+    """They are passed on by name, so that a name which nothing reads, or another default, would go unnoticed."""
+    kind = ring + kind
+    layer, core = getattr(modules, kind), getattr(modules, kind.replace("Multihead", ""))
+    offered = dict(inspect.signature(layer).parameters)
+    projections = set(inspect.signature(layer._make_projections).parameters) - {"self"}
+    passed_on = dict(inspect.signature(core).parameters)
+    assert set(offered) == projections | set(passed_on)
+    assert not projections & set(passed_on)
+    assert {name: offered[name].default for name in passed_on} == {name: p.default for name, p in passed_on.items()}
+
+
 def test_dropout_is_of_training() -> None:
     qkv = make_qkv()
     layer = BlockSparseAttention(PATTERN, dropout=0.5)
