@@ -1,7 +1,9 @@
-"""What all multi-head modules share: projections, norms, MAGNETO's initialisation, checks of settings and inputs."""
+"""What all multi-head modules share: projections around an attention, norms, MAGNETO's initialisation, checks of settings and inputs."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +24,31 @@ from dilated_attention.pattern.checks import as_int
 
 
 class MultiheadProjections(nn.Module):
-    """(B, N, E) → queries, keys, values (B, N, H, D) → … → (B, N, E). A subclass computes attention between ``project`` and ``combine``.
+    """(B, N, E) → ``project`` → queries, keys, values (B, N, H, D) → ``attention`` → ``combine`` → (B, N, E).
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
-    with ``qk_norm``. The arguments are documented in ``MultiheadDilatedAttention``.
+    with ``qk_norm``. The attention between them has none.
+
+    Args:
+        core: the class of ``attention``.
+        settings: the arguments of the public class by name: those of ``_make_projections`` and of ``core``; others are not read.
     """
 
+    # the public classes say of which class
+    attention: Any
     inner_attn_ln: nn.LayerNorm | None
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
 
-    def __init__(
+    def __init__(self, core: type[nn.Module], settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._make_projections(**_accepted(self._make_projections, settings))
+        self.attention = core(**_accepted(core, settings))
+
+    def _make_projections(
         self,
         embed_dim: int,
         num_heads: int,
-        *,
         num_kv_heads: int | None,
         bias: bool,
         layer_norm: bool,
@@ -49,7 +61,7 @@ class MultiheadProjections(nn.Module):
         device: Any,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
+        """Checks the settings and makes the projections and norms. ``MultiheadDilatedAttention`` documents the arguments."""
         self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
         self.num_heads = as_int("num_heads", num_heads, minimum=1)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
@@ -121,11 +133,14 @@ class MultiheadProjections(nn.Module):
         else:
             inputs = ((query, self.q_proj), (key, self.k_proj), (value, self.v_proj))
             q, k, v = (linear_layers(x, (linear,), norm=input_norm)[0] for x, linear in inputs)
+        return *self._scored_heads(q, k), v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+    def _scored_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Splits projected queries and keys into heads and applies ``qk_norm``."""
+        # not einops' "b n (h d) -> b n h d": it costs twice the host time, and every call of a layer comes here
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def project_call(
         self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None = None
@@ -217,3 +232,8 @@ class MultiheadProjections(nn.Module):
         if self.xpos_scale_base is not None:
             parts.append(f"xpos_scale_base={self.xpos_scale_base}")
         return ", ".join(parts)
+
+
+def _accepted(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that ``make`` accepts; a missing one is an error even if ``make`` has a default for it."""
+    return {name: settings[name] for name in inspect.signature(make).parameters}

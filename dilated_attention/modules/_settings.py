@@ -1,9 +1,13 @@
-"""What single-process and distributed dilated attention share: the pattern, the settings, their checks and their repr."""
+"""What attention modules without parameters share: settings, their checks and their repr, and how ``is_causal`` may be given."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
+import torch
 from torch import nn
 
 from dilated_attention import validation as check
@@ -11,8 +15,55 @@ from dilated_attention.backends import registry
 from dilated_attention.pattern import DilatedPattern, HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
+P = ParamSpec("P")
 
-class DilatedSettings(nn.Module):
+
+def keyword_is_causal(forward: Callable[P, Any]) -> Callable[P, Any]:
+    """Lets a module's forward, whose ``is_causal`` is keyword-only, take it as a fourth positional argument too, with a warning."""
+
+    @functools.wraps(forward)
+    def accepting(*args: P.args, **options: P.kwargs) -> Any:
+        if len(args) != 5 or "is_causal" in options:
+            return forward(*args, **options)
+        # a compiled graph cannot warn
+        if not torch.compiler.is_compiling():
+            # the caller is above nn.Module's two frames of a call
+            warnings.warn(f"is_causal by position is deprecated; use is_causal={args[4]!r}", DeprecationWarning, stacklevel=4)
+        return forward(*args[:4], is_causal=args[4], **options)  # type: ignore[arg-type]
+
+    return accepting
+
+
+def changed(settings: Any, **defaults: Any) -> list[str]:
+    """Returns ``name=value`` of each attribute that differs from its default."""
+    return [f"{name}={getattr(settings, name)!r}" for name, default in defaults.items() if getattr(settings, name) != default]
+
+
+class KernelSettings(nn.Module):
+    """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``."""
+
+    def __init__(self, scale: float | None, dropout: float, deterministic: bool, backend: str) -> None:
+        super().__init__()
+        # the head dimension is not known yet; only scale=None would need it
+        self.scale = None if scale is None else check.check_scale(scale, 1)
+        self.dropout = check.check_probability("dropout", dropout)
+        self.deterministic = check.check_bool("deterministic", deterministic)
+        registry.check_name(backend)
+        self.backend = backend
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "deterministic": self.deterministic,
+            "backend": self.backend,
+        }
+
+    def _changed(self) -> list[str]:
+        return changed(self, scale=None, dropout=0.0, deterministic=False, backend="auto")
+
+
+class DilatedSettings(KernelSettings):
     """Holds the arguments of ``dilated_attention`` that are fixed at construction; see ``DilatedAttention``. Subclasses add ``forward``."""
 
     def __init__(
@@ -29,16 +80,10 @@ class DilatedSettings(nn.Module):
         deterministic: bool,
         backend: str,
     ) -> None:
-        super().__init__()
+        super().__init__(scale, dropout, deterministic, backend)
         self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
-        # the head dimension is not known yet; only scale=None would need it
-        self.scale = None if scale is None else check.check_scale(scale, 1)
-        self.dropout = check.check_probability("dropout", dropout)
         one_of("mixture_grad", mixture_grad, ("exact", "detached"))
         self.mixture_grad = mixture_grad
-        self.deterministic = check.check_bool("deterministic", deterministic)
-        registry.check_name(backend)
-        self.backend = backend
 
     @property
     def pattern(self) -> DilatedPattern:
@@ -58,25 +103,11 @@ class DilatedSettings(nn.Module):
         }
 
     def _arguments(self) -> dict[str, Any]:
-        return self._branch_arguments() | {
-            "mixture_grad": self.mixture_grad,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "deterministic": self.deterministic,
-            "backend": self.backend,
-        }
+        return self._branch_arguments() | super()._arguments() | {"mixture_grad": self.mixture_grad}
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""
         pattern = self._pattern
         parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
-        settings = (
-            ("scale", self.scale, None),
-            ("dropout", self.dropout, 0.0),
-            ("head_offsets", pattern.head_offsets, "cyclic"),
-            ("branch_heads", pattern.branch_heads, "all"),
-            ("tail", pattern.tail, "mask"),
-            ("mixture_grad", self.mixture_grad, "exact"),
-            ("deterministic", self.deterministic, False),
-            ("backend", self.backend, "auto"),
-        )
-        return ", ".join(parts + [f"{name}={value!r}" for name, value, default in settings if value != default])
+        parts += changed(self, scale=None, dropout=0.0) + changed(pattern, head_offsets="cyclic", branch_heads="all", tail="mask")
+        return ", ".join(parts + changed(self, mixture_grad="exact", deterministic=False, backend="auto"))

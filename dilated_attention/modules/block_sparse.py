@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from dilated_attention import validation as check
-from dilated_attention.backends import registry
 from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.modules._maps import AttentionMaps
-from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.modules._settings import DilatedSettings, KernelSettings, keyword_is_causal
 from dilated_attention.pattern import BlockPattern, HeadOffsets, with_sparsity
 from dilated_attention.pattern.blocks.density import KINDS
 from dilated_attention.pattern.checks import one_of, shown
 
 
-class BlockSparseAttention(AttentionMaps, nn.Module):
+class BlockSparseAttention(AttentionMaps, KernelSettings):
     """Attention over the pairs that a block pattern keeps, as one softmax over each query's kept keys.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
@@ -60,27 +57,22 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
         deterministic: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(scale, dropout, deterministic, backend)
         self._pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
-        # the head dimension is not known yet; only scale=None would need it
-        self.scale = None if scale is None else check.check_scale(scale, 1)
-        self.dropout = check.check_probability("dropout", dropout)
-        self.deterministic = check.check_bool("deterministic", deterministic)
-        registry.check_name(backend)
-        self.backend = backend
 
     @property
     def pattern(self) -> BlockPattern:
         """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
+    @keyword_is_causal
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        is_causal: bool = False,
         *,
+        is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         query_offset: int = 0,
@@ -109,15 +101,12 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
             key,
             value,
             self._pattern,
+            **self._arguments(),
             is_causal=is_causal,
-            scale=self.scale,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
-            dropout_p=self.dropout if self.training else 0.0,
             query_offset=query_offset,
             return_lse=return_lse,
-            deterministic=self.deterministic,
-            backend=self.backend,
         )
 
     def _map_arguments(self) -> dict[str, Any]:
@@ -125,13 +114,7 @@ class BlockSparseAttention(AttentionMaps, nn.Module):
 
     def extra_repr(self) -> str:
         """The pattern, and every setting that differs from its default."""
-        settings = (
-            ("scale", self.scale, None),
-            ("dropout", self.dropout, 0.0),
-            ("deterministic", self.deterministic, False),
-            ("backend", self.backend, "auto"),
-        )
-        return ", ".join([repr(self._pattern)] + [f"{name}={value!r}" for name, value, default in settings if value != default])
+        return ", ".join([repr(self._pattern), *self._changed()])
 
 
 class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
@@ -190,13 +173,14 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         """The pattern of the kept blocks; ``pattern`` is that of the branches."""
         return self._block_pattern
 
+    @keyword_is_causal
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        is_causal: bool = False,
         *,
+        is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         query_offset: int = 0,

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention import validation as check
-from dilated_attention.modules._maps import MultiheadMaps
+from dilated_attention.modules._multihead import LocalMultihead
 from dilated_attention.modules.block_sparse import BlockSparseAttention
 
 
-class MultiheadBlockSparseAttention(MultiheadMaps):
+class MultiheadBlockSparseAttention(LocalMultihead):
     """Block-sparse attention between MAGNETO's projections (arXiv 2210.06423), batch first.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -73,32 +72,7 @@ class MultiheadBlockSparseAttention(MultiheadMaps):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            bias=bias,
-            layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            xpos_scale_base=xpos_scale_base,
-            qk_norm=qk_norm,
-            device=device,
-            dtype=dtype,
-        )
-        self.attention = BlockSparseAttention(
-            pattern,
-            sparsity_ratio=sparsity_ratio,
-            sparsity=sparsity,
-            block_size=block_size,
-            seed=seed,
-            scale=scale,
-            dropout=dropout,
-            deterministic=deterministic,
-            backend=backend,
-        )
+        super().__init__(BlockSparseAttention, locals())
 
     def forward(
         self,
@@ -135,10 +109,5 @@ class MultiheadBlockSparseAttention(MultiheadMaps):
             BackendUnavailable: no backend, or not the named one, can do this.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        if self.rotary:
-            query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
-            q, k = self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
-        out = self.attention(
-            q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset
-        )
-        return self.combine(out), None
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)
+        return out, None

@@ -9,7 +9,7 @@ import torch
 from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
 from dilated_attention.modules._maps import AttentionMaps
-from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.modules._settings import DilatedSettings, changed
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
@@ -120,4 +120,4 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""
-        return super().extra_repr() + (f", precision={self.precision!r}" if self.precision != "native" else "")
+        return ", ".join([super().extra_repr(), *changed(self, precision="native")])

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.backends import registry
 from dilated_attention.functional import dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.modules._settings import DilatedSettings, KernelSettings, changed, keyword_is_causal
 from dilated_attention.pattern import HeadOffsets
 
 
-class RingAttention(nn.Module):
+class RingAttention(KernelSettings):
     """Dense softmax attention of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
         out(i) = Σ_j e^{s_ij} v_j / Σ_j e^{s_ij},    s_ij = scale · q_i·k_j,    i on this process, j on any
@@ -54,23 +52,19 @@ class RingAttention(nn.Module):
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__()
+        super().__init__(scale, dropout, deterministic, backend)
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
         check.check_window(window)
         self.window = window
-        self.scale = None if scale is None else check.check_scale(scale, 1)
-        self.dropout = check.check_probability("dropout", dropout)
-        self.deterministic = check.check_bool("deterministic", deterministic)
-        registry.check_name(backend)
-        self.backend = backend
 
+    @keyword_is_causal
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        is_causal: bool = False,
         *,
+        is_causal: bool = False,
         seq_len: int | None = None,
         key_padding_mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
@@ -81,29 +75,19 @@ class RingAttention(nn.Module):
             query,
             key,
             value,
+            **self._arguments(),
             **self.ring.arguments(),
             seq_len=seq_len,
             is_causal=is_causal,
             window=self.window,
-            scale=self.scale,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
-            dropout_p=self.dropout if self.training else 0.0,
             return_lse=return_lse,
-            deterministic=self.deterministic,
-            backend=self.backend,
         )
 
     def extra_repr(self) -> str:
         """How the sequence is sharded, and every setting that differs from its default."""
-        settings = (
-            ("window", self.window, None),
-            ("scale", self.scale, None),
-            ("dropout", self.dropout, 0.0),
-            ("deterministic", self.deterministic, False),
-            ("backend", self.backend, "auto"),
-        )
-        return ", ".join([self.ring.extra_repr(), *(f"{name}={value!r}" for name, value, default in settings if value != default)])
+        return ", ".join([self.ring.extra_repr(), *changed(self, window=None), *self._changed()])
 
 
 class RingDilatedAttention(DilatedSettings):

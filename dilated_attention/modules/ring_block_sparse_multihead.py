@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._multihead import RingMultihead
 from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
-from dilated_attention.pattern.checks import as_int
 
 
-class RingMultiheadBlockSparseAttention(MultiheadProjections):
+class RingMultiheadBlockSparseAttention(RingMultihead):
     """``MultiheadBlockSparseAttention`` of a sequence sharded over the processes of a group. All of them must call it.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -41,6 +40,8 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
     >>> layer = RingMultiheadBlockSparseAttention(768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
     """
+
+    attention: RingBlockSparseAttention
 
     def __init__(
         self,
@@ -73,37 +74,7 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            bias=bias,
-            layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            xpos_scale_base=xpos_scale_base,
-            qk_norm=qk_norm,
-            device=device,
-            dtype=dtype,
-        )
-        self.attention = RingBlockSparseAttention(
-            pattern,
-            sparsity_ratio=sparsity_ratio,
-            sparsity=sparsity,
-            block_size=block_size,
-            seed=seed,
-            group=group,
-            mesh=mesh,
-            layout=layout,
-            scale=scale,
-            dropout=dropout,
-            deterministic=deterministic,
-            backend=backend,
-            head_steps=head_steps,
-            timeout=timeout,
-        )
+        super().__init__(RingBlockSparseAttention, locals())
 
     def forward(
         self,
@@ -121,11 +92,5 @@ class RingMultiheadBlockSparseAttention(MultiheadProjections):
     ) -> tuple[torch.Tensor, None]:
         """Computes the attention; arguments, results and errors are those of ``RingMultiheadDilatedAttention.forward``."""
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        if self.rotary:
-            ring = self.attention.ring
-            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            # the attention refuses unequal numbers of rows, on all processes alike
-            if q.shape[1] == k.shape[1]:
-                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
-        out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
-        return self.combine(out), None
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return out, None

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._multihead import RingMultihead
 from dilated_attention.modules.ring import RingDilatedAttention
 from dilated_attention.pattern import HeadOffsets
-from dilated_attention.pattern.checks import as_int
 
 
-class RingMultiheadDilatedAttention(MultiheadProjections):
+class RingMultiheadDilatedAttention(RingMultihead):
     """``MultiheadDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
 
         y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
@@ -42,6 +41,8 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
     >>> layer = RingMultiheadDilatedAttention(768, 12, [2048, 65536], [1, 32], mesh=mesh["cp"], rotary=True)
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
     """
+
+    attention: RingDilatedAttention
 
     def __init__(
         self,
@@ -76,39 +77,7 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            bias=bias,
-            layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            xpos_scale_base=xpos_scale_base,
-            qk_norm=qk_norm,
-            device=device,
-            dtype=dtype,
-        )
-        self.attention = RingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            group=group,
-            mesh=mesh,
-            layout=layout,
-            exchange=exchange,
-            scale=scale,
-            dropout=dropout,
-            head_offsets=head_offsets,
-            branch_heads=branch_heads,
-            tail=tail,
-            mixture_grad=mixture_grad,
-            deterministic=deterministic,
-            backend=backend,
-            ranks_per_node=ranks_per_node,
-            timeout=timeout,
-        )
+        super().__init__(RingDilatedAttention, locals())
         # refuses lists of offsets that do not have one entry per head
         self.attention.pattern.offsets(self.num_heads)
 
@@ -149,10 +118,5 @@ class RingMultiheadDilatedAttention(MultiheadProjections):
             BackendUnavailable: no backend, or not the named one, can do this.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        if self.rotary:
-            ring = self.attention.ring
-            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            if q.shape[1] == k.shape[1]:
-                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
-        out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
-        return self.combine(out), None
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return out, None

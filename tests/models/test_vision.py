@@ -97,6 +97,29 @@ def test_images_of_another_size_run() -> None:
     assert model_of()(torch.zeros(1, 3, 24, 72)).shape == (1, 32)
 
 
+def test_a_compiled_and_an_exported_model_compute_the_same() -> None:
+    """Of images of another size than the learned positions, too."""
+    torch._dynamo.reset()
+    model, images = model_of(num_classes=3), IMAGES[..., :24, :40]
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = [(out := call(images), *torch.autograd.grad(out.sin().sum(), list(model.parameters()))) for call in (model, graph)]
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(torch.export.export(model, (IMAGES,)).module()(IMAGES), model(IMAGES))
+
+
+def test_gradients_of_each_image() -> None:
+    model = model_of(num_classes=1)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor], image: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (image[None, ..., :24],)).sin().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, IMAGES)
+    for index, image in enumerate(IMAGES):
+        expected = torch.autograd.grad(loss(parameters, image), list(parameters.values()))
+        torch.testing.assert_close([grad[index] for grad in found.values()], list(expected))
+
+
 def test_resized_positions() -> None:
     positions = torch.randn(1, 36, 4)
     assert resized_positions(positions, 6) is positions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -15,9 +16,12 @@ from dilated_attention import (
     BlockSparseDilatedAttention,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
+    RingAttention,
+    RingBlockSparseAttention,
     block_sparse_attention,
     block_sparse_dilated_attention,
     create_attention,
+    modules,
 )
 from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
 
@@ -55,11 +59,45 @@ def test_modules_are_their_functions(call: str) -> None:
         assert torch.equal(mine, other)
 
 
-def test_is_causal_may_be_given_by_position() -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [BlockSparseAttention(PATTERN), BlockSparseDilatedAttention([16], [1], PATTERN), RingAttention(), RingBlockSparseAttention(PATTERN)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_is_causal_by_position_still_works_and_is_deprecated(layer: nn.Module) -> None:
     qkv = make_qkv()
-    for layer in (BlockSparseAttention(PATTERN), BlockSparseDilatedAttention([16], [1], PATTERN)):
-        assert torch.equal(layer(*qkv, True), layer(*qkv, is_causal=True))
-        assert not torch.equal(layer(*qkv, True), layer(*qkv))
+    expected = layer(*qkv, is_causal=True)
+    with pytest.warns(DeprecationWarning, match="use is_causal=True") as caught:
+        assert torch.equal(layer(*qkv, True), expected)
+    # shown where the call is written
+    assert [warning.filename for warning in caught] == [__file__]
+    assert not torch.equal(layer(*qkv), expected)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(*qkv, True), expected)
+    with pytest.raises(TypeError, match="positional arguments but 6"):
+        layer(*qkv, True, None)
+    with pytest.raises(TypeError, match="positional arguments but 5"):
+        layer(*qkv, True, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", [name for name in modules.__all__ if name != "RingSettings"])
+def test_is_causal_is_a_keyword_of_every_forward(kind: str) -> None:
+    parameters = inspect.signature(getattr(modules, kind).forward).parameters
+    assert parameters["is_causal"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["is_causal"].default is False
+
+
+@pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention"])
+@pytest.mark.parametrize("ring", ["", "Ring"])
+def test_every_argument_of_a_multihead_layer_reaches_its_projections_or_its_attention(kind: str, ring: str) -> None:
+    """They are passed on by name, so that a name which nothing reads, or another default, would go unnoticed."""
+    kind = ring + kind
+    layer, core = getattr(modules, kind), getattr(modules, kind.replace("Multihead", ""))
+    offered = dict(inspect.signature(layer).parameters)
+    projections = set(inspect.signature(layer._make_projections).parameters) - {"self"}
+    passed_on = dict(inspect.signature(core).parameters)
+    assert set(offered) == projections | set(passed_on)
+    assert not projections & set(passed_on)
+    assert {name: offered[name].default for name in passed_on} == {name: p.default for name, p in passed_on.items()}
 
 
 def test_dropout_is_of_training() -> None:

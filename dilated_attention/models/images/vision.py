@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import nn
 
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
@@ -171,7 +172,7 @@ class LongViT(Pretrained):
         """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one."""
         self._check(images)
         x = self.patch_embedding(images)
-        x = x.flatten(2).transpose(1, 2) + self.positions_of(*x.shape[2:])
+        x = rearrange(x, "b e rows columns -> b (rows columns) e") + self.positions_of(*x.shape[2:])
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
         return self.encoder(self.dropout(x))
@@ -185,10 +186,10 @@ class LongViT(Pretrained):
         if (rows, columns) == (grid, grid):
             return self.positions
         scale = ((rows + 0.1) / grid, (columns + 0.1) / grid)
-        learned = self.positions.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)
+        learned = rearrange(self.positions, "1 (rows columns) e -> 1 e rows columns", rows=grid)
         found = F.interpolate(learned, scale_factor=scale, mode="bicubic")
         assert found.shape[2:] == (rows, columns)
-        return found.flatten(2).transpose(1, 2)
+        return rearrange(found, "1 e rows columns -> 1 (rows columns) e")
 
     def _check(self, images: Any) -> None:
         if not isinstance(images, torch.Tensor):
@@ -211,5 +212,6 @@ def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")
     if side == grid:
         return positions
-    learned = positions.float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    return F.interpolate(learned, size=(grid, grid), mode="bicubic").flatten(2).transpose(1, 2).to(positions.dtype)
+    learned = rearrange(positions.float(), "1 (rows columns) e -> 1 e rows columns", rows=side)
+    resized = F.interpolate(learned, size=(grid, grid), mode="bicubic")
+    return rearrange(resized, "1 e rows columns -> 1 (rows columns) e").to(positions.dtype)
