@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import FancyBboxPatch, Patch
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.distributed.sharding.layout import positions_of
@@ -21,6 +24,7 @@ FOLDER = Path(__file__).with_suffix("")
 BRANCHES = ((8, 16, 32), (1, 2, 4))
 COUNTS = ListedColormap(["#ffffff", "#bcd6ee", "#5b9bd0", "#12467f"])
 ORANGE = "#e08a1e"
+PACKAGE = FOLDER.parents[1] / "dilated_attention"
 
 
 def branches() -> Figure:
@@ -243,6 +247,77 @@ def _share(pattern: Pattern, length: int, heads: int) -> float:
     )
 
 
+def architecture() -> Figure:
+    """The package's folders, each above those that it imports. An arrow is drawn only where no longer way of imports implies it."""
+    files = {file.relative_to(PACKAGE): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
+    sizes = {folder: Counter[str]() for folder in sorted({file.parts[0] for file in files if len(file.parts) > 1})}
+    imports: dict[str, set[str]] = {folder: set() for folder in sizes}
+    for file, text in files.items():
+        if file.parts[0] in sizes:
+            sizes[file.parts[0]]["/".join(file.parts[1:-1][:1])] += text.count("\n")
+            imports[file.parts[0]] |= _imported_folders(text) & sizes.keys() - {file.parts[0]}
+
+    @cache
+    def beneath(folder: str) -> frozenset[str]:
+        return frozenset(imports[folder]).union(*(beneath(other) for other in imports[folder]))
+
+    @cache
+    def level(folder: str) -> int:
+        return max((level(other) + 1 for other in imports[folder]), default=0)
+
+    arrows = [(a, b) for a in imports for b in imports[a] if not any(b in beneath(c) for c in imports[a])]
+    # of the folders of one level, the one that most others import stands in the column
+    column = {level(folder): folder for folder in sorted(imports, key=lambda folder: sum(folder in others for others in imports.values()))}
+    aside = imports.keys() - set(column.values())
+    left, right, edge = (0.0, 8.95), (9.4, 11.0), 11.25
+    figure = Figure(figsize=(11, 7.4), layout="constrained")
+    panel = figure.subplots()
+    panel.set(xlim=(-0.05, 11.4), ylim=(-0.45, max(column) + 0.45))
+    panel.axis("off")
+    for folder, lines in sizes.items():
+        start, end = right if folder in aside else left
+        _box(panel, start, level(folder), end - start, 0.62, "#e4eef8" if folder not in aside else "#fbeedb")
+        panel.text(start + 0.12, level(folder) + 0.11, folder, va="center", fontsize=11, weight="bold")
+        panel.text(start + 0.12, level(folder) - 0.16, f"{lines.total() / 1000:.1f}k lines", va="center", fontsize=8, color="#444444")
+        for index, name in enumerate(sorted(lines.keys() - {""})):
+            place = start + 1.5 + 1.235 * index
+            _box(panel, place, level(folder), 1.175, 0.44, "#ffffff")
+            panel.text(place + 0.585, level(folder) + 0.08, name, va="center", ha="center", fontsize=8)
+            panel.text(
+                place + 0.585, level(folder) - 0.12, f"{lines[name] / 1000:.1f}k", va="center", ha="center", fontsize=7, color="#444444"
+            )
+    line = {"color": "#33557a", "lw": 1.3}
+    for upper, lower in arrows:
+        top, bottom = level(upper), level(lower)
+        if lower in aside:
+            # down the right edge, since other boxes stand between
+            panel.plot([left[1], edge, edge], [top, top, bottom], **line)
+            ends = (edge, bottom), (right[1], bottom)
+        elif upper in aside:
+            middle = sum(right) / 2
+            panel.plot([middle, middle], [top - 0.31, bottom], **line)
+            ends = (middle, bottom), (left[1], bottom)
+        else:
+            ends = (left[0] + 0.75, top - 0.31), (left[0] + 0.75, bottom + 0.31)
+        panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, **line})
+    return figure
+
+
+def _imported_folders(text: str) -> set[str]:
+    """Top-level names of the package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        names = [f"{node.module}.{name.name}" for name in node.names] if isinstance(node, ast.ImportFrom) else []
+        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
+    return found
+
+
+def _box(panel: Any, left: float, middle: float, width: float, height: float, colour: str) -> None:
+    style = "round,pad=0,rounding_size=0.06"
+    panel.add_patch(FancyBboxPatch((left, middle - height / 2), width, height, style, facecolor=colour, edgecolor="#8aa5bf", lw=0.8))
+
+
 def _counts(panel: Any, counts: torch.Tensor) -> Any:
     size = len(counts)
     image = panel.imshow(counts.numpy(), cmap=COUNTS, norm=BoundaryNorm([-0.5, 0.5, 1.5, 2.5, 3.5], 4), interpolation="nearest")
@@ -254,7 +329,7 @@ def _counts(panel: Any, counts: torch.Tensor) -> Any:
     return image
 
 
-PICTURES: tuple[Callable[[], Figure], ...] = (branches, offsets, overlap, tail, gradient, layouts, keys, reach)
+PICTURES: tuple[Callable[[], Figure], ...] = (branches, offsets, overlap, tail, gradient, layouts, keys, reach, architecture)
 
 
 def main(names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Print the table of docs/backends.md from what the backends declare: python docs/tables.py. tests/scripts/test_docs.py holds the page to it."""
+"""Print the table of docs/backends.md from what backends declare: python docs/tables.py. tests/scripts/test_docs.py compares the two."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
 
-On a GPU (``branches/strategy.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued, so the layers of
-the other lane are in the allocator's reserve (as measured by ``tests/gpu/test_engine.py`` and benchmarks/extreme.py):
+On a GPU (``branches/strategy.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued,
+so the layers of the other lane are in the allocator's reserve (as measured by ``tests/gpu/test_engine.py`` and benchmarks/extreme.py):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, the chunk's lse, and what a launch sums
@@ -129,7 +129,7 @@ def attention_memory(
         dtype: dtype of q, k, v.
         device_type: ``"cpu"`` or ``"cuda"``; it determines how much one launch may return.
         is_causal, key_padding_mask: as in the call.
-        nested: the forward visits pairs of nested branches once (``kernels/nested_selection.py``) where branches nest, and has no parts for them.
+        nested: the forward visits pairs of nested branches once (``nested_selection.py``) where branches nest, and has no parts for them.
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
         kept: bytes of the per-branch outputs that the forward keeps for the backward (``requirements.kept_bytes``).

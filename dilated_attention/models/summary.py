@@ -41,7 +41,7 @@ class Footprint:
 
 
 def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, residual_bytes: int = 4) -> Footprint:
-    """Estimates the footprint of a stack whose blocks save what ``functional.lean`` saves for the backward.
+    """Estimates the footprint of a stack whose blocks save what ``functional.fused_norm_linear`` saves for the backward.
 
     This is x, q, k, v, out and its lse, x after attention, W_1 x. With ``checkpoint_activations`` a block only keeps its input, with
     ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast unless it is cast. The rest

@@ -212,7 +212,7 @@ class Ready:
 
 
 def watched(rank: int, world: int) -> None:
-    """As on a GPU: nobody blocks in the exchange, and the watch must find it. Rank 1 never comes."""
+    """As on a GPU: nobody blocks in the exchange, and the watchdog must find it. Rank 1 never comes."""
     if rank == 1:
         time.sleep(TIMEOUT + 3.5)
         return

@@ -1,4 +1,4 @@
-"""Exchanges over gloo, and the policy of the watch over exchanges on a GPU, with works that pretend."""
+"""Exchanges over gloo, and the policy of the watchdog over exchanges on a GPU, with works that pretend."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_traffic_nests() -> None:
         assert inner == outer
 
 
-# the watch
+# the watchdog
 
 
 @dataclass

@@ -155,7 +155,7 @@ def test_a_forward_for_a_backward() -> None:
 
 
 def without_exchange(rank: int, world: int) -> str:
-    """Nothing travels in either call, so nobody waits: the watch finds it all the same."""
+    """Nothing travels in either call, so nobody waits: the watchdog finds it all the same."""
     forms = [{"function": "dilated", "w": [16], "r": [1]}, {"function": "dilated", "w": [32], "r": [1]}]
     for form in forms:
         call(**form)
@@ -201,7 +201,7 @@ def test_calls_that_are_alike_stay_unmolested() -> None:
 
 
 class OnGpu:
-    """A wire as the watch knows it, on whose group ranks have made different calls."""
+    """A wire as the watchdog knows it, on whose group ranks have made different calls."""
 
     on_gpu = True
 

@@ -89,7 +89,7 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
 
 
 # (head dim, blocks, dtype) that each takes, every head dim and every block size once: a kernel costs seconds to compile, another case
-# milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and test_blocks_backends.py has those
+# milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and tests/backends/test_block_kernels.py has those
 BF16, FP16 = torch.bfloat16, torch.float16
 EACH = [
     (32, BLOCKS[0], FP16),

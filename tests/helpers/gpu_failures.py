@@ -4,8 +4,8 @@
     python tests/helpers/gpu_failures.py kill --ranks 4         one mode
     torchrun --nproc-per-node 2 tests/helpers/gpu_failures.py stall     the same under torchrun, which ends all ranks once one has died
 
-Last line: ``PASS all`` or ``FAIL ...``. Without a GPU, and with DILATED_GPUS_ON_CPU=1, it runs over gloo, where the modes of the watch
-are left out. ``gpus/test_failures.py`` runs every mode under pytest.
+Last line: ``PASS all`` or ``FAIL ...``. Without a GPU, and with DILATED_GPUS_ON_CPU=1, it runs over gloo, where the modes of the
+watchdog are left out. ``gpus/test_failures.py`` runs every mode under pytest.
 """
 
 from __future__ import annotations

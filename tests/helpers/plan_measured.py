@@ -1,4 +1,6 @@
-"""Peak memory of one process, case by case, for ``tests/planning/test_plan_memory.py``: ``python -m tests.helpers.plan_measured`` prints one JSON line a case.
+"""Peak memory of one process, case by case, for ``tests/planning/test_plan_memory.py``.
+
+``python -m tests.helpers.plan_measured`` prints one JSON line a case.
 
 Resident memory is that of the process, and its highest value can be set back, on Linux; cases are large beside what a process has anyway.
 """

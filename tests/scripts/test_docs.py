@@ -103,7 +103,7 @@ def test_marks_have_reasons() -> None:
 
 def test_named_tests_exist() -> None:
     for page in PAGES:
-        for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
+        for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8")):
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{page.name}: {file}::{name}"
 
 

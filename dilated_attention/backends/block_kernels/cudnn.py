@@ -6,7 +6,7 @@ This module relies on the following behaviour, read in the sources of 1.32:
   masked); the forward of 64-blocks takes whole blocks only, and its backward is given only whole blocks here;
 - a shorter last key block is declared by ``block_sizes``, as its manual requires;
 - the transposed lists of the backward are built with atomics, so its sums over query blocks have no fixed order. That kernel is
-  recompiled for each table width, of which ``padded`` produces few;
+  recompiled for each table width, of which ``block_tables.py`` produces few;
 - nothing is checked: an index out of range silently corrupts memory;
 - importing it wraps CUTLASS's converter of launch arguments for the whole process, with the two rules (``Constexpr`` arguments are not
   passed, named tuples bring their own types) that FlashAttention-4's library also sets. They are compatible in either import order.

@@ -1,4 +1,4 @@
-"""Block-sparse attention on Hopper by this project's own kernel; ``gluon_blocks_kernel`` describes how it works."""
+"""Block-sparse attention on Hopper by this project's own kernel; ``gluon_kernel.py`` describes how it works."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def seen(i, j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def kept(a, c, b, threshold):
-    """Whether dropout keeps a pair, from the words of its query and its key (``dropout.py``)."""
+    """Whether dropout keeps a pair, from the words of its query and its key (``backends/dropout.py``)."""
     x = (a ^ b) * c
     return x.to(tl.uint32, bitcast=True) >= threshold.to(tl.uint32, bitcast=True)
 

@@ -1,4 +1,4 @@
-"""The functions of ``blocks_rows`` as one Triton kernel each: every row is read once and written once."""
+"""The functions of ``row_copies.py`` as one Triton kernel each: every row is read once and written once."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class BlockCall:
 
 @dataclass
 class _Arrival:
-    """A step whose keys are in flight. For ``memory`` see ``blocks_script``."""
+    """A step whose keys are in flight. For ``memory`` see ``comm_schedule.py``."""
 
     step: BlockStep
     memory: torch.Tensor

@@ -120,7 +120,7 @@ def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str
     """Returns (N, number of this call on the group) once ``same`` is known to be equal on all ranks.
 
     The ranks perform a handshake at the first call of a ``kind``, or at every call if N is not given. If ranks make different calls of
-    kinds they agreed on earlier, ``compare`` finds out during these calls or soon after.
+    kinds they agreed on earlier, ``compare_calls.py`` finds out during these calls or soon after.
 
     Args:
         rows: number of rows that this rank holds.

@@ -1,6 +1,6 @@
 """Sends tensors from rank to rank without waiting, and raises an error that names the hop and the peer if one does not arrive.
 
-On NCCL an exchange is one launch, watched by a thread (watch.py); on gloo it is one message per tensor, and waiting blocks.
+On NCCL an exchange is one launch, watched by a thread (watchdog.py); on gloo it is one message per tensor, and waiting blocks.
 """
 
 from __future__ import annotations

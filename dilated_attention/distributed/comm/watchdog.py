@@ -10,8 +10,8 @@ A thread checks the exchanges in flight every half second. When an exchange has 
 
 So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
 
-The same thread compares the calls that ranks make (compare.py). If they differ, everything that waits for a message on the group is ended
-in the same way, also on a CPU.
+The same thread compares the calls that ranks make (compare_calls.py). If they differ, everything that waits for a message on the group
+is ended in the same way, also on a CPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
 
 The choice is a single custom op, so torch.compile sees a tensor of bits. It has no gradient. Scores exist for some rows at a time.
-The torch functions below are the definition and run on a CPU; ``choose_triton`` makes the same choice from the same scores.
+The torch functions below are the definition and run on a CPU; ``selection_triton.py`` makes the same choice from the same scores.
 """
 
 from __future__ import annotations

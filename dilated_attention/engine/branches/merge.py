@@ -42,7 +42,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
 
 def merge(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges two parts out (…, D), lse (…) into new tensors in lse's dtype. It is not differentiable by design: see ``engine.run``."""
+    """Merges two parts out (…, D), lse (…) into new tensors in lse's dtype. It is not differentiable by design: see ``sequential.py``."""
     out, lse = out_1.to(lse_1.dtype, copy=True), lse_1.clone()
     merge_(out, lse, out_2, lse_2)
     return out, lse

@@ -217,7 +217,9 @@ def merge_layers(
     aside: bool = False,
     own: bool = False,
 ) -> None:
-    """Same as ``branch_buffers.merge_layers``, on the flat buffers of all layers. out (B, N, H, D) has last stride 1, lse (B, N, H) is float32.
+    """Same as ``branch_buffers.merge_layers``, on the flat buffers of all layers.
+
+    out (B, N, H, D) has last stride 1, lse (B, N, H) is float32.
 
     Args:
         aside: run on a few multiprocessors alongside other work, instead of on all of them.
@@ -230,7 +232,7 @@ def merge_layers(
 
 
 def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, aside: bool = False) -> None:
-    """Same as ``branch_buffers.sum_layers``, for dq, dk, dv (B, N, H, D) with equal strides, the last one 1, and the flat buffer of each."""
+    """Same as ``branch_buffers.sum_layers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and each one's flat buffer."""
     first = grads[0]
     assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
     _launch(_sum_kernel, layers, first, (*grads, *parts), first.stride()[:3], aside)

@@ -260,7 +260,7 @@ def rotate_and_append(
 def decode(
     q: torch.Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as ``engine.decode.decode``, without a host synchronization.
+    """Same as ``engine.decode.row.decode``, without a host synchronization.
 
     Args:
         num_splits: number of programs that share a row; None for as many as keep the GPU busy.

@@ -19,7 +19,7 @@ MOST_BLOCKS = 2**31
 
 @dataclass(frozen=True, eq=False)
 class KeptBlocks:
-    """Lists of kept blocks as rows of (group, query block), in the format of ``backends.blocks.BlockLists``.
+    """Lists of kept blocks as rows of (group, query block), in the format of ``backends.block_lists.BlockLists``.
 
     Args:
         row_starts: (groups · rows + 1,) int32: row i has blocks row_starts[i] … row_starts[i + 1] − 1.

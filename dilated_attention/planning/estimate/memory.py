@@ -135,7 +135,7 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
 
 
 def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms:
-    """Terms of ``backends/block_kernels/block_gather.py``: the heads-first copies, and one piece of gathered blocks with its intermediates."""
+    """Terms of ``backends/block_kernels/block_gather.py``: heads-first copies, and one piece of gathered blocks with its intermediates."""
     Q, K, R = _sizes(problem)
     pattern, e = problem.pattern, problem.itemsize
     assert isinstance(pattern, BlockPattern)

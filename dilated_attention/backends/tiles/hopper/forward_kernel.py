@@ -1,4 +1,4 @@
-"""The forward over a table of tiles on Hopper: the kernel of ``forward.py`` with the same arguments, a producer and two consumers.
+"""The forward over a table of tiles on Hopper: the kernel of ``tiles/forward.py`` with the same arguments, a producer and two consumers.
 
 A consumer is a warpgroup with 64 queries. It starts the scores of the next block of keys together with p·v of the last one, and computes
 the exponentials while p·v runs.

@@ -1,4 +1,4 @@
-"""dk and dv over a table of tiles on Hopper: ``key_kernel`` of ``backward.py`` with the same arguments and formulas.
+"""dk and dv over a table of tiles on Hopper: ``key_kernel`` of ``tiles/backward.py`` with the same arguments and formulas.
 
 A program has a producer and two consumer warpgroups, and with P programs processes every P-th row of the table. Its producer continues with
 the next row while the consumers finish the last, so the ring of stages never drains. Each consumer starts the scores of the next block

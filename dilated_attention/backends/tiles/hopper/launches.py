@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels over a table of tiles, which replace those of ``run.py`` if ``why_not`` gives no reason."""
+"""Launches of the Hopper kernels over a table of tiles, which replace those of ``tiles/run.py`` if ``why_not`` gives no reason."""
 
 from __future__ import annotations
 

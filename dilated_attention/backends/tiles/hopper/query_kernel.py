@@ -1,4 +1,4 @@
-"""dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``backward.py`` with the same arguments and formulas.
+"""dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``tiles/backward.py`` with the same arguments and formulas.
 
 It is built like ``key_kernel.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
 queries and dout in registers (−3 to −5 %; ``key_kernel.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
