@@ -33,7 +33,7 @@ from torch import nn
 
 from dilated_attention import create_model
 from dilated_attention.backends.flash import flash3
-from dilated_attention.modules._fused_layers import plain_layers
+from dilated_attention.functional.fused_layers import plain_layers
 
 TILES = (5308, 10001, 45681)
 Step = Callable[[], Any]

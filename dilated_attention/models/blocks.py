@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.functional.fused_layers import is_lean, linear_layers
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache.decode_step import LayerUse
@@ -18,7 +19,6 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
-from dilated_attention.modules._fused_layers import is_lean, linear_layers
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.pattern import DilatedPattern
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.modules._fused_layers import linear_layers
+from dilated_attention.functional.fused_layers import linear_layers
 from dilated_attention.modules.rotary import (
     Table,
     document_positions,

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.functional import fused_norm_linear, fused_norm_linear_torch
+from dilated_attention.functional.fused_layers import linear_layers, plain_layers
 from dilated_attention.functional.residual_dropout import add_dropped, add_dropped_op, dropped_op, keep_mask, threshold_of
 from dilated_attention.models import LongNetConfig, LongNetEncoder
-from dilated_attention.modules import _fused_layers
-from dilated_attention.modules._fused_layers import linear_layers, plain_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATIONS = ("none", "gelu", "relu", "silu", "swiglu")
@@ -317,7 +316,7 @@ def test_mixed_dtypes_are_left_to_torch() -> None:
 
 
 def test_inference_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fused_layers, "norm_linear", None)
+    monkeypatch.setattr(fused_layers, "norm_linear", None)
     with torch.no_grad():
         Layers("layer")(torch.randn(3, 24))
     with pytest.raises(TypeError):
