@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention.functional import fused_norm_linear, fused_norm_linear_torch
+from dilated_attention.functional import fused_layers, fused_norm_linear, fused_norm_linear_torch
 from dilated_attention.functional.fused_layers import linear_layers, plain_layers
 from dilated_attention.functional.residual_dropout import add_dropped, add_dropped_op, dropped_op, keep_mask, threshold_of
 from dilated_attention.models import LongNetConfig, LongNetEncoder
