@@ -64,7 +64,7 @@ def interrupted_at(number: int) -> Iterator[list[int]]:
 
     def call(frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        inside = "dilated_attention" in name and name.endswith(("cache.py", "cache_use.py", "decode.py", "decode_runs.py"))
+        inside = name.endswith(("functional/decode.py", "engine/decode/row.py", "engine/decode/keys.py")) or "models/kv_cache/" in name
         return line if inside else None
 
     before = sys.gettrace()

@@ -161,7 +161,7 @@ def test_an_error_in_a_chunk_keeps_no_results(monkeypatch: pytest.MonkeyPatch) -
         dilated_attention(q, k, v, [16, 32, 64], [1, 1, 1], backend="sdpa_cpu")
     assert len(results) == 2 and [x() for x in results] == [None, None]
     # and where it happened is still told
-    assert "fused.py" in str(found.value) and found.value.__traceback__ is not None
+    assert "fused_merge.py" in str(found.value) and found.value.__traceback__ is not None
 
 
 def test_through_torch_compile(broken: Callable[..., None]) -> None:

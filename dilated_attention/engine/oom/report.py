@@ -23,7 +23,7 @@ from dilated_attention.engine.oom.requirement import Need, dtype_text, largest, 
 
 # estimates count tensors, but kernels need a little more, and the allocator rounds blocks up
 MARGIN = 0.95
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -156,6 +156,6 @@ def _place(error: BaseException) -> str:
         path = Path(frame.f_code.co_filename)
         # skips names such as "<genexpr>"
         is_named = not frame.f_code.co_name.startswith("<")
-        if is_named and path.is_relative_to(_PACKAGE) and path.name != "watched.py":
+        if is_named and path.is_relative_to(_PACKAGE) and path.name != "op_hooks.py":
             found = f"{frame.f_code.co_name} ({path.relative_to(_PACKAGE)})"
     return found
