@@ -69,21 +69,19 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, call.padding)
-    found = []
     for problem in plan.problems:
         queries, keys = rows_of(problem, call.query_offset)
         tensors = ((queries, q), (keys, k), (keys, v), (queries, out), (queries, lse))
-        found += [(problem, views, options) for views, options in launches_of(problem, tensors, call, k.shape[:2])]
-    for problem, (q_, k_, v_, out_, lse_), options in found:
-        part_out, part_lse = call.backend.forward(q_, k_, v_, options)
-        part_lse = part_lse.transpose(1, 2)
-        if problem.zero_keys:
-            part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
-        if problem.first:
-            out_.copy_(part_out)
-            lse_.copy_(part_lse)
-        else:
-            merge_onto(out_, lse_, part_out, part_lse)
+        for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors, call, k.shape[:2]):
+            part_out, part_lse = call.backend.forward(q_, k_, v_, options)
+            part_lse = part_lse.transpose(1, 2)
+            if problem.zero_keys:
+                part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
+            if problem.first:
+                out_.copy_(part_out)
+                lse_.copy_(part_lse)
+            else:
+                merge_onto(out_, lse_, part_out, part_lse)
     return out.to(q.dtype), lse
 
 
@@ -128,22 +126,20 @@ def _add_shares(
 ) -> None:
     dout, q, k, v, out, lse = tensors
     dq, dk, dv = grads
-    found = []
     for problem in problems:
         queries, keys = rows_of(problem, call.query_offset)
         views = [(queries, dout), (queries, q), (keys, k), (keys, v), (queries, out), (queries, lse)]
         views += [(queries, dq), (keys, dk), (keys, dv)]
         if dlse is not None:
             views.append((queries, dlse))
-        found += [(problem, of_launch, options) for of_launch, options in launches_of(problem, views, call, k.shape[:2])]
-    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in found:
-        part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
-        if problem.first:
-            dq_.copy_(part_dq)
-        else:
-            dq_.add_(part_dq)
-        dk_.add_(part_dk)
-        dv_.add_(part_dv)
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
+            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
+            if problem.first:
+                dq_.copy_(part_dq)
+            else:
+                dq_.add_(part_dq)
+            dk_.add_(part_dk)
+            dv_.add_(part_dv)
 
 
 def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
