@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from _ring_cases import Problem
 
 import dilated_attention
-from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
 
 HOW_TO_GET_IT = "other projects' sources are not in this repository: git clone https://github.com/zhuzilin/ring-flash-attention"
 
@@ -60,7 +60,7 @@ class Contender:
 
 def resolve(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The backend that ``"auto"`` stands for on this machine."""
-    request = Request(hardware=detect(device.type), dtype=dtype, head_dim=head_dim, needs_grad=True)
+    request = AttentionRequest(hardware=detect(device.type), dtype=dtype, head_dim=head_dim, needs_grad=True)
     return registry.select(request, kernel).name
 
 

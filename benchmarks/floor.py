@@ -19,7 +19,7 @@ import torch
 from _timing import inputs, interleaved, machine, sampled_error, save
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import Backend, Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Backend, Options, detect, registry
 from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.branches.plan import Shape, make_plan
 
@@ -50,7 +50,7 @@ def floor_calls(backend: str, pairs: int, H: int, D: int, is_causal: bool) -> tu
 def _kernels(backend: str, D: int) -> Backend:
     """The library that the floor is measured on: the fastest one here, unless another is asked for."""
     if backend in ("auto", "nested"):
-        return registry.select(Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=D, needs_grad=True))
+        return registry.select(AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=D, needs_grad=True))
     return registry.get(backend)
 
 
@@ -121,8 +121,8 @@ def main() -> None:
         flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
     for backend in args.backend:
         for name in args.shapes:
-            request = Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=SHAPES[name][1], needs_grad=True)
-            if reasons := _kernels(backend, SHAPES[name][1]).why_not(request):
+            request = AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=SHAPES[name][1], needs_grad=True)
+            if reasons := _kernels(backend, SHAPES[name][1]).reasons_against(request):
                 print(f"{name:>7} {backend:>14} cannot: {'; '.join(reasons)}")
                 continue
             for N in args.lengths:

@@ -21,7 +21,7 @@ import torch
 from _timing import inputs, interleaved, machine, save
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
-from dilated_attention.backends import Request, detect, registry
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.backends.flash import flash3, flash3_fp8
 from dilated_attention.backends.flash.flash3_fp8 import quantise
 from dilated_attention.backends.flash.fp8 import Quantised
@@ -104,8 +104,8 @@ def main() -> None:
         variant = flash3_fp8.Flash3Fp8Backend(function, ALL_KEYS)
         variant.name = name
         registry.register(variant)
-    native = Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=64)
-    bf16 = [name for name in ("flash3", "sdpa_cudnn", "sdpa_flash") if not registry.get(name).why_not(native)][:2]
+    native = AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=64)
+    bf16 = [name for name in ("flash3", "sdpa_cudnn", "sdpa_flash") if not registry.get(name).reasons_against(native)][:2]
     about = machine() | {"keys_a_sum": str(flash3_fp8.KEYS_A_SUM)}
     ratios = []
     for dim in HEADS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends import NESTED, NESTED_FACTS, Facts, registry
+from dilated_attention.backends import NESTED, NESTED_CAPABILITIES, Capabilities, registry
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -15,39 +15,48 @@ def capabilities() -> str:
         "| backend | device | dtypes | head dim | padding | window | dropout | backward | repeats | blocks |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, facts in [*((name, registry.get(name).facts) for name in registry.names()), (NESTED, NESTED_FACTS)]:
-        rows.append(f"| `{name}` | {' | '.join(_row(facts))} |")
+    for name, declared in [*((name, registry.get(name).capabilities) for name in registry.names()), (NESTED, NESTED_CAPABILITIES)]:
+        rows.append(f"| `{name}` | {' | '.join(_row(declared))} |")
     return "\n".join(rows)
 
 
-def _row(facts: Facts) -> list[str]:
+def _row(declared: Capabilities) -> list[str]:
     return [
-        _devices(facts),
-        ", ".join(short for dtype, short in SHORT.items() if dtype in facts.dtypes)
-        + (", computes fp8" if "native" not in facts.precisions else ""),
-        _head_dims(facts),
-        *(_yes(able) for able in (facts.key_mask, facts.window, facts.dropout, facts.backward, facts.backward and facts.deterministic)),
-        "only" if facts.blocks_only else _yes(bool(facts.block_sizes)),
+        _devices(declared),
+        ", ".join(short for dtype, short in SHORT.items() if dtype in declared.dtypes)
+        + (", computes fp8" if "native" not in declared.precisions else ""),
+        _head_dims(declared),
+        *(
+            _yes(able)
+            for able in (
+                declared.key_mask,
+                declared.window,
+                declared.dropout,
+                declared.backward,
+                declared.backward and declared.deterministic,
+            )
+        ),
+        "only" if declared.blocks_only else _yes(bool(declared.block_sizes)),
     ]
 
 
-def _devices(facts: Facts) -> str:
-    if "cuda" not in facts.devices:
-        return ", ".join(sorted(facts.devices)).upper()
-    if len(facts.devices) > 1:
+def _devices(declared: Capabilities) -> str:
+    if "cuda" not in declared.devices:
+        return ", ".join(sorted(declared.devices)).upper()
+    if len(declared.devices) > 1:
         return "any"
-    if facts.capabilities is None:
+    if declared.compute_capabilities is None:
         return "CUDA"
-    low, high = (f"sm_{major}{minor}" for major, minor in facts.capabilities)
+    low, high = (f"sm_{major}{minor}" for major, minor in declared.compute_capabilities)
     return low if low == high else f"{low}–{high}"
 
 
-def _head_dims(facts: Facts) -> str:
-    if facts.head_dims is not None:
-        return ", ".join(map(str, sorted(facts.head_dims)))
-    if facts.head_dim_multiple > 1:
-        return f"multiples of {facts.head_dim_multiple} to {facts.max_head_dim}"
-    return f"to {facts.max_head_dim}"
+def _head_dims(declared: Capabilities) -> str:
+    if declared.head_dims is not None:
+        return ", ".join(map(str, sorted(declared.head_dims)))
+    if declared.head_dim_multiple > 1:
+        return f"multiples of {declared.head_dim_multiple} to {declared.max_head_dim}"
+    return f"to {declared.max_head_dim}"
 
 
 def _yes(able: bool) -> str:

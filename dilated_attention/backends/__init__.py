@@ -1,7 +1,7 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
 from dilated_attention.backends import tuning_table
-from dilated_attention.backends.base import PRECISIONS, Backend, Facts, Mask, Options, Request, reasons_of
+from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of
 from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
 from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
@@ -12,7 +12,7 @@ from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.flash4 import Flash4Backend
 from dilated_attention.backends.flash.xformers import XformersBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
-from dilated_attention.backends.selection import NESTED, NESTED_FACTS, BackendUnavailable, Registry, registry
+from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, registry
 from dilated_attention.backends.tiles.backend import TilesBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
 from dilated_attention.backends.torch_ops.math import MathBackend
@@ -63,18 +63,18 @@ registry.set_order("rocm", ("math",), kind="blocks")
 
 __all__ = [
     "NESTED",
-    "NESTED_FACTS",
+    "NESTED_CAPABILITIES",
     "PACKAGES",
     "PRECISIONS",
+    "AttentionRequest",
     "Backend",
     "BackendUnavailable",
+    "Capabilities",
     "Dropout",
-    "Facts",
     "Hardware",
     "Mask",
     "Options",
     "Registry",
-    "Request",
     "detect",
     "reasons_of",
     "refresh",

@@ -1,6 +1,7 @@
-"""The interface to kernel libraries: what is asked (Request), what a library declares (Facts), and its two raw functions (Backend).
+"""The interface to kernel libraries: a call (AttentionRequest), a library (Capabilities), and its two raw functions (Backend).
 
-A backend declares facts and has ``why_not(request)``, which returns *every* reason against it; an empty list means that it can.
+A backend declares its capabilities and has ``reasons_against(request)``, which returns *every* reason against it; an empty list means
+that it can.
 
 Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K key/value heads, D head dim.
 """
@@ -24,7 +25,7 @@ PRECISIONS = ("native", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class AttentionRequest:
     """What is to be computed, as far as the choice of a backend depends on it. No field depends on the tensors' values."""
 
     hardware: Hardware
@@ -79,7 +80,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Capabilities:
     """What a kernel library declares about itself. A limit of None means no limit."""
 
     devices: frozenset[str]
@@ -87,7 +88,7 @@ class Facts:
     precisions: frozenset[str] = frozenset({"native"})
     package: str | None = None
     install: str = ""
-    capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
+    compute_capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
     min_torch: tuple[int, int] = (2, 11)
     max_head_dim: int = 256
     head_dim_multiple: int = 1
@@ -142,7 +143,7 @@ class Options:
     """What both passes of one launch need in addition to the tensors.
 
     ``causal``: the last query sees the last key, and each earlier query one key less. There are as many queries as keys unless
-    ``facts.aligned_last``.
+    ``capabilities.aligned_last``.
     """
 
     scale: float
@@ -165,14 +166,14 @@ class Backend(ABC):
     """
 
     name: str
-    facts: Facts
+    capabilities: Capabilities
 
-    def why_not(self, request: Request) -> list[str]:
+    def reasons_against(self, request: AttentionRequest) -> list[str]:
         """Returns every reason why this backend cannot compute this request; an empty list if it can."""
-        return reasons_of(self.facts, request) + self.more_reasons(request)
+        return reasons_of(self.capabilities, request) + self.more_reasons(request)
 
-    def more_reasons(self, request: Request) -> list[str]:
-        """Returns the reasons from rules that ``Facts`` cannot express; a backend with such rules overrides this."""
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
+        """Returns the reasons from rules that ``Capabilities`` cannot express; a backend with such rules overrides this."""
         return []
 
     @abstractmethod
@@ -191,7 +192,7 @@ class Backend(ABC):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the contributions (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``facts.lse_grad``."""
+        """Returns the contributions (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``capabilities.lse_grad``."""
 
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
@@ -220,7 +221,7 @@ class Backend(ABC):
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``forward`` over the pairs that ``lists`` keep; q (B, Nq, H, D), k and v (B, Nk, K, D). Only if ``facts.block_sizes``."""
+        """``forward`` over the pairs that ``lists`` keep; q (B, Nq, H, D), k and v (B, Nk, K, D). Only if ``capabilities.block_sizes``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
     def backward_blocks(
@@ -235,7 +236,7 @@ class Backend(ABC):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``backward`` over the pairs that ``lists`` keep: contributions in q's dtype or float32. ``dlse`` only if ``facts.lse_grad``."""
+        """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
 
@@ -271,74 +272,74 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def reasons_of(facts: Facts, request: Request) -> list[str]:
-    """Returns every reason that ``facts`` give against ``request``."""
-    return hardware_reasons(facts, request.hardware) + _request_reasons(facts, request)
+def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
+    """Returns every reason that ``capabilities`` gives against ``request``."""
+    return hardware_reasons(capabilities, request.hardware) + _request_reasons(capabilities, request)
 
 
-def hardware_reasons(facts: Facts, hardware: Hardware) -> list[str]:
+def hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[str]:
     reasons = []
-    if hardware.device_type not in facts.devices:
-        return [f"runs on {' and '.join(sorted(facts.devices))}, not on {hardware.device_type}"]
-    if hardware.is_rocm and not facts.rocm:
+    if hardware.device_type not in capabilities.devices:
+        return [f"runs on {' and '.join(sorted(capabilities.devices))}, not on {hardware.device_type}"]
+    if hardware.is_rocm and not capabilities.rocm:
         reasons.append("not tried on ROCm")
-    if facts.capabilities is not None and hardware.device_type == "cuda" and not hardware.is_rocm:
-        low, high = facts.capabilities
+    if capabilities.compute_capabilities is not None and hardware.device_type == "cuda" and not hardware.is_rocm:
+        low, high = capabilities.compute_capabilities
         have = hardware.capability or (0, 0)
         if not low <= have <= high:
             reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
-    if hardware.torch_version < facts.min_torch:
-        reasons.append(f"needs torch ≥ {_dotted(facts.min_torch)}, this is {_dotted(hardware.torch_version)}")
-    if facts.package is not None and facts.package not in hardware.packages:
-        reasons.append(f"{facts.package} is not installed: {facts.install}")
+    if hardware.torch_version < capabilities.min_torch:
+        reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
+    if capabilities.package is not None and capabilities.package not in hardware.packages:
+        reasons.append(f"{capabilities.package} is not installed: {capabilities.install}")
     return reasons
 
 
-def _request_reasons(facts: Facts, request: Request) -> list[str]:
+def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
     reasons = []
-    if request.precision not in facts.precisions:
-        way_out = " or ".join(f'precision="{name}"' for name in sorted(facts.precisions))
-        what = "in the inputs' precision" if "native" in facts.precisions else " and ".join(sorted(facts.precisions))
+    if request.precision not in capabilities.precisions:
+        way_out = " or ".join(f'precision="{name}"' for name in sorted(capabilities.precisions))
+        what = "in the inputs' precision" if "native" in capabilities.precisions else " and ".join(sorted(capabilities.precisions))
         reasons.append(f"computes {what} only, not {request.precision}: {way_out}")
-    if request.dtype not in facts.dtypes:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in facts.dtypes))
+    if request.dtype not in capabilities.dtypes:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in capabilities.dtypes))
         reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")
     capability = request.hardware.capability
     if (
         request.dtype is torch.bfloat16
         and capability is not None
         and capability < (8, 0)
-        and "cuda" in facts.devices
-        and facts.capabilities is not None
+        and "cuda" in capabilities.devices
+        and capabilities.compute_capabilities is not None
     ):
         reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
-    if facts.head_dims is not None and request.head_dim not in facts.head_dims:
-        reasons.append(f"head_dim is one of {sorted(facts.head_dims)}, not {request.head_dim}")
-    if request.head_dim > facts.max_head_dim:
-        reasons.append(f"head_dim is at most {facts.max_head_dim}, not {request.head_dim}")
-    if request.head_dim % facts.head_dim_multiple:
-        reasons.append(f"head_dim must be a multiple of {facts.head_dim_multiple}, not {request.head_dim}")
+    if capabilities.head_dims is not None and request.head_dim not in capabilities.head_dims:
+        reasons.append(f"head_dim is one of {sorted(capabilities.head_dims)}, not {request.head_dim}")
+    if request.head_dim > capabilities.max_head_dim:
+        reasons.append(f"head_dim is at most {capabilities.max_head_dim}, not {request.head_dim}")
+    if request.head_dim % capabilities.head_dim_multiple:
+        reasons.append(f"head_dim must be a multiple of {capabilities.head_dim_multiple}, not {request.head_dim}")
     for wanted, able, text in (
-        (request.needs_grad, facts.backward, "has no backward"),
-        (request.key_mask, facts.key_mask, "takes no key_padding_mask"),
-        (request.window, facts.window, "takes no window"),
-        (request.dropout, facts.dropout, "has no dropout by position (the same element dropped in every branch)"),
-        (request.deterministic and request.needs_grad, facts.deterministic, "its backward is not deterministic"),
+        (request.needs_grad, capabilities.backward, "has no backward"),
+        (request.key_mask, capabilities.key_mask, "takes no key_padding_mask"),
+        (request.window, capabilities.window, "takes no window"),
+        (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
+        (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
     ):
         if wanted and not able:
             reasons.append(text)
-    if request.blocks is None and facts.blocks_only:
+    if request.blocks is None and capabilities.blocks_only:
         reasons.append("computes lists of blocks only")
-    if request.blocks is not None and not facts.block_sizes:
+    if request.blocks is not None and not capabilities.block_sizes:
         reasons.append("takes no lists of blocks")
     elif request.blocks is not None:
-        if request.blocks not in facts.block_sizes:
-            sizes = ", ".join(f"{q}x{k}" for q, k in sorted(facts.block_sizes))
+        if request.blocks not in capabilities.block_sizes:
+            sizes = ", ".join(f"{q}x{k}" for q, k in sorted(capabilities.block_sizes))
             reasons.append(f"blocks are of {sizes}, not {request.blocks[0]}x{request.blocks[1]}")
-        if request.block_masks not in facts.block_masks:
+        if request.block_masks not in capabilities.block_masks:
             reasons.append(f"takes no {request.block_masks} masks inside blocks")
-    if facts.max_extent is not None and request.extent >= facts.max_extent:
-        reasons.append(f"one segment spans {request.extent} elements, 32-bit offsets end at {facts.max_extent}")
+    if capabilities.max_extent is not None and request.extent >= capabilities.max_extent:
+        reasons.append(f"one segment spans {request.extent} elements, 32-bit offsets end at {capabilities.max_extent}")
     return reasons
 
 

@@ -18,7 +18,7 @@ _VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_origin", 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _words_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_origin, heads, first_head, first_batch,
+    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_position_offset, heads, first_head, first_batch,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes BLOCK positions of one head: query blocks first, then key blocks. Integers arrive as signed 32-bit words."""
@@ -29,7 +29,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     is_key = block >= query_blocks
     places = tl.where(is_key, block - query_blocks, block) * BLOCK + tl.arange(0, BLOCK)
     # sums wrap, as positions do (mod 2³²)
-    positions = places.to(tl.uint32) + tl.where(is_key, key_origin, query_origin).to(tl.uint32)
+    positions = places.to(tl.uint32) + tl.where(is_key, key_position_offset, query_origin).to(tl.uint32)
     zeros = tl.zeros((BLOCK,), tl.uint32)
     head = zeros + (first_head + row % heads).to(tl.uint32)
     batch = zeros + (first_batch + row // heads).to(tl.uint32)
@@ -51,17 +51,18 @@ def dropout_words(
     num_positions: int,
     device: torch.device | str,
     *,
-    origin: int = 0,
+    position_offset: int = 0,
     num_keys: int | None = None,
-    key_origin: int | None = None,
+    key_position_offset: int | None = None,
     first_head: int = 0,
     first_batch: int = 0,
 ) -> Words:
     """Returns contiguous (a (B, H, N), c (B, H, N), b (B, H, M)) of consecutive batch entries, heads and positions, in one launch.
 
     Args:
-        num_positions, origin: the queries are at ``origin`` … ``origin + num_positions − 1``; 0 positions leave a and c empty.
-        num_keys, key_origin: the same for the keys, where they differ; 0 keys leave b empty.
+        num_positions, position_offset: the queries are at ``position_offset`` … ``position_offset + num_positions − 1``; 0 positions leave
+            a and c empty.
+        num_keys, key_position_offset: the same for the keys, where they differ; 0 keys leave b empty.
         first_head, first_batch: the index in the whole model of the first head, and in the whole batch of the first entry.
 
     Shapes: B = ``batch``, H = ``heads``, N = ``num_positions``, M = ``num_keys``.
@@ -73,7 +74,7 @@ def dropout_words(
     b = torch.empty((batch, heads, keys), dtype=torch.int32, device=device)
     programs = batch * heads * (triton.cdiv(num_positions, _BLOCK) + triton.cdiv(keys, _BLOCK))
     if programs:
-        origins = origin, origin if key_origin is None else key_origin
+        origins = position_offset, position_offset if key_position_offset is None else key_position_offset
         varying = (seed, seed >> 32, num_positions, keys, *origins, heads, first_head, first_batch)
         with on_device(a.device):
             _words_kernel[(programs,)](a, c, b, *map(_signed, varying), _BLOCK, num_warps=_WARPS)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from dilated_attention.backends import hardware, tuning_table
-from dilated_attention.backends.base import HALVES, Backend, Facts, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities
 from dilated_attention.pattern.checks import shown
 
 logger = logging.getLogger("dilated_attention")
@@ -21,12 +21,12 @@ _MOST_ANSWERS = 4096
 # once; the preferred library computes the rest
 NESTED = "nested"
 # the facts of that kernel, declared as for a kernel library
-NESTED_FACTS = Facts(
+NESTED_CAPABILITIES = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,
     package="triton",
     install="pip install triton",
-    capabilities=((9, 0), (9, 0)),
+    compute_capabilities=((9, 0), (9, 0)),
     head_dims=frozenset({64, 128}),
     backward=False,
     source="H200, Triton 3.6: 424/569 TFLOP/s on pairs that differ at D = 64/128",
@@ -60,7 +60,7 @@ class Registry:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
     def set_order(self, architecture: str, names: tuple[str, ...], *, kind: str = "dense") -> None:
-        """Sets the order of an architecture for requests of ``kind`` (see ``Request.kind``).
+        """Sets the order of an architecture for requests of ``kind`` (see ``AttentionRequest.kind``).
 
         ``"blocks beside an exchange"`` uses the order of ``"blocks"`` if it has none.
         """
@@ -77,11 +77,11 @@ class Registry:
     def get(self, name: str) -> Backend:
         return self._backends[name]
 
-    def order(self, request: Request) -> tuple[str, ...]:
+    def order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Returns all names in order of preference for this request."""
         return self.ranking(request).names
 
-    def ranking(self, request: Request) -> tuning_table.Ranking:
+    def ranking(self, request: AttentionRequest) -> tuning_table.Ranking:
         """Returns ``order`` with the reason for each name's place: a table measured here, the shipped one, or the architecture's order."""
         hardware = request.hardware
         places = [hardware.architecture]
@@ -92,9 +92,9 @@ class Registry:
         first = next((self._orders[place, kind] for kind in kinds for place in places if (place, kind) in self._orders), ())
         return tuning_table.rank(request, first, self.names())
 
-    def table(self, request: Request) -> list[tuple[str, list[str]]]:
+    def table(self, request: AttentionRequest) -> list[tuple[str, list[str]]]:
         """Returns (name, reasons against it) in order of preference."""
-        return [(name, self._backends[name].why_not(request)) for name in self.order(request)]
+        return [(name, self._backends[name].reasons_against(request)) for name in self.order(request)]
 
     def check_name(self, name: object) -> None:
         if not isinstance(name, str):
@@ -102,7 +102,7 @@ class Registry:
         if name not in self.choices():
             raise ValueError(f"backend is {shown(name)}; expected one of {', '.join(self.choices())}")
 
-    def select(self, request: Request, name: str = "auto") -> Backend:
+    def select(self, request: AttentionRequest, name: str = "auto") -> Backend:
         """Returns the preferred backend that can compute the request, or the named backend; it never replaces a named one.
 
         Raises:

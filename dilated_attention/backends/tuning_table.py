@@ -6,7 +6,7 @@ by ratio, with ties going to the longer one. An unknown length uses the longest.
 have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
 has no row.
 
-A table only orders backends; whether a backend can compute a request is decided by its ``why_not``.
+A table only orders backends; whether a backend can compute a request is decided by its ``reasons_against``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dilated_attention.fork import cached_property
 from dilated_attention.pattern.checks import shown
 
 if TYPE_CHECKING:
-    from dilated_attention.backends.base import Request
+    from dilated_attention.backends.base import AttentionRequest
 
 logger = logging.getLogger("dilated_attention")
 
@@ -61,7 +61,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TuningRow:
     """One kind of call and the backends that computed it correctly, fastest first."""
 
     which: str
@@ -79,7 +79,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TuningTable:
     """Rows and their origin.
 
     Args:
@@ -94,10 +94,10 @@ class Table:
     environment: dict[str, Any] = field(hash=False)
     date: str
     source: str
-    rows: tuple[Row, ...]
+    rows: tuple[TuningRow, ...]
     path: Path | None = field(default=None, compare=False)
 
-    def row_for(self, request: Request) -> Row | None:
+    def row_for(self, request: AttentionRequest) -> TuningRow | None:
         """Returns the row that applies to ``request`` (by the rule in the module docstring), or None."""
         dtype = _DTYPE_CLASSES.get(request.dtype)
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
@@ -118,8 +118,8 @@ class Table:
         return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
 
     @cached_property
-    def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[Row]]:
-        kinds: dict[tuple[str, str, bool, bool], list[Row]] = {}
+    def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[TuningRow]]:
+        kinds: dict[tuple[str, str, bool, bool], list[TuningRow]] = {}
         for row in self.rows:
             kinds.setdefault((row.which, row.dtype, row.causal, row.blocks), []).append(row)
         return kinds
@@ -182,7 +182,7 @@ def refresh() -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def measured_here(hardware: Hardware) -> Table | None:
+def measured_here(hardware: Hardware) -> TuningTable | None:
     """Returns the table measured on exactly this hardware with these versions, read once; None if there is none.
 
     A record built by hand (without ``versions``) describes another machine, so no file is looked up.
@@ -221,13 +221,13 @@ def _tell_of_others(path: Path) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def shipped(architecture: str) -> Table | None:
+def shipped(architecture: str) -> TuningTable | None:
     """Returns the table shipped with the package for this architecture; None if none was measured."""
     path = _SHIPPED / f"{architecture}.json"
     return load(path) if path.is_file() else None
 
 
-def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
+def rank(request: AttentionRequest, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
     """Ranks each name once: by this machine's table, then the shipped table, the architecture's order and the order of registration."""
     groups: list[tuple[tuple[str, ...], str]] = []
     here = measured_here(request.hardware)
@@ -247,7 +247,7 @@ def rank(request: Request, by_architecture: tuple[str, ...], registered: tuple[s
     return Ranking(tuple(bases))
 
 
-def _ranked(row: Row, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
+def _ranked(row: TuningRow, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
     """Orders the row's names by rate; rates so close that another machine might reverse them follow the architecture's order."""
     left = sorted(row.timings, key=lambda timing: -timing.tflops)
     names = []
@@ -260,7 +260,7 @@ def _ranked(row: Row, by_architecture: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def save(table: Table, path: Path) -> None:
+def save(table: TuningTable, path: Path) -> None:
     """Writes ``table`` as JSON, one row per line; a reader sees either the old file or the new one, never a partial one."""
     head = {
         "format": FORMAT,
@@ -276,7 +276,7 @@ def save(table: Table, path: Path) -> None:
     write_text(path, text)
 
 
-def as_dict(row: Row) -> dict[str, Any]:
+def as_dict(row: TuningRow) -> dict[str, Any]:
     return {
         "pass": row.which,
         "dtype": row.dtype,
@@ -287,7 +287,7 @@ def as_dict(row: Row) -> dict[str, Any]:
     } | ({"blocks": True} if row.blocks else {})
 
 
-def load(path: Path) -> Table | None:
+def load(path: Path) -> TuningTable | None:
     """Returns the table in ``path``; None, with a log line, if a release with another format wrote it.
 
     Raises:
@@ -316,7 +316,7 @@ def load(path: Path) -> Table | None:
         if type(content.get(key)) is not kind:
             raise _refused(path, f"{key} is {shown(content.get(key))}, expected {kind.__name__}")
     rows = tuple(_row(path, number, row) for number, row in enumerate(content["rows"]))
-    return Table(
+    return TuningTable(
         architecture=content["architecture"],
         environment=content["environment"],
         date=content["date"],
@@ -326,10 +326,10 @@ def load(path: Path) -> Table | None:
     )
 
 
-def _row(path: Path, number: int, row: Any) -> Row:
+def _row(path: Path, number: int, row: Any) -> TuningRow:
     try:
         timings = tuple(_timing(*timing) for timing in row["timings"])
-        made = Row(
+        made = TuningRow(
             which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings,
             blocks=row.get("blocks", False),
         )  # fmt: skip

@@ -32,13 +32,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.branch_buffers import make_layers
-from dilated_attention.engine.branches.chunking import Cut, make_tiers
+from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
+from dilated_attention.engine.branches.chunking import ChunkSizes, make_tiers
 from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.branches.strategy import FUSED_DEVICES, backward_cut, forward_cut, has_own_keys, is_one_problem
+from dilated_attention.engine.branches.strategy import (
+    FUSED_DEVICES,
+    backward_chunk_sizes,
+    forward_chunk_sizes,
+    has_own_keys,
+    is_one_problem,
+)
 from dilated_attention.engine.branches.views import key_rows, launches, query_rows
-from dilated_attention.engine.kernels.nested_selection import Piece, make_pieces
+from dilated_attention.engine.kernels.nested_selection import SequencePiece, make_pieces
 from dilated_attention.engine.kernels.tiles_layout import tiles_scratch
 from dilated_attention.pattern import DilatedPattern
 
@@ -111,7 +117,7 @@ def attention_memory(
     tiles: tuple[bool, bool] = (False, False),
     detached: bool = False,
     dropout: bool = False,
-    kept: int = 0,
+    saved_bytes: int = 0,
 ) -> MemoryEstimate:
     """Estimates the peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
@@ -132,7 +138,7 @@ def attention_memory(
         nested: the forward visits pairs of nested branches once (``nested_selection.py``) where branches nest, and has no parts for them.
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
-        kept: bytes of the per-branch outputs that the forward keeps for the backward (``requirements.kept_bytes``).
+        saved_bytes: bytes of the per-branch outputs that the forward keeps for the backward (``requirements.kept_bytes``).
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
     >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
@@ -153,13 +159,15 @@ def attention_memory(
     keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
 
     if device_type in FUSED_DEVICES and dtype is not torch.float64:
-        scratch = functools.partial(tiles_scratch, pattern, shape, B, D, dtype, detached=detached, is_kept=kept > 0, dropout=dropout)
-        common.append(("the branches' own outputs", kept))
+        scratch = functools.partial(
+            tiles_scratch, pattern, shape, B, D, dtype, detached=detached, is_saved=saved_bytes > 0, dropout=dropout
+        )
+        common.append(("the branches' own outputs", saved_bytes))
         terms = [*common, ("out", Q * e), ("lse", R * a)]
         if tiles[0]:
             terms.append(("scratch of the tiles", scratch(is_backward=False)))
         else:
-            pieces = make_pieces(pattern, H, N) if nested else (Piece(0, N, None),)
+            pieces = make_pieces(pattern, H, N) if nested else (SequencePiece(0, N, None),)
             terms.append(("parts", max(_forward_parts(pattern, piece, shape, queries, keys, a) for piece in pieces)))
         if not needs_grad:
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
@@ -168,14 +176,14 @@ def attention_memory(
             grads.append(("scratch of the tiles", scratch(is_backward=True)))
             return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
         if has_own_keys(pattern, shape):
-            cut = backward_cut(pattern, shape, queries, keys)
-            grads.append(("parts", _parts(pattern, shape, lambda tier: backward_cut(tier, shape, queries, keys), B, 3 * D * e, 0)))
+            chunk_sizes = backward_chunk_sizes(pattern, shape, queries, keys)
+            grads.append(("parts", _parts(pattern, shape, lambda tier: backward_chunk_sizes(tier, shape, queries, keys), B, 3 * D * e, 0)))
         else:
-            cut = backward_cut(pattern, shape, queries, keys, in_layers=False)
-            share = cut.heads * cut.positions / (H * N)
+            chunk_sizes = backward_chunk_sizes(pattern, shape, queries, keys, in_buffers=False)
+            share = chunk_sizes.heads * chunk_sizes.positions / (H * N)
             grads.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
-        grads.append(("lse of the chunks", B * cut.heads * cut.positions * a))
-        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, cut, B, D)))
+        grads.append(("lse of the chunks", B * chunk_sizes.heads * chunk_sizes.positions * a))
+        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, chunk_sizes, B, D)))
         return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
 
     if not key_padding_mask and is_one_problem(pattern, shape):
@@ -200,39 +208,43 @@ def attention_memory(
     return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
 
 
-def _parts(pattern: DilatedPattern, shape: Shape, cut: Callable[[DilatedPattern], Cut], batch: int, row_bytes: int, lse_bytes: int) -> int:
+def _parts(
+    pattern: DilatedPattern, shape: Shape, chunk_sizes: Callable[[DilatedPattern], ChunkSizes], batch: int, row_bytes: int, lse_bytes: int
+) -> int:
     """Returns the bytes of a chunk's layers, in the tier where they are largest."""
     if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
         return 0
-    tiers = make_tiers(pattern, shape.num_heads, cut)
-    return max(_layer_bytes(tier, shape, cut(tier), batch, row_bytes, lse_bytes) for tier in tiers)
+    tiers = make_tiers(pattern, shape.num_heads, chunk_sizes)
+    return max(_layer_bytes(tier, shape, chunk_sizes(tier), batch, row_bytes, lse_bytes) for tier in tiers)
 
 
-def _layer_bytes(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, row_bytes: int, lse_bytes: int) -> int:
-    first = next(cut.chunks(shape.num_heads, shape.queries[1]))
-    layers = make_layers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
+def _layer_bytes(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, row_bytes: int, lse_bytes: int) -> int:
+    first = next(chunk_sizes.chunks(shape.num_heads, shape.queries[1]))
+    layers = make_branch_buffers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
     rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
     return batch * layers.heads * rows
 
 
-def _forward_parts(pattern: DilatedPattern, piece: Piece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int) -> int:
+def _forward_parts(
+    pattern: DilatedPattern, piece: SequencePiece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int
+) -> int:
     """Returns the bytes of a stretch's layers. If its nested branches are visited together, only the others have layers."""
     positions = (0, piece.length)
     shape = replace(whole, queries=positions, keys=positions, documents=(positions,))
     q, k = queries[:, : piece.length], keys[:, : piece.length]
     row_bytes = q.shape[3] * q.element_size()
     if piece.split is None:
-        return _parts(pattern, shape, lambda tier: forward_cut(tier, shape, q, k), q.shape[0], row_bytes, lse_bytes)
+        return _parts(pattern, shape, lambda tier: forward_chunk_sizes(tier, shape, q, k), q.shape[0], row_bytes, lse_bytes)
     if piece.split.others is None:
         return 0
-    cut = forward_cut(pattern, shape, q, k, waiting=piece.split.layers)
-    return _layer_bytes(piece.split.layers, shape, cut, q.shape[0], row_bytes, lse_bytes)
+    chunk_sizes = forward_chunk_sizes(pattern, shape, q, k, waiting=piece.split.layers)
+    return _layer_bytes(piece.split.layers, shape, chunk_sizes, q.shape[0], row_bytes, lse_bytes)
 
 
-def _kernel_sums(pattern: DilatedPattern, shape: Shape, cut: Cut, batch: int, head_dim: int) -> int:
+def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, head_dim: int) -> int:
     """Returns the bytes that the largest backward launch accumulates: dq, two numbers per row, and dk and dv of heads that share them."""
-    positions = (0, min(cut.positions, shape.queries[1]))
-    part = replace(shape, queries=positions, keys=positions, documents=(positions,), heads=(0, min(cut.heads, shape.num_heads)))
+    positions = (0, min(chunk_sizes.positions, shape.queries[1]))
+    part = replace(shape, queries=positions, keys=positions, documents=(positions,), heads=(0, min(chunk_sizes.heads, shape.num_heads)))
     sizes = []
     for problem in make_plan(pattern, part).problems:
         rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))

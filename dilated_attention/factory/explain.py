@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import NESTED, NESTED_FACTS, PRECISIONS, BackendUnavailable, Hardware, Request, detect, reasons_of, registry
+from dilated_attention.backends import (
+    NESTED,
+    NESTED_CAPABILITIES,
+    PRECISIONS,
+    AttentionRequest,
+    BackendUnavailable,
+    Hardware,
+    detect,
+    reasons_of,
+    registry,
+)
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.blocks.base import checked_block_size
@@ -57,7 +67,7 @@ class Explanation:
         tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
 
-    request: Request
+    request: AttentionRequest
     rows: tuple[Row, ...]
     forward: str | None
     backward: str | None
@@ -163,7 +173,7 @@ def explain_backend(
     if pattern is not None and num_positions is not None:
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    request = Request(
+    request = AttentionRequest(
         hardware=machine,
         dtype=dtype,
         head_dim=head_dim,
@@ -190,7 +200,8 @@ def explain_backend(
     forward_table = registry.table(request)
     backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
     rows = tuple(
-        Row(name, tuple(reasons), tuple(backward_table.get(name, ())), registry.get(name).facts.source) for name, reasons in forward_table
+        Row(name, tuple(reasons), tuple(backward_table.get(name, ())), registry.get(name).capabilities.source)
+        for name, reasons in forward_table
     )
     request = replace(request, needs_grad=needs_grad)
     forward = _taken(replace(request, needs_grad=False), backend)
@@ -199,13 +210,13 @@ def explain_backend(
         _basis(replace(request, needs_grad=False), forward, backend),
         _basis(request, backward, backend),
     )
-    nested = tuple(reasons_of(NESTED_FACTS, replace(request, needs_grad=False)))
+    nested = tuple(reasons_of(NESTED_CAPABILITIES, replace(request, needs_grad=False)))
     return Explanation(request, rows, forward, backward, *bases, nested, _tiles(request, backend, pattern, num_positions))
 
 
-def _tiles(request: Request, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
+def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
     """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
-    if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).why_not(request):
+    if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).reasons_against(request):
         return ""
     rule = "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the library is a slow one"
     if pattern is None or num_positions is None:
@@ -224,13 +235,13 @@ def _tiles(request: Request, backend: str, pattern: DilatedPattern | None, num_p
     return f"{rule}: {' · '.join(parts)}"
 
 
-def _basis(request: Request, taken: str | None, backend: str) -> str:
+def _basis(request: AttentionRequest, taken: str | None, backend: str) -> str:
     if taken is None:
         return ""
     return "asked for by name" if taken == backend else registry.ranking(request).basis_of(taken)
 
 
-def _taken(request: Request, backend: str) -> str | None:
+def _taken(request: AttentionRequest, backend: str) -> str | None:
     try:
         return registry.select(request, backend).name
     except BackendUnavailable:

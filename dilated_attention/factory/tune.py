@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention.backends import Backend, Hardware, Options, Request, detect, registry, tuning_table
+from dilated_attention.backends import AttentionRequest, Backend, Hardware, Options, detect, registry, tuning_table
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.tuning_table import Row, Table, Timing
+from dilated_attention.backends.tuning_table import Timing, TuningRow, TuningTable
 
 Tensors = tuple[torch.Tensor, ...]
 # errors of a kernel library that cannot compute a problem after all; a sweep continues without it
@@ -80,7 +80,7 @@ def default_sweep(hardware: Hardware) -> Sweep:
     )
 
 
-def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress: Callable[[str], None] = lambda line: None) -> Table:
+def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress: Callable[[str], None] = lambda line: None) -> TuningTable:
     """Measures and returns the table; writes nothing.
 
     Args:
@@ -97,7 +97,7 @@ def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress:
     bench = _Bench(sweep, torch.device(device if device is not None else hardware.device_type), hardware, progress)
     started = time.monotonic()
     points = sweep.points()
-    rows: list[Row] = []
+    rows: list[TuningRow] = []
     done = 0
     for length, dtype, head_dim, causal in points:
         if time.monotonic() - started >= sweep.seconds:
@@ -118,7 +118,7 @@ def measure(sweep: Sweep, *, device: torch.device | str | None = None, progress:
     if not rows:
         raise ValueError(f"nothing was measured in seconds={sweep.seconds:g}; give the sweep more time, or other head dims")
     rows.sort(key=lambda row: (row.dtype, row.which, row.causal, row.head_dim, row.length))
-    return Table(
+    return TuningTable(
         architecture=hardware.architecture,
         environment=tuning_table.environment(hardware),
         date=datetime.date.today().isoformat(),
@@ -136,7 +136,7 @@ class _Bench:
     # (backend, pass, dtype, head dim, causal) → whether its result is correct
     _right: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
-    def point(self, dtype: str, head_dim: int, length: int, causal: bool) -> list[Row]:
+    def point(self, dtype: str, head_dim: int, length: int, causal: bool) -> list[TuningRow]:
         """Returns the rows of both passes; a pass that no backend can compute has none."""
         shape = self.sweep.shape(dtype, length, head_dim)
         torch_dtype = self._torch_dtype(dtype)
@@ -147,7 +147,7 @@ class _Bench:
         except torch.OutOfMemoryError:
             self.progress(f"length {length}, head_dim {head_dim}: the inputs do not fit")
             return []
-        rows: list[Row] = []
+        rows: list[TuningRow] = []
         saved: Tensors = ()
         for which in ("forward", "backward"):
             if which == "backward" and not saved:
@@ -164,7 +164,7 @@ class _Bench:
             P, L, G, D = shape
             work = _PER_PAIR[which] * D * P * G * L * ((L + 1) / 2 if causal else L)
             timings = tuple(Timing(name, float(f"{ms:.4g}"), float(f"{work / ms / 1e9:.4g}")) for name, ms in times.items())
-            rows.append(Row(which=which, dtype=dtype, head_dim=head_dim, length=length, causal=causal, timings=timings))
+            rows.append(TuningRow(which=which, dtype=dtype, head_dim=head_dim, length=length, causal=causal, timings=timings))
             if which == "forward":
                 saved = registry.get(timings[0].backend).forward(q, k, v, options)
         return rows
@@ -177,7 +177,7 @@ class _Bench:
 
     def _usable(self, dtype: torch.dtype, shape: tuple[int, ...], causal: bool, which: str) -> list[Backend]:
         _, L, G, D = shape
-        request = Request(
+        request = AttentionRequest(
             hardware=self.hardware,
             dtype=dtype,
             head_dim=D,
@@ -190,7 +190,7 @@ class _Bench:
             length=L,
         )
         names = [name for name in registry.names() if not self.sweep.backends or name in self.sweep.backends]
-        return [backend for backend in map(registry.get, names) if not backend.why_not(request)]
+        return [backend for backend in map(registry.get, names) if not backend.reasons_against(request)]
 
     def _is_right(self, backend: Backend, which: str, dtype: torch.dtype, head_dim: int, causal: bool) -> bool:
         key = (backend.name, which, dtype, head_dim, causal)
@@ -298,11 +298,11 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def winners(table: Table) -> str:
+def winners(table: TuningTable) -> str:
     """Formats the fastest backend of every row with its TFLOP/s, one line per head dim, one column per length."""
     lines = []
 
-    def key(row: Row) -> tuple[str, str, bool]:
+    def key(row: TuningRow) -> tuple[str, str, bool]:
         return row.dtype, row.which, row.causal
 
     for (dtype, which, causal), group in itertools.groupby(sorted(table.rows, key=key), key):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.backends import Hardware, Request, detect
+from dilated_attention.backends import AttentionRequest, Hardware, detect
 from dilated_attention.engine.decode import dispatch as select
 from dilated_attention.engine.decode.dispatch import Explained
 from dilated_attention.engine.decode.keys import row_keys
@@ -111,7 +111,9 @@ def explain_decode(
     """
     select.check_name(backend)
     machine = hardware or detect(device)
-    request = Request(hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads)
+    request = AttentionRequest(
+        hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads
+    )
     return select.explain(request, dense, backend)
 
 

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches.merge import has_kernels
-from dilated_attention.engine.oom.requirements import rows_need
+from dilated_attention.engine.oom.requirements import rows_requirement
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
-from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import each, on_tangents, on_transforms
 from dilated_attention.functional import fused_norm_linear_torch
@@ -92,7 +92,7 @@ def has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-@watched(rows_need("norm_linear"))
+@op_hook(rows_requirement("norm_linear"))
 def _forward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
@@ -129,7 +129,7 @@ def _forward(
     return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
 
-@watched(rows_need("norm_linear"))
+@op_hook(rows_requirement("norm_linear"))
 def _backward(
     dys: list[torch.Tensor],
     x: torch.Tensor,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.block_lists import on_device
-from dilated_attention.backends.tiles.launch import Launch
+from dilated_attention.backends.tiles.launch import KernelLaunch
 
 if TYPE_CHECKING:
     from dilated_attention.functional.fused_norm_linear_torch import Recipe
@@ -262,9 +262,9 @@ def _launch(
     numbers: tuple[float, ...],
     constants: tuple[tuple[str, Any], ...],
     warps: int,
-) -> Launch:
+) -> KernelLaunch:
     """Returns the launch for arguments of these kinds; the compiled kernel that it keeps is loaded on ``device``."""
-    return Launch(kernel, programs, numbers, dict(constants), warps)
+    return KernelLaunch(kernel, programs, numbers, dict(constants), warps)
 
 
 def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.branches.merge import has_kernels
-from dilated_attention.engine.oom.requirements import rows_need
+from dilated_attention.engine.oom.requirements import rows_requirement
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
-from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.transforms import on_tangents, on_transforms
 
 # SplitMix64 (Steele, Lea, Flood 2014) with signed 64-bit constants; int64 products wrap, as the algorithm requires
@@ -64,7 +64,7 @@ def _only_dropped(
     return _dropped(None, y, seed, path, dropout, dtype)
 
 
-@watched(rows_need("add_dropped"))
+@op_hook(rows_requirement("add_dropped"))
 def _dropped(
     x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from dilated_attention.functional.fused_layers import is_lean, linear_layers
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.decode_step import LayerUse
+from dilated_attention.models.kv_cache.decode_step import LayerCachePass
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
@@ -196,7 +196,7 @@ class Block(nn.Module):
             shrink_residual(self.attention.out_proj, config.num_layers)
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerUse | None = None
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerCachePass | None = None
     ) -> torch.Tensor:
         if cache is not None:
             attended = self.attention.attend_cached(self.attention_norm(x), cache)

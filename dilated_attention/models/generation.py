@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dilated_attention.models.kv_cache.cache import Cache, KVCache, Requests
-from dilated_attention.models.kv_cache.decode_step import Use
+from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.tokens import check_range, check_tokens, num_ids
@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | Use | None = None,
+        cache: Cache | Requests | CachePass | None = None,
     ) -> torch.Tensor: ...
 
     def eval(self) -> Any: ...
@@ -191,9 +191,9 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: Any, *, chunk: in
     with cache.as_one():
         for part in parts:
             model.hidden(part, cache=cache)
-        use = model.decoder.begin(last.shape[0], last.shape[1], cache)
-        logits = F.linear(model.hidden(last, cache=use)[:, -1], model.output_weight)
-        use.end()
+        cache_pass = model.decoder.begin(last.shape[0], last.shape[1], cache)
+        logits = F.linear(model.hidden(last, cache=cache_pass)[:, -1], model.output_weight)
+        cache_pass.end()
     return logits
 
 

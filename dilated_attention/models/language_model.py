@@ -11,7 +11,7 @@ from torch import nn
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import Use
+from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
@@ -95,7 +95,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | Use | None = None,
+        cache: Cache | Requests | CachePass | None = None,
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
 
@@ -128,13 +128,13 @@ class LongNetLM(Pretrained):
                     f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
                 )
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
-        use = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, use)
+        cache_pass = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass)
         if targets is None:
             logits = F.linear(hidden, self.output_weight)
             # memory may run out for the logits, so the pass only ends once they are computed
-            if use is not None and use is not cache:
-                use.end()
+            if cache_pass is not None and cache_pass is not cache:
+                cache_pass.end()
             return logits
         if self.ring is not None:
             return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
@@ -145,7 +145,7 @@ class LongNetLM(Pretrained):
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | Use | None = None,
+        cache: Cache | Requests | CachePass | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
         check_range("tokens", tokens, num_ids(self.embedding))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import Use
+from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
 
@@ -61,7 +61,7 @@ class LongNetStack(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
         all_layers: bool = False,
-        cache: Cache | Requests | Use | None = None,
+        cache: Cache | Requests | CachePass | None = None,
     ) -> Any:
         """Computes the hidden states.
 
@@ -76,7 +76,7 @@ class LongNetStack(nn.Module):
         Returns:
             (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
-        use = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
+        cache_pass = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -85,8 +85,8 @@ class LongNetStack(nn.Module):
             seq_len = self.ring.whole_length(x.shape[1])
         states = [x]
         for depth, block in enumerate(self.blocks):
-            if use is not None:
-                x = block(x, cache=use.layer(depth))
+            if cache_pass is not None:
+                x = block(x, cache=cache_pass.layer(depth))
             elif self.checkpoint_activations and torch.is_grad_enabled():
                 x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
             else:
@@ -94,11 +94,11 @@ class LongNetStack(nn.Module):
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)
-        if use is not None and use is not cache:
-            use.end()
+        if cache_pass is not None and cache_pass is not cache:
+            cache_pass.end()
         return (x, states) if all_layers else x
 
-    def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | Use, cu_seqlens: torch.Tensor | None = None) -> Use:
+    def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
         """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
@@ -113,7 +113,7 @@ class LongNetStack(nn.Module):
         other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
         if other:
             raise ValueError(f"the cache was made for a model of another {', '.join(other)}; make it with this model's config")
-        if isinstance(cache, Use):
+        if isinstance(cache, CachePass):
             cache.check()
             return cache
         return cache.begin(batch, num_tokens)

@@ -191,7 +191,7 @@ class RingDilatedAttention(DilatedSettings):
             return_lse=return_lse,
         )
 
-    def alone(
+    def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
         """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""

@@ -101,10 +101,10 @@ class RingBlockSparseAttention(KernelSettings):
             head_steps=self.head_steps,
         )
 
-    def alone(
+    def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
-        """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.alone``."""
+        """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.forward_unsharded``."""
         out: torch.Tensor = block_sparse_attention(
             query, key, value, self._pattern, **self._arguments(), is_causal=is_causal, query_offset=query_offset
         )

@@ -13,9 +13,9 @@ from typing import Any, overload
 
 import torch
 
-from dilated_attention.engine.oom.device_memory import room_of, size_text
+from dilated_attention.engine.oom.device_memory import memory_info, size_text
 from dilated_attention.engine.oom.report import allocator_settings
-from dilated_attention.engine.oom.requirement import Need
+from dilated_attention.engine.oom.requirement import MemoryRequirement
 from dilated_attention.engine.ops.op_hooks import watchers
 from dilated_attention.profiling.ledger import Ledger, replay
 from dilated_attention.profiling.profile import MemoryProfile, SeenCall
@@ -36,7 +36,7 @@ class ProfiledBlock:
     def __init__(self, device: torch.device, ops: bool, snapshot: Path | None, empty_cache: bool) -> None:
         self._device, self._ops, self._snapshot, self._empty_cache = device, ops, snapshot, empty_cache
         self._result: MemoryProfile | None = None
-        self._seen: dict[tuple[object, ...], tuple[Need, int]] = {}
+        self._seen: dict[tuple[object, ...], tuple[MemoryRequirement, int]] = {}
         self._profiler: Any = None
 
     @property
@@ -74,7 +74,7 @@ class ProfiledBlock:
             if self._snapshot is not None:
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS, device=self._device)
         else:
-            self._resident, self._resets = room_of(self._device).allocated, _reset_resident_peak()
+            self._resident, self._resets = memory_info(self._device).allocated, _reset_resident_peak()
         watchers.append(self._watch)
         self._began = time.perf_counter()
         if self._ops:
@@ -95,14 +95,14 @@ class ProfiledBlock:
         ledger = None
         if self._profiler is not None:
             ledger = replay(self._profiler.profiler.kineto_results.experimental_event_tree(), self._device, before)
-        seen = tuple(SeenCall(need=need, count=count) for need, count in self._seen.values())
+        seen = tuple(SeenCall(requirement=requirement, count=count) for requirement, count in self._seen.values())
         make = self._of_gpu if self._device.type == "cuda" else self._of_cpu
         self._result = make(seconds, ledger, seen)
 
-    def _watch(self, need: Need) -> None:
-        if need.device.type == self._device.type:
-            kind = (need.op, need.is_backward, need.shapes)
-            self._seen[kind] = (need, self._seen.get(kind, (need, 0))[1] + 1)
+    def _watch(self, requirement: MemoryRequirement) -> None:
+        if requirement.device.type == self._device.type:
+            kind = (requirement.op, requirement.is_backward, requirement.shapes)
+            self._seen[kind] = (requirement, self._seen.get(kind, (requirement, 0))[1] + 1)
 
     def _of_gpu(self, seconds: float, ledger: Ledger | None, seen: tuple[SeenCall, ...]) -> MemoryProfile:
         stats, before = torch.cuda.memory_stats(self._device), self._before
@@ -154,7 +154,7 @@ class ProfiledBlock:
             allocated_after=ledger.end,
             resident_before=None if peak is None else self._resident,
             resident_peak=peak,
-            total=room_of(self._device).total,
+            total=memory_info(self._device).total,
             ops=ledger.ops,
             seen=seen,
             cannot_tell=tuple(cannot),

@@ -15,7 +15,7 @@ import torch
 from dilated_attention.engine.branches.chunking import TRANSIENT_BYTES, TRANSIENT_SHARE
 from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.oom.device_memory import size_text
-from dilated_attention.engine.oom.requirement import Need, dtype_text
+from dilated_attention.engine.oom.requirement import MemoryRequirement, dtype_text
 from dilated_attention.profiling.ledger import OUTSIDE, OpMemory
 
 # rows of the printed table; ``ops`` contains all
@@ -35,7 +35,7 @@ class SeenCall:
     """Calls of one of this library's functions with equal shapes: how many, and what each needs by the engine's estimate."""
 
     count: int
-    need: Need
+    requirement: MemoryRequirement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,9 @@ class MemoryProfile:
         }
         found["fragmentation"] = self.fragmentation
         found["ops"] = [{**dataclasses.asdict(op), "scratch": op.scratch, "inner": dict(op.inner)} for op in self.ops]
-        found["seen"] = [{"op": x.need.op, "pass": x.need.pass_name, "call": x.need.shapes, "count": x.count} for x in self.seen]
+        found["seen"] = [
+            {"op": x.requirement.op, "pass": x.requirement.pass_name, "call": x.requirement.shapes, "count": x.count} for x in self.seen
+        ]
         found["cannot_tell"] = list(self.cannot_tell)
         found["advice"] = self.advice()
         return found
@@ -187,7 +189,7 @@ def _retries(profile: MemoryProfile) -> Iterator[str]:
 
 def _no_backward(profile: MemoryProfile) -> Iterator[str]:
     """Forwards that keep what their backward needs, although no backward follows."""
-    asked = [seen for seen in profile.seen if seen.need.needs_grad and not seen.need.is_backward]
+    asked = [seen for seen in profile.seen if seen.requirement.needs_grad and not seen.requirement.is_backward]
     kept = _waiting(profile)
     if asked and not _has_backward(profile) and kept >= SHARE * _peak(profile):
         yield (
@@ -199,7 +201,7 @@ def _no_backward(profile: MemoryProfile) -> Iterator[str]:
 def _activations(profile: MemoryProfile) -> Iterator[str]:
     """Forward results at the peak of a training step; not reported where they are recomputed already."""
     kept = _waiting(profile)
-    calls = sum(seen.count for seen in profile.seen if seen.need.is_backward)
+    calls = sum(seen.count for seen in profile.seen if seen.requirement.is_backward)
     again = any(op.name.startswith(OURS) and op.name.endswith(" (backward)") for op in profile.ops)
     if calls >= 2 and not again and kept >= SHARE * _peak(profile):
         yield (
@@ -210,32 +212,36 @@ def _activations(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _dtype(profile: MemoryProfile) -> Iterator[str]:
-    need = _largest(profile, lambda need: need.setting.dtype.itemsize > 2 and need.can_shorten)
-    if need is None:
+    requirement = _largest(profile, lambda requirement: requirement.setting.dtype.itemsize > 2 and requirement.can_shorten)
+    if requirement is None:
         return
-    now, then = need.bytes_at(need.setting), need.bytes_at(replace(need.setting, dtype=torch.bfloat16))
+    now, then = requirement.bytes_at(requirement.setting), requirement.bytes_at(replace(requirement.setting, dtype=torch.bfloat16))
     if now - then >= SHARE * _peak(profile):
         yield (
-            f"bfloat16 in place of {dtype_text(need.setting.dtype)}, by torch.autocast or .to(torch.bfloat16): {need.op} with {need.shapes} needs "
-            f"{size_text(then)} in place of {size_text(now)}, and sums in float32 all the same"
+            f"bfloat16 in place of {dtype_text(requirement.setting.dtype)}, by torch.autocast or .to(torch.bfloat16): "
+            f"{requirement.op} with {requirement.shapes} needs {size_text(then)} in place of {size_text(now)}, and sums in float32 all the same"
         )
 
 
 def _detached(profile: MemoryProfile) -> Iterator[str]:
-    need = _largest(profile, lambda need: need.setting.detached)
-    if need is None:
+    requirement = _largest(profile, lambda requirement: requirement.setting.detached)
+    if requirement is None:
         return
-    saved = need.bytes_at(need.setting) - need.bytes_at(replace(need.setting, detached=False))
+    saved = requirement.bytes_at(requirement.setting) - requirement.bytes_at(replace(requirement.setting, detached=False))
     if saved >= SHARE * _peak(profile):
-        yield f'mixture_grad="exact" in place of "detached" where TorchScale\'s gradient is not needed: {need.op} keeps {size_text(saved)} less'
+        yield (
+            'mixture_grad="exact" in place of "detached" where TorchScale\'s gradient is not needed: '
+            f"{requirement.op} keeps {size_text(saved)} less"
+        )
 
 
 def _lse_gradient(profile: MemoryProfile) -> Iterator[str]:
     for seen in profile.seen:
-        scratch = _scratch(profile, f"{OURS}{seen.need.op}_backward")
-        if seen.need.lse_gradient and scratch >= SHARE * _peak(profile):
+        op = seen.requirement.op
+        scratch = _scratch(profile, f"{OURS}{op}_backward")
+        if seen.requirement.lse_gradient and scratch >= SHARE * _peak(profile):
             yield (
-                f"lse.detach() where lse is only looked at: {seen.count} backwards of {seen.need.op} took {size_text(scratch)} beside their results, "
+                f"lse.detach() where lse is only looked at: {seen.count} backwards of {op} took {size_text(scratch)} beside their results, "
                 "and with a gradient through lse most kernels run a second time on tensors as large as q, k and v"
             )
 
@@ -258,18 +264,19 @@ def _chunks(profile: MemoryProfile) -> Iterator[str]:
 
 def _ring(profile: MemoryProfile) -> Iterator[str]:
     """A single call that takes most of a GPU: over how many GPUs it would take half as much of each."""
-    need = _largest(profile, lambda need: need.device.type == "cuda")
-    if need is not None and need.bytes_at(need.setting) >= MOST_OF_A_GPU * profile.total:
-        for way in need.ways:
+    requirement = _largest(profile, lambda requirement: requirement.device.type == "cuda")
+    if requirement is not None and requirement.bytes_at(requirement.setting) >= MOST_OF_A_GPU * profile.total:
+        for way in requirement.suggestions:
             yield from (
-                f"{text}, in place of {size_text(need.bytes_at(need.setting))} on one" for text in way(need.bytes_at(need.setting) // 2)
+                f"{text}, in place of {size_text(requirement.bytes_at(requirement.setting))} on one"
+                for text in way(requirement.bytes_at(requirement.setting) // 2)
             )
 
 
-def _largest(profile: MemoryProfile, applies: Callable[[Need], bool]) -> Need | None:
+def _largest(profile: MemoryProfile, applies: Callable[[MemoryRequirement], bool]) -> MemoryRequirement | None:
     """Returns the call that needs the most memory, among those whose need is known."""
-    needs = [seen.need for seen in profile.seen if seen.need.terms is not None and applies(seen.need)]
-    return max(needs, key=lambda need: need.bytes_at(need.setting), default=None)
+    requirements = [seen.requirement for seen in profile.seen if seen.requirement.terms is not None and applies(seen.requirement)]
+    return max(requirements, key=lambda requirement: requirement.bytes_at(requirement.setting), default=None)
 
 
 def _waiting(profile: MemoryProfile) -> int:

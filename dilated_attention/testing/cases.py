@@ -56,10 +56,12 @@ class Space:
     @classmethod
     def of_backend(cls, name: str, **changes: Any) -> Space:
         """Returns what the backend's declared facts allow."""
-        facts = registry.get(name).facts
-        dims = tuple(sorted(facts.head_dims or HEAD_DIMS))
-        dims = tuple(d for d in dims if d <= facts.max_head_dim and d % facts.head_dim_multiple == 0) or (facts.head_dim_multiple,)
-        space = cls(head_dims=dims, padding=facts.key_mask, window=facts.window, dropout=facts.dropout)
+        capabilities = registry.get(name).capabilities
+        dims = tuple(sorted(capabilities.head_dims or HEAD_DIMS))
+        dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (
+            capabilities.head_dim_multiple,
+        )
+        space = cls(head_dims=dims, padding=capabilities.key_mask, window=capabilities.window, dropout=capabilities.dropout)
         return replace(space, **changes)
 
 

@@ -133,7 +133,7 @@ def check_backend(
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.
     """
-    facts = registry.get(name).facts
+    facts = registry.get(name).capabilities
     if device is None:
         device = "cuda" if torch.cuda.is_available() and "cuda" in facts.devices else "cpu"
     choices = sorted(dtypes or facts.dtypes, key=str)

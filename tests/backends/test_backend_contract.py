@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dilated_attention
-from dilated_attention.backends import Hardware, Mask, Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, detect, registry
 from dilated_attention.backends.mask_convert import window_sizes
 from dilated_attention.backends.torch_ops.flex import _BLOCK, _band_block_mask
 from dilated_attention.backends.torch_ops.math import band_mask
@@ -30,7 +30,7 @@ HOPPER = Hardware(
 
 
 def backends(device: str, dtype: torch.dtype, **wanted: bool) -> list[str]:
-    request = Request(hardware=detect(device), dtype=dtype, head_dim=64, needs_grad=True, **wanted)
+    request = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=64, needs_grad=True, **wanted)
     return [name for name, reasons in registry.table(request) if not reasons]
 
 
@@ -157,19 +157,19 @@ def test_no_pickle_and_no_eval_in_the_package() -> None:
 def test_cudnn_gets_no_mask_and_no_deterministic_gradient_before_9_25() -> None:
     cudnn = registry.get("sdpa_cudnn")
     base = {"dtype": torch.bfloat16, "head_dim": 64}
-    assert cudnn.why_not(Request(hardware=HOPPER, needs_grad=True, **base)) == []
-    assert cudnn.why_not(Request(hardware=HOPPER, key_mask=True, **base)) == ["takes no key_padding_mask"]
-    [reason] = cudnn.why_not(Request(hardware=HOPPER, needs_grad=True, deterministic=True, **base))
+    assert cudnn.reasons_against(AttentionRequest(hardware=HOPPER, needs_grad=True, **base)) == []
+    assert cudnn.reasons_against(AttentionRequest(hardware=HOPPER, key_mask=True, **base)) == ["takes no key_padding_mask"]
+    [reason] = cudnn.reasons_against(AttentionRequest(hardware=HOPPER, needs_grad=True, deterministic=True, **base))
     assert "9.25" in reason
     newer = Hardware(device_type="cuda", capability=(9, 0), cudnn_version=92600)
-    assert cudnn.why_not(Request(hardware=newer, needs_grad=True, deterministic=True, **base)) == []
+    assert cudnn.reasons_against(AttentionRequest(hardware=newer, needs_grad=True, deterministic=True, **base)) == []
 
 
 def test_efficient_refuses_extents_of_32_bits() -> None:
     efficient = registry.get("sdpa_efficient")
-    fits = Request(hardware=HOPPER, dtype=torch.float32, head_dim=64, extent=2**31 - 1)
-    assert efficient.why_not(fits) == []
-    [reason] = efficient.why_not(Request(hardware=HOPPER, dtype=torch.float32, head_dim=64, extent=2**31))
+    fits = AttentionRequest(hardware=HOPPER, dtype=torch.float32, head_dim=64, extent=2**31 - 1)
+    assert efficient.reasons_against(fits) == []
+    [reason] = efficient.reasons_against(AttentionRequest(hardware=HOPPER, dtype=torch.float32, head_dim=64, extent=2**31))
     assert str(2**31) in reason
 
 
@@ -178,15 +178,15 @@ def test_flash4_backward_on_hopper_only_where_it_was_measured_right(head_dim: in
     """4.0.0b36 on an H200, every multiple of 8: gradients wrong at these head dims, the forward right at all."""
     wrong = {8, 16, 40, 48, 72, 80, 104, 112}
     flash4 = registry.get("flash4")
-    assert flash4.why_not(Request(hardware=HOPPER, dtype=torch.bfloat16, head_dim=head_dim)) == []
-    reasons = flash4.why_not(Request(hardware=HOPPER, dtype=torch.bfloat16, head_dim=head_dim, needs_grad=True))
+    assert flash4.reasons_against(AttentionRequest(hardware=HOPPER, dtype=torch.bfloat16, head_dim=head_dim)) == []
+    reasons = flash4.reasons_against(AttentionRequest(hardware=HOPPER, dtype=torch.bfloat16, head_dim=head_dim, needs_grad=True))
     assert (reasons == []) == (head_dim not in wrong)
     assert all("wrong gradients" in reason for reason in reasons)
 
 
 def test_xformers_says_why_it_is_not_used() -> None:
     hardware = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"xformers"}))
-    [reason] = registry.get("xformers").why_not(Request(hardware=hardware, dtype=torch.bfloat16, head_dim=64))
+    [reason] = registry.get("xformers").reasons_against(AttentionRequest(hardware=hardware, dtype=torch.bfloat16, head_dim=64))
     assert "torch's own" in reason
 
 

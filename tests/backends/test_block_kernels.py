@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.block_kernels import block_gather
 from dilated_attention.backends.block_kernels.flex_tables import block_mask
 from dilated_attention.backends.dropout import Dropout, keep_mask
@@ -174,10 +174,10 @@ def test_math_says_shapes_of_tensors_without_data() -> None:
 @pytest.mark.parametrize("masks", ["none", "interval", "bits"])
 @pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (128, 64), (128, 128)])
 def test_what_they_declare(backend: str, masks: str, blocks: tuple[int, int]) -> None:
-    request = Request(
+    request = AttentionRequest(
         hardware=detect("cpu"), dtype=torch.float32, head_dim=59, blocks=blocks, block_masks=masks, needs_grad=True, key_mask=True
     )
-    assert registry.get(backend).why_not(request) == []
+    assert registry.get(backend).reasons_against(request) == []
 
 
 FLEX = {name: case for name, case in CASES.items() if case.masks != "bits"}

@@ -23,7 +23,7 @@ def kept_blocks(lists: BlockLists) -> tuple[torch.Tensor, torch.Tensor]:
     return both[0], both[1]
 
 
-def kept_by_tables(tables: tuple[block_tables.Table, ...], like: torch.Tensor, side: str) -> torch.Tensor:
+def kept_by_tables(tables: tuple[block_tables.BlockTable, ...], like: torch.Tensor, side: str) -> torch.Tensor:
     found = torch.zeros_like(like)
     for table in tables:
         counts, indices = getattr(table, side)

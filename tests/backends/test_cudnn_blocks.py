@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention.backends import Request, hardware, registry
+from dilated_attention.backends import AttentionRequest, hardware, registry
 from dilated_attention.backends.block_kernels import block_tables
 from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
 from dilated_attention.factory import EXAMPLES
@@ -265,7 +265,7 @@ def test_gradients_that_are_views_of_one_number_are_copied() -> None:
     check(replace(problem, dout=torch.ones(()).expand(problem.q.shape)))
 
 
-REQUEST = Request(
+REQUEST = AttentionRequest(
     hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=128, num_heads=4, num_kv_heads=4, needs_grad=True, blocks=(128, 128)
 )
 
@@ -297,7 +297,7 @@ def test_which_requests_go_to_it_on_hopper(changes: dict[str, object], chosen: s
 
 
 def test_reasons_are_words() -> None:
-    reasons = "; ".join(BACKEND.why_not(replace(REQUEST, dtype=torch.float16, head_dim=64, num_kv_heads=2, deterministic=True)))
+    reasons = "; ".join(BACKEND.reasons_against(replace(REQUEST, dtype=torch.float16, head_dim=64, num_kv_heads=2, deterministic=True)))
     for reason in (
         "bfloat16 only, not float16",
         "head_dim 128 only, not 64",
@@ -306,10 +306,10 @@ def test_reasons_are_words() -> None:
     ):
         assert reason in reasons, reason
     bare = replace(EXAMPLES["hopper"], packages=frozenset())
-    assert "pip install 'nvidia-cudnn-frontend>=1.32'" in BACKEND.why_not(replace(REQUEST, hardware=bare))[0]
+    assert "pip install 'nvidia-cudnn-frontend>=1.32'" in BACKEND.reasons_against(replace(REQUEST, hardware=bare))[0]
     for name in ("ampere", "blackwell"):
-        assert "compute capability 9.0 to 9.0" in BACKEND.why_not(replace(REQUEST, hardware=EXAMPLES[name]))[0]
-    assert "computes lists of blocks only" in BACKEND.why_not(replace(REQUEST, blocks=None))
+        assert "compute capability 9.0 to 9.0" in BACKEND.reasons_against(replace(REQUEST, hardware=EXAMPLES[name]))[0]
+    assert "computes lists of blocks only" in BACKEND.reasons_against(replace(REQUEST, blocks=None))
 
 
 VERSIONS = ("1.31.9", "1.32.0", "2.0", "unknown", None)

@@ -18,7 +18,7 @@ from dilated_attention import (
     dilated_attention,
     explain_backend,
 )
-from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.flash import flash3_fp8
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.fp8 import quantise_torch
@@ -41,12 +41,12 @@ def seeded() -> None:
 
 
 def reasons(**changes: Any) -> list[str]:
-    return BACKEND.why_not(Request(**(FP8 | changes)))
+    return BACKEND.reasons_against(AttentionRequest(**(FP8 | changes)))
 
 
 def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        request = Request(**(FP8 | {"dtype": dtype}))
+        request = AttentionRequest(**(FP8 | {"dtype": dtype}))
         assert registry.select(request) is BACKEND
         for name, against in registry.table(request):
             if name != "flash3_fp8":
@@ -54,10 +54,10 @@ def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
 
 
 def test_the_argument_is_not_ignored() -> None:
-    native = Request(**(FP8 | {"precision": "native"}))
+    native = AttentionRequest(**(FP8 | {"precision": "native"}))
     assert registry.select(native).name == "flash4"
-    assert BACKEND.why_not(native) == ['computes fp8 only, not native: precision="fp8"']
-    assert "fp8" in Request(**FP8).describe()
+    assert BACKEND.reasons_against(native) == ['computes fp8 only, not native: precision="fp8"']
+    assert "fp8" in AttentionRequest(**FP8).describe()
     assert "fp8" not in native.describe()
 
 
@@ -84,7 +84,7 @@ def test_the_argument_is_not_ignored() -> None:
 def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
     assert any(reason in text for text in reasons(**changes)), reasons(**changes)
     with pytest.raises(BackendUnavailable, match="fp8"):
-        registry.select(Request(**(FP8 | changes)))
+        registry.select(AttentionRequest(**(FP8 | changes)))
 
 
 def test_no_silent_fallback_through_any_door() -> None:
@@ -194,7 +194,7 @@ def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
 def test_a_dilated_call_runs_on_it_segment_by_segment(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, fused: bool, causal: bool
 ) -> None:
-    monkeypatch.setattr(Flash3Fp8Backend, "why_not", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
+    monkeypatch.setattr(Flash3Fp8Backend, "reasons_against", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
     monkeypatch.setattr(registry, "cached", {})
     if fused:
         monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
@@ -217,7 +217,7 @@ def test_library_paths_are_checked(tmp_path: Any) -> None:
 on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(BACKEND.why_not(Request(**(FP8 | {"hardware": detect()})))),
+        not torch.cuda.is_available() or bool(BACKEND.reasons_against(AttentionRequest(**(FP8 | {"hardware": detect()})))),
         reason="needs a Hopper GPU and fa3-fwd (FLASH3_FP8_LIBRARY=…/_C.abi3.so)",
     ),
 ]

@@ -81,15 +81,15 @@ def reach(m: torch.Tensor, x: Inputs) -> Reach:
     takes = (m > 0).expand(x.q.shape[0], -1, -1, -1)
     nonempty = takes.any(-1)
 
-    def all_reached(wild: Any) -> dict[str, torch.Tensor]:
+    def all_reached(nonfinite_of: Any) -> dict[str, torch.Tensor]:
         def heads_first(y: torch.Tensor) -> torch.Tensor:
-            return wild(y).any(-1).transpose(1, 2)
+            return nonfinite_of(y).any(-1).transpose(1, 2)
 
         q, k, dout = heads_first(x.q), heads_first(x.k).repeat_interleave(H // K, 1), heads_first(x.dout)
-        v = wild(x.v).repeat_interleave(H // K, 2).permute(0, 2, 1, 3)
+        v = nonfinite_of(x.v).repeat_interleave(H // K, 2).permute(0, 2, 1, 3)
         scores = (q & nonempty) | (takes & k[:, :, None]).any(-1)
         from_v = (takes.double() @ v.double()) > 0
-        rows = (scores | from_v.any(-1) | dout | wild(x.dlse)) & nonempty
+        rows = (scores | from_v.any(-1) | dout | nonfinite_of(x.dlse)) & nonempty
         keys = (takes & rows[..., None]).any(2)
         keys = keys.unflatten(1, (K, H // K)).any(2).transpose(1, 2)[..., None].expand(x.k.shape)
         out = (scores[..., None] | from_v).transpose(1, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention import BackendUnavailable, dilated_attention, explain_backend
-from dilated_attention.backends import Hardware, Registry, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Hardware, Registry, detect, registry
 from dilated_attention.factory import EXAMPLES
 
 BARE = {name: Hardware(device_type=h.device_type, capability=h.capability, is_rocm=h.is_rocm, torch_version=h.torch_version,
@@ -17,7 +17,7 @@ HALF, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 def chosen(hardware: Hardware, dtype: torch.dtype, head_dim: int = 64, **wanted: bool) -> str:
-    return registry.select(Request(hardware=hardware, dtype=dtype, head_dim=head_dim, **wanted)).name
+    return registry.select(AttentionRequest(hardware=hardware, dtype=dtype, head_dim=head_dim, **wanted)).name
 
 
 # (machine, with kernel packages, dtype, head dim, flags, forward, backward)
@@ -67,7 +67,7 @@ def test_each_machine_takes_its_fastest_that_can(
     assert chosen(hardware, dtype, head_dim, needs_grad=True, **flags) == backward
 
 
-def has_tiles(request: Request) -> bool:
+def has_tiles(request: AttentionRequest) -> bool:
     """Whether the own kernels over a table of tiles run here at all: of each option they can do everything."""
     hardware = request.hardware
     recent = hardware.device_type == "cuda" and not hardware.is_rocm and (hardware.capability or (0, 0)) >= (8, 0)
@@ -81,7 +81,7 @@ GRID = list(itertools.product(sorted(EXAMPLES), (HALF, BF16, F32, F64), (8, 24, 
 def test_a_choice_has_no_reason_against_it_and_nothing_before_it_can(machine: str, dtype: torch.dtype, head_dim: int) -> None:
     for flags in ({}, {"key_mask": True}, {"window": True}, {"dropout": True}, {"deterministic": True}):
         for needs_grad in (False, True):
-            request = Request(hardware=EXAMPLES[machine], dtype=dtype, head_dim=head_dim, needs_grad=needs_grad, **flags)
+            request = AttentionRequest(hardware=EXAMPLES[machine], dtype=dtype, head_dim=head_dim, needs_grad=needs_grad, **flags)
             table = registry.table(request)
             assert sorted(name for name, _ in table) == sorted(registry.names())
             able = [name for name, reasons in table if not reasons]
@@ -95,7 +95,7 @@ def test_a_choice_has_no_reason_against_it_and_nothing_before_it_can(machine: st
 
 
 def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could() -> None:
-    request = Request(hardware=BARE["turing"], dtype=BF16, head_dim=59, key_mask=True, needs_grad=True, dropout=True)
+    request = AttentionRequest(hardware=BARE["turing"], dtype=BF16, head_dim=59, key_mask=True, needs_grad=True, dropout=True)
     with pytest.raises(BackendUnavailable) as caught:
         registry.select(request, "flash4")
     text = str(caught.value)
@@ -105,16 +105,16 @@ def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could(
 
 
 def test_sdpa_means_the_best_of_torchs_own() -> None:
-    assert registry.select(Request(hardware=BARE["hopper"], dtype=BF16, head_dim=64), "sdpa").name == "sdpa_cudnn"
-    assert registry.select(Request(hardware=BARE["hopper"], dtype=BF16, head_dim=256), "sdpa").name == "sdpa_flash"
-    assert registry.select(Request(hardware=BARE["cpu"], dtype=F32, head_dim=64), "sdpa").name == "sdpa_cpu"
+    assert registry.select(AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=64), "sdpa").name == "sdpa_cudnn"
+    assert registry.select(AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=256), "sdpa").name == "sdpa_flash"
+    assert registry.select(AttentionRequest(hardware=BARE["cpu"], dtype=F32, head_dim=64), "sdpa").name == "sdpa_cpu"
     with pytest.raises(BackendUnavailable, match="sdpa_efficient: takes"):
-        registry.select(Request(hardware=BARE["hopper"], dtype=F64, head_dim=64), "sdpa")
+        registry.select(AttentionRequest(hardware=BARE["hopper"], dtype=F64, head_dim=64), "sdpa")
 
 
 def test_backend_that_lacks_only_the_backward_is_refused_before_the_forward_runs() -> None:
     with pytest.raises(BackendUnavailable, match="wrong gradients"):
-        registry.select(Request(hardware=EXAMPLES["hopper"], dtype=BF16, head_dim=48, needs_grad=True), "flash4")
+        registry.select(AttentionRequest(hardware=EXAMPLES["hopper"], dtype=BF16, head_dim=48, needs_grad=True), "flash4")
     q = torch.randn(1, 8, 2, 8, requires_grad=True)
     with pytest.raises(BackendUnavailable, match="runs on cuda, not on cpu"):
         dilated_attention(q, q, q, [4], [1], backend="flash4")
@@ -132,7 +132,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     fresh = Registry()
     for name in ("sdpa_cpu", "math"):
         fresh.register(registry.get(name))
-    request = Request(hardware=detect("cpu"), dtype=F32, head_dim=64)
+    request = AttentionRequest(hardware=detect("cpu"), dtype=F32, head_dim=64)
     with caplog.at_level("INFO", logger="dilated_attention"):
         for _ in range(3):
             fresh.select(request)
@@ -144,7 +144,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_new_backend_or_order_changes_the_answer_at_once() -> None:
     fresh = Registry()
     fresh.register(registry.get("math"))
-    request = Request(hardware=detect("cpu"), dtype=F32, head_dim=64)
+    request = AttentionRequest(hardware=detect("cpu"), dtype=F32, head_dim=64)
     assert fresh.select(request).name == "math"
     fresh.register(registry.get("sdpa_cpu"))
     fresh.set_order("cpu", ("sdpa_cpu", "math"))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.tiles.combine import _document_of, _place
-from dilated_attention.backends.tiles.launch import Launch, Workspace
+from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
 from dilated_attention.backends.tiles.table import Walk, make_spans, make_table, spans_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,7 +180,7 @@ class Kernel:
 def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     kernel, made = Kernel(), []
-    launch = Launch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
+    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
 
     x, y = torch.empty(1), torch.empty(1)
 

@@ -27,7 +27,7 @@ SEEDS = (125, 137, 379, 486, 521, 778, 913, 1001, 1087, 1404, 1589, 1971, 2017, 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = registry.get("tiles")
-    monkeypatch.setattr(backend, "facts", replace(backend.facts, devices=frozenset({"cpu", "cuda"})))
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, devices=frozenset({"cpu", "cuda"})))
     registry.answers().clear()
     yield
     registry.answers().clear()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from dilated_attention.backends import Hardware, Options, Request, registry
+from dilated_attention.backends import AttentionRequest, Hardware, Options, registry
 from dilated_attention.backends.block_kernels import triton as under_test
 from dilated_attention.backends.block_kernels.triton import Tile, Tuning
 from dilated_attention.backends.block_lists import BlockLists
@@ -223,9 +223,9 @@ def test_long_lists_of_some_heads() -> None:
 
 def test_what_it_says_of_itself() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), torch_version=(2, 13), packages=frozenset({"triton"}))
-    request = Request(hardware=hopper, dtype=torch.bfloat16, head_dim=72, blocks=(64, 128), block_masks="bits", key_mask=True)
-    assert BACKEND.why_not(request) == []
-    assert BACKEND.why_not(replace(request, needs_grad=True, lse_grad=True, deterministic=True, block_masks="interval")) == []
+    request = AttentionRequest(hardware=hopper, dtype=torch.bfloat16, head_dim=72, blocks=(64, 128), block_masks="bits", key_mask=True)
+    assert BACKEND.reasons_against(request) == []
+    assert BACKEND.reasons_against(replace(request, needs_grad=True, lse_grad=True, deterministic=True, block_masks="interval")) == []
     for change, words in (
         ({"blocks": None}, "lists of blocks only"),
         ({"blocks": (32, 64)}, "64x64"),
@@ -237,7 +237,7 @@ def test_what_it_says_of_itself() -> None:
         ({"hardware": replace(hopper, capability=(7, 5)), "dtype": torch.float16}, "8.0"),
         ({"hardware": replace(hopper, capability=(8, 9)), "dtype": torch.float32, "head_dim": 256}, "shared memory"),
     ):
-        reasons = BACKEND.why_not(replace(request, **change))
+        reasons = BACKEND.reasons_against(replace(request, **change))
         assert len(reasons) == 1 and words in reasons[0], (change, reasons)
 
 

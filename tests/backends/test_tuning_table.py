@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dilated_attention import dilated_attention, explain_backend
-from dilated_attention.backends import Hardware, Registry, Request, detect, registry, tuning_table
-from dilated_attention.backends.tuning_table import PreferenceError, Row, Table, Timing
+from dilated_attention.backends import AttentionRequest, Hardware, Registry, detect, registry, tuning_table
+from dilated_attention.backends.tuning_table import PreferenceError, Timing, TuningRow, TuningTable
 from dilated_attention.cli import main
 from dilated_attention.factory import EXAMPLES, tune
 
@@ -32,22 +32,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tuning_table.refresh()
 
 
-def row(*names: str, which: str = "forward", dtype: str = "float32", head_dim: int = 64, length: int = 1024, causal: bool = False) -> Row:
+def row(
+    *names: str, which: str = "forward", dtype: str = "float32", head_dim: int = 64, length: int = 1024, causal: bool = False
+) -> TuningRow:
     timings = tuple(Timing(name, float(i + 1), 1.0 / (i + 1)) for i, name in enumerate(names))
-    return Row(which=which, dtype=dtype, head_dim=head_dim, length=length, causal=causal, timings=timings)
+    return TuningRow(which=which, dtype=dtype, head_dim=head_dim, length=length, causal=causal, timings=timings)
 
 
-def write(*rows: Row, hardware: Hardware = CPU, path: Path | None = None) -> Path:
+def write(*rows: TuningRow, hardware: Hardware = CPU, path: Path | None = None) -> Path:
     environment = tuning_table.environment(hardware)
-    table = Table(architecture=hardware.architecture, environment=environment, date="2026-01-02", source="a test", rows=rows)
+    table = TuningTable(architecture=hardware.architecture, environment=environment, date="2026-01-02", source="a test", rows=rows)
     path = path or tuning_table.cache_path(hardware)
     tuning_table.save(table, path)
     tuning_table.refresh()
     return path
 
 
-def ask(**wanted: object) -> Request:
-    return Request(**({"hardware": CPU, "dtype": F32, "head_dim": 64, "length": 1024} | wanted))  # type: ignore[arg-type]
+def ask(**wanted: object) -> AttentionRequest:
+    return AttentionRequest(**({"hardware": CPU, "dtype": F32, "head_dim": 64, "length": 1024} | wanted))  # type: ignore[arg-type]
 
 
 def test_measured_order_is_taken_and_only_for_its_kind_of_call() -> None:
@@ -84,7 +86,7 @@ def test_a_table_orders_and_why_not_decides() -> None:
 
 def test_head_dims_round_up_and_lengths_go_to_the_nearest_by_ratio() -> None:
     rows = [row("math", head_dim=d, length=n) for d in (32, 64, 128) for n in (256, 1024, 8192)]
-    table = Table(architecture="cpu", environment={}, date="", source="", rows=tuple(rows))
+    table = TuningTable(architecture="cpu", environment={}, date="", source="", rows=tuple(rows))
 
     def found(head_dim: int, length: int) -> tuple[int, int]:
         taken = table.row_for(ask(head_dim=head_dim, length=length))
@@ -100,7 +102,7 @@ def test_head_dims_round_up_and_lengths_go_to_the_nearest_by_ratio() -> None:
 def test_an_answer_changes_with_refresh_and_not_before(cache: Path) -> None:
     assert registry.select(ask()).name == "sdpa_cpu"
     environment = tuning_table.environment(CPU)
-    table = Table(architecture="cpu", environment=environment, date="2026-01-02", source="", rows=(row("math"),))
+    table = TuningTable(architecture="cpu", environment=environment, date="2026-01-02", source="", rows=(row("math"),))
     tuning_table.save(table, tuning_table.cache_path(CPU))
     assert registry.select(ask()).name == "sdpa_cpu"
     assert registry.order(ask(head_dim=32))[0] == "sdpa_cpu"

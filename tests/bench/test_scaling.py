@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row, Session
-from dilated_attention.bench.measure.rank_sync import Together
+from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.report.merge_results import joined
 from dilated_attention.bench.report.rows import machine
@@ -24,7 +24,7 @@ from dilated_attention.bench.suites.scaling_report import exponent
 from dilated_attention.bench.workloads import sharded
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
-from dilated_attention.distributed.comm.comm_volume import Sizes, dense_bytes
+from dilated_attention.distributed.comm.comm_volume import CommSizes, dense_bytes
 from tests.helpers.pool import pool_of
 
 TINY = [
@@ -136,7 +136,7 @@ def _spoil(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_by_one(rank: int, world: int) -> list[Any]:
-    together = Together(session(rank, world))
+    together = RankSync(session(rank, world))
 
     def refuse() -> int:
         if rank == 1:
@@ -165,7 +165,7 @@ def test_two_processes_measure_fail_and_are_told_together(of_one: Path, tmp_path
     assert pool.run(as_rank, arguments) == [(0, "")] * 2
     both = Results.load(tmp_path / "scaling-2.json")
     assert {row.case["part"] for row in both.rows} == {"processes"} and not [row for row in both.rows if row.note]
-    sizes = Sizes(heads=2, kv_heads=2, head_dim=64, batch=1, itemsize=4, sum_itemsize=4)
+    sizes = CommSizes(heads=2, kv_heads=2, head_dim=64, batch=1, itemsize=4, sum_itemsize=4)
     for row in both.rows:
         assert row.case["W"] == 2 and row.values["efficiency"] > 0
         assert all(error < 1e-5 for error in row.errors.values()) and "dk" in row.errors
@@ -224,7 +224,7 @@ def test_only_equal_machines_come_together(tmp_path: Path) -> None:
 
 
 def test_one_process_alone_goes_on_or_raises() -> None:
-    together = Together(session())
+    together = RankSync(session())
 
     def refuse() -> int:
         raise Refused("not here")

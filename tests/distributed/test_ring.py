@@ -207,7 +207,7 @@ def test_a_gradient_of_lse_on_one_rank_alone(exchange: str, layout: str) -> None
 
 def test_auto_never_takes_what_cannot_be() -> None:
     """Keys that are too big, a window and heads that do not divide: of three reasons one is but a preference."""
-    question = cost.Question(
+    question = cost.ExchangeRequest(
         size=8,
         layout="contiguous",
         seq_len=2**25,
@@ -223,7 +223,7 @@ def test_auto_never_takes_what_cannot_be() -> None:
         needs_grad=True,
         memory=10**10,
     )
-    offers = {offer.exchange: offer for offer in cost.offers(question)}
+    offers = {offer.exchange: offer for offer in cost.exchange_estimates(question)}
     assert offers["all_gather"].reason is not None and offers["all_gather"].possible
     assert not offers["ring"].possible and not offers["all_to_all"].possible
     assert cost.choose(question) == "all_gather"

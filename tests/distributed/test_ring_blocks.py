@@ -28,12 +28,12 @@ from dilated_attention import (
 )
 from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.block_exchange import context_parallel, row_copies
-from dilated_attention.distributed.block_exchange.comm_schedule import make_block_script
-from dilated_attention.distributed.block_exchange.cost import LANES, Load, choose, even, seconds
+from dilated_attention.distributed.block_exchange.comm_schedule import make_block_schedule
+from dilated_attention.distributed.block_exchange.cost import LANES, TransferLoad, choose, even, seconds
 from dilated_attention.distributed.block_exchange.lists import join_rows, lists_of_buffer
-from dilated_attention.distributed.block_exchange.plan import BlockJob, joined
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined
 from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, Sizes, block_bytes
+from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, block_bytes
 from dilated_attention.engine.blocks.lists import block_lists, select_rows
 from dilated_attention.pattern import (
     BigBird,
@@ -298,7 +298,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
     ranks = pool_of(world).run(measured, spreads, dtype)
     for index, spread in enumerate(spreads):
         case, layout = spread.case, layout_of(spread, world)
-        sizes = Sizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
+        sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
         steps = even(case.kv_heads, spread.head_steps or 1)
         for rank in range(world):
             want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, is_causal=case.is_causal, head_steps=steps)
@@ -568,7 +568,7 @@ def test_rows_are_gathered_and_added_alike_by_the_kernels(shape: tuple[int, int,
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> None:
     rng = random.Random(seed)
-    load = Load(rng.choice([1, 8, 16, 12]), rng.uniform(1e-5, 1e-3), rng.uniform(1e-6, 1e-4), rng.randint(10**5, 10**8), 10**8)
+    load = TransferLoad(rng.choice([1, 8, 16, 12]), rng.uniform(1e-5, 1e-3), rng.uniform(1e-6, 1e-4), rng.randint(10**5, 10**8), 10**8)
     way = choose(load, 10**12)
     assert sum(way.steps) == load.heads and min(way.steps) >= 1
     assert all(seconds(load, way) <= seconds(load, replace(way, steps=(load.heads,), lane=lane)) for lane in LANES)
@@ -581,7 +581,9 @@ def test_steps_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> No
 def test_a_window_starts_with_few_heads_and_random_blocks_grow() -> None:
     """Of 16 heads of 128 on 4 GPUs of 32,768 tokens at 10 %: what is waited for is a head's keys."""
     compute, launch = 0.366e-3, 0.114e-3
-    window, everything = (choose(Load(16, compute, launch, brought, 67 * 10**6), 141 * 10**9) for brought in (7 * 10**6, 50 * 10**6))
+    window, everything = (
+        choose(TransferLoad(16, compute, launch, brought, 67 * 10**6), 141 * 10**9) for brought in (7 * 10**6, 50 * 10**6)
+    )
     assert window.steps[0] <= 2 and len(window.steps) == 2
     assert everything.steps[0] <= 2 and list(everything.steps) == sorted(everything.steps)
     assert everything.lane.most_ctas is None
@@ -592,19 +594,19 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
     """Kernels that take intervals, not bits, are for them: also where a zigzag's runs lie in the buffer in another order."""
     N, world = 64 * 24, 4
     for layout in ("contiguous", "zigzag"):
-        holdings = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
-        job = BlockJob(pattern, ((0, N),), holdings, 2, 1, False)
+        shards = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
+        ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
-            script = make_block_script(job, rank, (1,), torch.device("cpu"))
-            (launch,) = script.steps[0].launches
+            schedule = make_block_schedule(ring_problem, rank, (1,), torch.device("cpu"))
+            (launch,) = schedule.steps[0].launches
             assert launch.lists.mask_kind == "interval"
-            assert script.nbytes == launch.lists.nbytes
+            assert schedule.nbytes == launch.lists.nbytes
 
 
 def test_steps_of_heads_without_masks_ask_for_none() -> None:
     pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
-    job = BlockJob(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    steps = make_block_script(job, 0, (1, 1), torch.device("cpu")).steps
+    ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
+    steps = make_block_schedule(ring_problem, 0, (1, 1), torch.device("cpu")).steps
     assert [launch.lists.mask_kind for step in steps for launch in step.launches] == ["interval", "none"]
 
 

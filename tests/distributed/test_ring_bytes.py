@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, Sizes, dense_bytes, dilated_bytes, heads_bytes
+from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, dense_bytes, dilated_bytes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed.test_ring import spread_of
 from tests.helpers.pool import pool_of
@@ -110,7 +110,7 @@ def by_heads(world: int) -> list[Expected]:
 
 def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
     case = one.spread.case
-    sizes = Sizes(case.heads, case.kv_heads, D, B, dtype.itemsize, max(4, dtype.itemsize))
+    sizes = CommSizes(case.heads, case.kv_heads, D, B, dtype.itemsize, max(4, dtype.itemsize))
     if one.formula == "dense":
         return dense_bytes(case.num_keys, world, rank, one.spread.layout, sizes, is_causal=case.is_causal, window=case.window)
     if one.formula == "dilated":
@@ -135,7 +135,7 @@ def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype
 def test_formulas_by_hand() -> None:
     """Numbers worked out on paper, so that a formula and the code cannot be wrong alike."""
     # 4 ranks of 8 positions, 2 key/value heads of 8 numbers of 2 bytes, batch 1: a row of K and V is 64 bytes, of their gradients 128
-    sizes = Sizes(4, 2, 8, 1, 2, 4)
+    sizes = CommSizes(4, 2, 8, 1, 2, 4)
 
     def of(rank: int, layout: str = "contiguous", is_causal: bool = False, **options: Any) -> Bytes:
         return dense_bytes(32, 4, rank, layout, sizes, is_causal=is_causal, **options)

@@ -456,7 +456,7 @@ def test_nested_is_about_branches() -> None:
 class OneByOne(MathBackend):
     """As a library that takes one batch entry a launch."""
 
-    facts = replace(MathBackend.facts, max_batch=1)
+    facts = replace(MathBackend.capabilities, max_batch=1)
 
 
 @pytest.mark.parametrize("chosen", [False, True])

@@ -41,7 +41,7 @@ def scalar_philox(seed: int, *counter: int) -> tuple[int, ...]:
     return tuple(c)
 
 
-def is_kept(p: float, seed: int, batch: int, head: int, query: int, key: int) -> bool:
+def is_saved(p: float, seed: int, batch: int, head: int, query: int, key: int) -> bool:
     a, c = scalar_philox(seed, query % 2**32, head, batch, 0)[:2]
     b = scalar_philox(seed, key % 2**32, head, batch, 1)[0]
     return (a ^ b) * (c | 1) % 2**32 >= int(p * 2**32)
@@ -64,7 +64,7 @@ def test_a_pair_is_kept_by_its_definition(p: float, seed: int) -> None:
     batch, heads, queries, keys = (4, 9), (0, 3, 17), (0, 5, 2**31 + 1, 2**32 + 5, 2**40), (2, 2**31 - 1, 2**32 - 1, 77, 5)
     tensors = (torch.tensor(x, device=DEVICE) for x in (batch, heads))
     found = keep_mask(Dropout(p, seed, *tensors, *(torch.tensor([x] * 2, device=DEVICE) for x in (queries, keys))), slice(None))
-    wanted = [is_kept(p, seed, *pair) for pair in itertools.product(batch, heads, queries, keys)]
+    wanted = [is_saved(p, seed, *pair) for pair in itertools.product(batch, heads, queries, keys)]
     assert found.shape == (2, 3, 5, 5) and found.flatten().tolist() == wanted
     assert p == 1 - 2**-40 or 0 < sum(wanted) < len(wanted)
 
@@ -106,7 +106,7 @@ def same_words(found: Words, wanted: Words) -> bool:
 def test_the_kernel_writes_the_same_words(seed: int, origin: int) -> None:
     kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
     batch, heads = span(2**20, 2), span(1000, 3)
-    found = kernel.dropout_words(seed, 2, 3, 700, DEVICE, origin=origin, first_head=1000, first_batch=2**20)
+    found = kernel.dropout_words(seed, 2, 3, 700, DEVICE, position_offset=origin, first_head=1000, first_batch=2**20)
     assert same_words(found, words_of(seed, batch, heads, span(origin, 700)[None], span(origin, 700)[None]))
     assert bool((found.c & 1 == 1).all())
 
@@ -114,7 +114,7 @@ def test_the_kernel_writes_the_same_words(seed: int, origin: int) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 5), (5, 0), (0, 0), (512, 513), (1, 1300)])
 def test_the_kernel_takes_other_keys_than_queries(queries: int, keys: int) -> None:
     kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
-    found = kernel.dropout_words(5, 1, 2, queries, DEVICE, origin=40, num_keys=keys, key_origin=2**31)
+    found = kernel.dropout_words(5, 1, 2, queries, DEVICE, position_offset=40, num_keys=keys, key_position_offset=2**31)
     assert same_words(found, words_of(5, span(0, 1), span(0, 2), span(40, queries)[None], span(2**31, keys)[None]))
 
 
@@ -155,7 +155,7 @@ def test_the_kernel_compiles_once_for_all_numbers(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "_words_kernel", Recorder())
         for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
-            kernel.dropout_words(seed, 1, 1, 3, DEVICE, origin=origin, first_head=2**31, first_batch=1)
+            kernel.dropout_words(seed, 1, 1, 3, DEVICE, position_offset=origin, first_head=2**31, first_batch=1)
     assert len(launched) == 10 * 4 * len(SEEDS) and all(type(x) is int and -(2**31) <= x < 2**31 for x in launched)
     # by a process of its own, since this one's kernels may be the interpreter's
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -168,7 +168,7 @@ def test_one_compiled_kernel_serves_all_numbers() -> None:
     from dilated_attention.backends.dropout_triton import _words_kernel, dropout_words
 
     for seed, count, origin in ((0, 1, 0), (2**62 - 1, 1, 1), (1, 700, 2**31), (2**40, 4096, 2**33)):
-        dropout_words(seed, count, 2, count, "cuda", origin=origin, num_keys=count + 1)
+        dropout_words(seed, count, 2, count, "cuda", position_offset=origin, num_keys=count + 1)
     assert len(_words_kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
 

@@ -548,7 +548,7 @@ def test_lengths_of_any_type_are_one_call(kind: Any, monkeypatch: pytest.MonkeyP
 def test_a_named_backend_that_cannot_is_refused_in_every_call() -> None:
     inputs = make()
     lacks: Backend = registry.get("sdpa_cpu")
-    assert not lacks.facts.dropout
+    assert not lacks.capabilities.dropout
     texts = []
     for _ in range(3):
         with pytest.raises(da.BackendUnavailable) as error:
@@ -576,6 +576,6 @@ def test_facts_are_those_of_the_backend_at_the_time(counted: Counted) -> None:
     registry.register(counted)
     q, k, v = make()
     da.attention(q, k, v, backend="counted")
-    counted.facts = replace(counted.facts, max_batch=1)
+    counted.capabilities = replace(counted.capabilities, max_batch=1)
     da.attention(q, k, v, backend="counted")
     assert counted.forwards == 1 + 2

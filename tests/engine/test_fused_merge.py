@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views, strategy
-from dilated_attention.engine.branches.chunking import make_cut
+from dilated_attention.engine.branches.chunking import make_chunk_sizes
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.views import query_rows
 from dilated_attention.testing import RESULTS, Case, Space, call, inputs, max_error, random_case, reference, results
@@ -82,7 +82,7 @@ def test_detached_mixing_goes_through_layers_too(
 def test_a_backend_that_writes_where_it_is_told(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Launches are then as long as the kernel takes them, and nothing is cut for memory."""
     math = registry.get("math")
-    monkeypatch.setattr(math, "facts", replace(math.facts, writes_views=True, max_batch=3))
+    monkeypatch.setattr(math, "capabilities", replace(math.capabilities, writes_views=True, max_batch=3))
     case = random_case(seed, SPACE)
     case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
     x = inputs(case, torch.float64)
@@ -103,7 +103,7 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = make_cut(pattern, batch=2, num_positions=n, num_heads=heads, num_kv_heads=kv_heads, row_bytes=1, budget=budget)
+    cut = make_chunk_sizes(pattern, batch=2, num_positions=n, num_heads=heads, num_kv_heads=kv_heads, row_bytes=1, budget=budget)
     taken = torch.zeros(n, heads, dtype=torch.int64)
     pieces = list(cut.chunks(heads, n))
     for chunk in pieces:
@@ -112,15 +112,15 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
         assert chunk.positions[0] == 0 or all(chunk.positions[0] % w == 0 for w in lengths)
     assert bool((taken == 1).all())
     if len(pieces) > 1:
-        assert cut.lanes == chunking.LANES
+        assert cut.concurrent == chunking.CONCURRENT_CHUNKS
         rows = [
-            branch_buffers.make_layers(pattern, heads, c.heads, c.positions[1] - c.positions[0], False).rows(with_direct=False)
+            branch_buffers.make_branch_buffers(pattern, heads, c.heads, c.positions[1] - c.positions[0], False).rows(with_direct=False)
             * 2
             * (c.heads[1] - c.heads[0])
             for c in pieces
         ]
         smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
-        assert smallest or max(rows) * cut.lanes <= budget
+        assert smallest or max(rows) * cut.concurrent <= budget
 
 
 def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +152,12 @@ def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     shape = Shape(16, 16, (0, n), (0, n), ((0, n),), False)
     q = torch.empty(1, n, 16, 128, dtype=torch.bfloat16, device="meta")
     limit = chunking.transient_budget(3 * q.numel() * 2)
-    for cut, row_bytes in ((strategy.forward_cut(pattern, shape, q, q), 260), (strategy.backward_cut(pattern, shape, q, q), 768)):
-        layers = branch_buffers.make_layers(pattern, 16, (0, cut.heads), cut.positions, False)
-        assert cut.lanes * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
+    for cut, row_bytes in (
+        (strategy.forward_chunk_sizes(pattern, shape, q, q), 260),
+        (strategy.backward_chunk_sizes(pattern, shape, q, q), 768),
+    ):
+        layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
+        assert cut.concurrent * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
         assert cut.positions % 32768 == 0
 
 
@@ -168,7 +171,7 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
     n, heads = case.num_keys, case.heads
     if not n:
         return
-    layers = branch_buffers.make_layers(case.pattern, heads, (0, heads), n, False)
+    layers = branch_buffers.make_branch_buffers(case.pattern, heads, (0, heads), n, False)
     counts = torch.zeros(heads * layers.rows(with_direct=True))
     views = layers.split(counts, 1, head_dim=1, with_direct=True)
     label = torch.arange(n * heads, dtype=torch.float32).view(1, n, heads, 1) + 1
@@ -184,14 +187,14 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
     for branch, ((w, r), offsets) in enumerate(zip(*m, strict=True)):
         layer = views[branch]
         assert layer is not None
-        found = branch_buffers._spread(layers, branch, layer, 0.0)[0, :, :, 0]
+        found = branch_buffers._at_positions(layers, branch, layer, 0.0)[0, :, :, 0]
         for position, head in itertools.product(range(n), range(heads)):
             taken = offsets[head] >= 0 and position % w % r == offsets[head]
             assert found[position, head] == (label[0, position, head, 0] if taken else 0)
 
 
 def test_merge_of_empty_and_of_huge_parts() -> None:
-    layers = branch_buffers.make_layers(DilatedPattern((4, 4), (1, 1)), 1, (0, 1), 4, False)
+    layers = branch_buffers.make_branch_buffers(DilatedPattern((4, 4), (1, 1)), 1, (0, 1), 4, False)
     out, part = torch.zeros(1, 4, 1, 2), torch.full((1, 1, 4, 1, 2), 3.0)
     out[0, 1], part[0, 0, 3] = 1.0, torch.nan
     lses = [
@@ -199,7 +202,7 @@ def test_merge_of_empty_and_of_huge_parts() -> None:
         torch.tensor([-torch.inf, 1e4, 90.0, -torch.inf]).view(1, 1, 1, 4),
     ]
     lse = torch.empty(1, 4, 1)
-    branch_buffers.merge_layers(layers, out, lse, [None, part], lses)
+    branch_buffers.merge_buffers(layers, out, lse, [None, part], lses)
     assert lse[0, :, 0].tolist() == pytest.approx([-torch.inf, 1e4 + 0.6931, 90.0, -torch.inf])
     assert out[0, :, 0, 0].tolist() == pytest.approx([0.0, 2.0, 3.0, 0.0])
 
@@ -213,11 +216,11 @@ def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str],
     found = []
     for n in (64, 64, 72):
         keys.clear()
-        launch_views._geometry.cache_clear()
+        launch_views._launch_views.cache_clear()
         q, k, v = torch.randn(3, 1, n, 4, 8)
         dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
         found.append(list(keys))
     assert found[0] and found[0] == found[1]
     assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
     assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
-    assert launch_views._geometry.cache_info().maxsize is not None
+    assert launch_views._launch_views.cache_info().maxsize is not None

@@ -17,7 +17,7 @@ from dilated_attention.engine.branches import merge_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def random_layers(rng: random.Random, heads: int, n: int) -> branch_buffers.Layers:
+def random_layers(rng: random.Random, heads: int, n: int) -> branch_buffers.BranchBuffers:
     if rng.random() < 0.4:
         # LongNet's: the direct branch has most rows to itself
         first_length, growth = rng.choice([4, 8, 12]), rng.choice([2, 4])
@@ -30,9 +30,9 @@ def random_layers(rng: random.Random, heads: int, n: int) -> branch_buffers.Laye
         offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
         pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
     first = rng.randrange(heads)
-    layers = branch_buffers.make_layers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
+    buffers = branch_buffers.make_branch_buffers(pattern, heads, (first, rng.randint(first + 1, heads)), n, False)
     # as where outputs of branches are kept
-    return replace(layers, direct=None) if rng.random() < 0.4 else layers
+    return replace(buffers, direct=None) if rng.random() < 0.4 else buffers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,57 +42,57 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
     rng = random.Random(seed)
     torch.manual_seed(seed)
     B, D, n = rng.choice([1, 2]), rng.choice([8, 24, 40]), rng.randint(1, 150)
-    layers = random_layers(rng, rng.choice([1, 3, 4]), n)
-    H = layers.heads
-    flat = torch.randn(B * H * D * layers.rows(with_direct=False), device=DEVICE).to(dtype)
-    flat_lse = torch.randn(B * H * layers.rows(with_direct=True), device=DEVICE) * 4
+    buffers = random_layers(rng, rng.choice([1, 3, 4]), n)
+    H = buffers.heads
+    flat = torch.randn(B * H * D * buffers.rows(with_direct=False), device=DEVICE).to(dtype)
+    flat_lse = torch.randn(B * H * buffers.rows(with_direct=True), device=DEVICE) * 4
     flat_lse[torch.rand_like(flat_lse) < 0.2] = -torch.inf
     flat_lse[torch.rand_like(flat_lse) < 0.1] = 1e4
-    lse_views = layers.split(flat_lse, B, head_dim=0, with_direct=True)
+    lse_views = buffers.split(flat_lse, B, head_dim=0, with_direct=True)
     # heads of a larger tensor, as a chunk's
     out = torch.randn(B, n, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
-    if layers.direct is not None:
+    if buffers.direct is not None:
         # what a backend writes of an empty row
-        empty = branch_buffers._spread(layers, layers.direct, lse_views[layers.direct], -torch.inf) == -torch.inf
+        empty = branch_buffers._at_positions(buffers, buffers.direct, lse_views[buffers.direct], -torch.inf) == -torch.inf
         out.masked_fill_(empty[..., None], 0.0)
     found, lse, found_lse = out.clone(), *(torch.full((B, H, n), torch.nan, device=DEVICE) for _ in range(2))
-    views = layers.split(flat, B, head_dim=D, with_direct=False)
-    branch_buffers.merge_layers(layers, out, lse.transpose(1, 2), views, [x for x in lse_views if x is not None])
-    aside = rng.random() < 0.5
+    views = buffers.split(flat, B, head_dim=D, with_direct=False)
+    branch_buffers.merge_buffers(buffers, out, lse.transpose(1, 2), views, [x for x in lse_views if x is not None])
+    is_concurrent = rng.random() < 0.5
     monkeypatch.setattr(merge_triton, "_PROGRAMS_ASIDE", 3)
-    merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), flat, flat_lse, aside=aside)
+    merge_triton.merge_buffers(buffers, found, found_lse.transpose(1, 2), flat, flat_lse, is_concurrent=is_concurrent)
     tolerance = 1e-5 if dtype is torch.float32 else 0.04
     torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
-    if layers.direct is None:
+    if buffers.direct is None:
         # the results stay the same, and each branch's own output is left behind
         own = flat.clone()
-        merge_triton.merge_layers(layers, found, found_lse.transpose(1, 2), own, flat_lse, aside=aside, own=True)
+        merge_triton.merge_buffers(buffers, found, found_lse.transpose(1, 2), own, flat_lse, is_concurrent=is_concurrent, own=True)
         torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
-        own_views, twins = (layers.split(x, B, head_dim=D, with_direct=True) for x in (own, flat.clone()))
-        if layers.zero_keys:
-            branch_buffers.count_zero_keys(layers, [x for x in twins if x is not None], [x for x in lse_views if x is not None])
+        own_views, twins = (buffers.split(x, B, head_dim=D, with_direct=True) for x in (own, flat.clone()))
+        if buffers.zero_keys:
+            branch_buffers.count_zero_keys(buffers, [x for x in twins if x is not None], [x for x in lse_views if x is not None])
         for branch, (view, twin) in enumerate(zip(own_views, twins, strict=True)):
-            rows, expected = (branch_buffers._spread(layers, branch, x, 0.0) for x in (view, twin))
+            rows, expected = (branch_buffers._at_positions(buffers, branch, x, 0.0) for x in (view, twin))
             torch.testing.assert_close(rows, expected, atol=tolerance, rtol=0)
 
     grads = [torch.randn(B, n, H, D, device=DEVICE).to(dtype) for _ in range(3)]
     founds = [grad.clone() for grad in grads]
     flats = [flat, torch.randn_like(flat), torch.randn_like(flat)]
-    merge_triton.sum_layers(layers, founds, flats, aside=aside)
+    merge_triton.sum_buffers(buffers, founds, flats, is_concurrent=is_concurrent)
     for grad, found, flat in zip(grads, founds, flats, strict=True):
-        branch_buffers.sum_layers(layers, grad, layers.split(flat, B, head_dim=D, with_direct=False))
+        branch_buffers.sum_buffers(buffers, grad, buffers.split(flat, B, head_dim=D, with_direct=False))
         torch.testing.assert_close(found, grad, atol=tolerance, rtol=0)
 
 
 def test_rows_of_the_direct_branch_alone_are_left_as_they_stand() -> None:
-    layers = branch_buffers.make_layers(DilatedPattern((4, 8), (1, 4)), 1, (0, 1), 8, False)
+    buffers = branch_buffers.make_branch_buffers(DilatedPattern((4, 8), (1, 4)), 1, (0, 1), 8, False)
     out = torch.full((1, 8, 1, 8), torch.nan, device=DEVICE)
     out[:, [0, 4]] = 1.0
-    flat = torch.full((8 * layers.rows(with_direct=False),), 3.0, device=DEVICE)
-    flat_lse = torch.zeros(layers.rows(with_direct=True), device=DEVICE)
+    flat = torch.full((8 * buffers.rows(with_direct=False),), 3.0, device=DEVICE)
+    flat_lse = torch.zeros(buffers.rows(with_direct=True), device=DEVICE)
     lse = torch.empty(1, 1, 8, device=DEVICE)
-    merge_triton.merge_layers(layers, out, lse.transpose(1, 2), flat, flat_lse)
+    merge_triton.merge_buffers(buffers, out, lse.transpose(1, 2), flat, flat_lse)
     assert out[0, :, 0, 0].isnan().tolist() == [False, True, True, True, False, True, True, True]
     assert out[0, [0, 4]].unique().item() == pytest.approx(2.0)
     assert lse.unique().tolist() == pytest.approx([0.0, 0.6931472])
@@ -100,7 +100,8 @@ def test_rows_of_the_direct_branch_alone_are_left_as_they_stand() -> None:
 
 def test_steps_of_rows_that_other_branches_take() -> None:
     def step(lengths: list[int], rates: list[int], offsets: object = "cyclic", heads: int = 12, n: int = 2**16) -> int:
-        return branch_buffers.make_layers(DilatedPattern(lengths, rates, offsets), heads, (0, heads), n, False).step  # type: ignore[arg-type]
+        pattern = DilatedPattern(lengths, rates, offsets)  # type: ignore[arg-type]
+        return branch_buffers.make_branch_buffers(pattern, heads, (0, heads), n, False).step
 
     assert step([2048, 4096, 8192], [1, 2, 4]) == 2
     assert step([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]) == 2

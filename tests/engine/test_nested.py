@@ -113,7 +113,7 @@ def test_rule_names_every_reason() -> None:
     family = family_of(DilatedPattern(*LONGNET), 4, 32768)
     x = torch.empty(1, 32768, 4, 64, dtype=torch.bfloat16)
     assert triton_kernel.why_not_tensors(family, x, x, x) == []
-    assert triton_kernel.why_not(family, x, x, x) == ["needs a CUDA GPU, not cpu"]
+    assert triton_kernel.reasons_against(family, x, x, x) == ["needs a CUDA GPU, not cpu"]
     assert "dtypes" in triton_kernel.why_not_tensors(family, x.float(), x, x)[0]
     assert "scale" in triton_kernel.why_not_tensors(family, x, x, x, scale=-1.0)[0]
     assert "head dim 32" in triton_kernel.why_not_tensors(family, *[x[..., :32]] * 3)[0]
@@ -184,7 +184,7 @@ def test_hopper_kernel_is_the_definition(lengths: list[int], rates: list[int], i
     q = torch.randn(B, H, n, head_dim, device="cuda", dtype=dtype).transpose(1, 2)  # heads outside, as torch has them
     kv = torch.randn(B, n, 2, Hk, head_dim, device="cuda", dtype=dtype)  # packed
     k, v = kv.unbind(2)
-    if reasons := triton_kernel.why_not(family, q, k, v):
+    if reasons := triton_kernel.reasons_against(family, q, k, v):
         pytest.skip("; ".join(reasons))
     out, lse = torch.full((B, n, H, head_dim), torch.nan, device="cuda", dtype=dtype), torch.full((B, H, n), torch.nan, device="cuda")
     triton_kernel.nested_forward(family, q, k, v, is_causal, head_dim**-0.5, out, lse)

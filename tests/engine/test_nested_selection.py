@@ -62,7 +62,7 @@ def with_twin(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
     monkeypatch.setattr(nested_selection, "is_worth_it", lambda *_: True)
     monkeypatch.setattr(nested_selection, "_TILE", 2)
-    monkeypatch.setattr(nested_selection, "why_not", lambda *_: [])
+    monkeypatch.setattr(nested_selection, "reasons_against", lambda *_: [])
     seen: list[int] = []
 
     def forward(family: NestedFamily, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor, call: strategy.Call) -> None:

@@ -30,9 +30,9 @@ from dilated_attention.engine.branches import fused_merge, strategy
 from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.oom import report
-from dilated_attention.engine.oom.device_memory import Room, room_of, size_text
-from dilated_attention.engine.oom.requirement import Need, TensorFacts, largest
-from dilated_attention.engine.oom.requirements import dilated_need
+from dilated_attention.engine.oom.device_memory import MemoryInfo, memory_info, size_text
+from dilated_attention.engine.oom.requirement import MemoryRequirement, TensorInfo, largest
+from dilated_attention.engine.oom.requirements import dilated_requirement
 from dilated_attention.functional.fused_norm_linear import norm_linear
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.pool import Pool
@@ -179,7 +179,7 @@ def test_through_torch_compile(broken: Callable[..., None]) -> None:
 def arguments(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", **changes: Any) -> dict[str, Any]:
     """Of the op, without any memory: so of a GPU that is not there."""
     where = torch.device(device)
-    x = TensorFacts((batch, length, 16, 64), dtype, where, batch * length * 16 * 64 * dtype.itemsize)
+    x = TensorInfo((batch, length, 16, 64), dtype, where, batch * length * 16 * 64 * dtype.itemsize)
     plain = {
         "q": x, "k": x, "v": x, "key_padding_mask": None, "cu_seqlens": None, "seed": None, "segment_lengths": [2048, 16384],
         "dilation_rates": [1, 4], "head_offsets": "cyclic", "offset_list": [], "branch_heads": "all", "tail": "mask", "window": [],
@@ -189,66 +189,68 @@ def arguments(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat1
     return {**plain, **changes}
 
 
-def gpu_room(left: int, *, pieces: int = 0) -> Room:
-    return Room(device="cuda:0", total=80 * GIB, free=left, allocated=70 * GIB, reserved=70 * GIB + pieces, bound="the driver's figure")
+def gpu_room(left: int, *, pieces: int = 0) -> MemoryInfo:
+    return MemoryInfo(
+        device="cuda:0", total=80 * GIB, free=left, allocated=70 * GIB, reserved=70 * GIB + pieces, bound="the driver's figure"
+    )
 
 
-def numbers(ways: list[str], pattern: str) -> list[int]:
-    found = [re.search(pattern, way) for way in ways]
+def numbers(suggestions: list[str], pattern: str) -> list[int]:
+    found = [re.search(pattern, way) for way in suggestions]
     return [int(x[1].replace(",", "")) for x in found if x]
 
 
 @pytest.mark.parametrize("left", [GIB, 5 * GIB, 20 * GIB])
 def test_suggestions_fit_and_are_the_largest(left: int) -> None:
-    need = dilated_need(arguments(2**20, dtype=torch.float32))
-    assert need.bytes_at(need.setting) > left + need.held
-    ways = report.ways_out(need, gpu_room(left), None)
-    there = report.MARGIN * (left + need.held)
-    (length,) = numbers(ways, r"^([\d,]+) in place of 1,048,576 positions")
-    assert need.bytes_at(dataclasses.replace(need.setting, length=length)) <= there
-    assert need.bytes_at(dataclasses.replace(need.setting, length=length + 2**12)) > there
-    for batch in numbers(ways, r"^(\d) in place of 4 sequences"):
+    requirement = dilated_requirement(arguments(2**20, dtype=torch.float32))
+    assert requirement.bytes_at(requirement.setting) > left + requirement.held
+    suggestions = report.suggestions_for(requirement, gpu_room(left), None)
+    there = report.MARGIN * (left + requirement.held)
+    (length,) = numbers(suggestions, r"^([\d,]+) in place of 1,048,576 positions")
+    assert requirement.bytes_at(dataclasses.replace(requirement.setting, length=length)) <= there
+    assert requirement.bytes_at(dataclasses.replace(requirement.setting, length=length + 2**12)) > there
+    for batch in numbers(suggestions, r"^(\d) in place of 4 sequences"):
         assert (
-            need.bytes_at(dataclasses.replace(need.setting, batch=batch))
+            requirement.bytes_at(dataclasses.replace(requirement.setting, batch=batch))
             <= there
-            < need.bytes_at(dataclasses.replace(need.setting, batch=batch + 1))
+            < requirement.bytes_at(dataclasses.replace(requirement.setting, batch=batch + 1))
         )
-    half = need.bytes_at(dataclasses.replace(need.setting, dtype=torch.bfloat16))
-    assert any("bfloat16 in place of float32" in way for way in ways) == (half <= there)
-    (gpus,) = numbers(ways, r"^ring_dilated_attention over (\d+) GPUs")
+    half = requirement.bytes_at(dataclasses.replace(requirement.setting, dtype=torch.bfloat16))
+    assert any("bfloat16 in place of float32" in way for way in suggestions) == (half <= there)
+    (gpus,) = numbers(suggestions, r"^ring_dilated_attention over (\d+) GPUs")
     assert gpus >= 2
 
 
 def test_detached_mixing_is_named_where_it_is_what_is_too_much() -> None:
-    def need_of(detached: bool) -> Need:
-        return dilated_need(arguments(2**15, detached=detached))
+    def requirement_of(detached: bool) -> MemoryRequirement:
+        return dilated_requirement(arguments(2**15, detached=detached))
 
-    detached, exact = need_of(True), need_of(False)
+    detached, exact = requirement_of(True), requirement_of(False)
     more = detached.bytes_at(detached.setting) - exact.bytes_at(exact.setting)
     # branches of 1/1 and 1/4 of the positions
     assert more == 4 * 2**15 * 16 * 64 * 2 * 5 // 4
     enough = int(exact.bytes_at(exact.setting) / report.MARGIN) - exact.held + 2**20
-    assert any('mixture_grad="exact"' in way for way in report.ways_out(detached, gpu_room(enough), None))
-    assert not any("mixture_grad" in way for way in report.ways_out(exact, gpu_room(enough // 2), None))
+    assert any('mixture_grad="exact"' in way for way in report.suggestions_for(detached, gpu_room(enough), None))
+    assert not any("mixture_grad" in way for way in report.suggestions_for(exact, gpu_room(enough // 2), None))
 
 
 def test_pieces_are_named_where_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    need = dilated_need(arguments(2**18))
-    (text,) = [way for way in report.ways_out(need, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
+    requirement = dilated_requirement(arguments(2**18))
+    (text,) = [way for way in report.suggestions_for(requirement, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
     assert "3.00 GiB reserved" in text and "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
-    assert not any("pieces" in way for way in report.ways_out(need, gpu_room(0, pieces=GIB), 2 * GIB))
+    assert not any("pieces" in way for way in report.suggestions_for(requirement, gpu_room(0, pieces=GIB), 2 * GIB))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    (text,) = [way for way in report.ways_out(need, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
+    (text,) = [way for way in report.suggestions_for(requirement, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
     assert "joins" not in text
 
 
 def test_nothing_is_suggested_that_does_not_fit() -> None:
-    need = dataclasses.replace(dilated_need(arguments(2**18)), held=0, ways=())
-    assert report.ways_out(need, gpu_room(1000), None) == []
+    requirement = dataclasses.replace(dilated_requirement(arguments(2**18)), held=0, suggestions=())
+    assert report.suggestions_for(requirement, gpu_room(1000), None) == []
     unknown = dataclasses.replace(gpu_room(GIB), free=None)
-    assert unknown.left is None and report.ways_out(need, unknown, None) == [] and "unknown" in str(unknown)
+    assert unknown.left is None and report.suggestions_for(requirement, unknown, None) == [] and "unknown" in str(unknown)
 
 
 def test_asked_bytes_and_bisection() -> None:
@@ -277,9 +279,9 @@ def test_the_decoder_in_torch_is_counted() -> None:
     with profile_memory(device="cpu") as profile:
         decode_attention(q, cache, cache, positions)
     (seen,) = profile.seen
-    need = seen.need
-    assert 0.5 < need.bytes_at(need.setting) / profile.peak_allocated <= 1.05
-    assert dispatch.why_not("triton", dispatch.request_of(q, 8), dense=True)
+    requirement = seen.requirement
+    assert 0.5 < requirement.bytes_at(requirement.setting) / profile.peak_allocated <= 1.05
+    assert dispatch.reasons_against("triton", dispatch.request_of(q, 8), dense=True)
 
 
 CHILD = """
@@ -317,7 +319,7 @@ def test_a_process_with_a_limit_is_told_a_length_that_fits() -> None:
 
 
 def test_room_of_this_machine() -> None:
-    room = room_of(torch.device("cpu"))
+    room = memory_info(torch.device("cpu"))
     assert room.device == "cpu" and room.allocated > 0
     if Path("/proc/meminfo").exists():
         assert room.free is not None and 0 <= room.free <= room.total and room.bound in str(room)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import Backend, Options, Request, registry
+from dilated_attention.backends import AttentionRequest, Backend, Options, registry
 from dilated_attention.backends.torch_ops import math
 from dilated_attention.engine.branches import launch_views
 from dilated_attention.engine.branches.heads import HeadGroup
@@ -397,9 +397,9 @@ def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, lim
     truth = results(call, case, x, backend="math")
     counts = []
     original = launch_views.launches
-    launch_views._geometry.cache_clear()
+    launch_views._launch_views.cache_clear()
     monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
-    monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").facts, **limits))
+    monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").capabilities, **limits))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
     monkeypatch.setattr(type(registry.get("math")), "why_not", lambda self, request: [])
     monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
@@ -429,16 +429,16 @@ def test_launches_of_huge_tensors_keep_to_the_extent(n: int) -> None:
         assert total == problem.segments
 
 
-def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], pattern: DilatedPattern) -> Request:
+def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], pattern: DilatedPattern) -> AttentionRequest:
     """What the op would ask the registry for."""
-    asked: list[Request] = []
+    asked: list[AttentionRequest] = []
 
-    def select(request: Request, name: str) -> Backend:
+    def select(request: AttentionRequest, name: str) -> Backend:
         asked.append(request)
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    prepare.prepare(False, tensors, pattern, prepare.Settings([], False, 1.0, 0.0, False, False, False, "auto", "native"))
+    prepare.prepare(False, tensors, pattern, prepare.CallSettings([], False, 1.0, 0.0, False, False, False, "auto", "native"))
     return asked[0]
 
 

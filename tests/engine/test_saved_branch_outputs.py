@@ -79,9 +79,9 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
 
 def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    original = resolve.Pass
+    original = resolve.ResolvedPass
     # what a call saves is decided once for all calls like it
-    monkeypatch.setattr(resolve, "Pass", lambda call, run, saved, facts: (kept.append(saved), original(call, run, saved, facts))[1])
+    monkeypatch.setattr(resolve, "ResolvedPass", lambda call, run, saved, facts: (kept.append(saved), original(call, run, saved, facts))[1])
     q, k, v, _ = make(20)
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 
@@ -136,7 +136,8 @@ def test_compiled_and_checkpointed_gradients_equal_eager_ones(dynamic: bool) -> 
 @pytest.mark.parametrize("n", [1, 7, 24, 41])
 def test_zero_keys_of_a_part_are_counted_as_for_one_launch(n: int) -> None:
     """Against the definition, row by row; an empty part is 0."""
-    layers = replace(branch_buffers.make_layers(DilatedPattern((7, 12), (2, 5), "cyclic", tail="zero_keys"), 3, (0, 3), n, False), direct=None)
+    pattern = DilatedPattern((7, 12), (2, 5), "cyclic", tail="zero_keys")
+    layers = replace(branch_buffers.make_branch_buffers(pattern, 3, (0, 3), n, False), direct=None)
     flat = torch.randn(3 * 4 * layers.rows(with_direct=True), dtype=torch.float64)
     flat_lse = torch.randn(3 * layers.rows(with_direct=True), dtype=torch.float64)
     flat_lse[::5] = -torch.inf

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import Hardware, Options, Request, registry, tuning_table
+from dilated_attention.backends import AttentionRequest, Hardware, Options, registry, tuning_table
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
-REQUEST = Request(hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=64, num_heads=12, num_kv_heads=12)
+REQUEST = AttentionRequest(hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=64, num_heads=12, num_kv_heads=12)
 
 
 def machine(*packages: str, hardware: Hardware = EXAMPLES["hopper"]) -> Hardware:
@@ -26,7 +26,7 @@ def machine(*packages: str, hardware: Hardware = EXAMPLES["hopper"]) -> Hardware
 
 def is_chosen(
     N: int,
-    request: Request = REQUEST,
+    request: AttentionRequest = REQUEST,
     *,
     is_backward: bool = False,
     documents: int = 1,
@@ -75,8 +75,8 @@ def test_many_documents_are_many_launches_of_a_library() -> None:
     ],
     ids=["old GPU", "no triton", "float64", "fp8"],
 )
-def test_never_where_they_have_a_reason_against_it(asked: Request) -> None:
-    assert registry.get("tiles").why_not(asked)
+def test_never_where_they_have_a_reason_against_it(asked: AttentionRequest) -> None:
+    assert registry.get("tiles").reasons_against(asked)
     assert not any(is_chosen(N, asked) for N in (64, 256, 4096, 2**20))
 
 

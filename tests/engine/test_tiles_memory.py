@@ -53,11 +53,11 @@ def test_detached_mixing_keeps_the_outputs_of_all_branches_or_makes_them_again()
     rows, keys, row = 2 * H * ALL, 2 * H * PLACES, D * 2
     kept = rows * row
     backward = rows * 8 + (rows + 2 * keys) * row
-    assert account(detached=True, kept=kept) == (rows * 4, backward)
+    assert account(detached=True, saved_bytes=kept) == (rows * 4, backward)
     again = attention_memory(PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True)
     assert terms_of(again.backward) == kept + backward
     there = attention_memory(
-        PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True, kept=kept
+        PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True, saved_bytes=kept
     )
     assert dict(there.backward)["the branches' own outputs"] == kept and there.backward_peak == again.backward_peak
 
@@ -80,7 +80,7 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     from dilated_attention.engine.kernels import tiles
 
     monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 
     class Recorded(launch.Workspace):
@@ -93,11 +93,11 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     q, k, v = (torch.zeros(2, N, heads, D, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads))
     call = Call(backend=registry.get("tiles"), options=Options(scale=1.0), is_causal=True, detached=detached, needs_grad=True)
     counted = {which: tiles_scratch(PATTERN, shape, 2, D, torch.bfloat16, is_backward=which, detached=detached) for which in (False, True)}
-    out, lse = tiles.forward(tiles.make_shares(PATTERN, shape, q, k, call, is_backward=False, is_kept=False), q, k, v, call, None)
+    out, lse = tiles.forward(tiles.make_shares(PATTERN, shape, q, k, call, is_backward=False, is_saved=False), q, k, v, call, None)
     assert max(taken) == counted[False]
     taken.clear()
-    shares = tiles.make_shares(PATTERN, shape, q, k, call, is_backward=True, is_kept=False)
-    parts = ranges_of(PATTERN, shape, 2, D, torch.bfloat16, is_backward=True, detached=detached, is_kept=False)
+    shares = tiles.make_shares(PATTERN, shape, q, k, call, is_backward=True, is_saved=False)
+    parts = ranges_of(PATTERN, shape, 2, D, torch.bfloat16, is_backward=True, detached=detached, is_saved=False)
     assert [(share.batch, share.heads) for share in shares] == list(parts) and (len(parts) > 1) == (budget < 2**29)
     tiles.backward(shares, (out, q, k, v, out, lse), call, None, None)
     own = max(x.prepared.extent.own_outputs() for x in shares) * 2 if detached else 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import BackendUnavailable, attention, dilated_attention
-from dilated_attention.backends import Options, Request, detect, registry
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.flash import flash3
 from tests.helpers import gpu_cases
 
@@ -47,7 +47,7 @@ CASES = int(os.environ.get("GPU_CASES_PERCENT", "100"))
 
 def need(name: str, dtype: torch.dtype = BF16, head_dim: int = 64) -> None:
     """Skips, with every reason, where this backend cannot be."""
-    if reasons := registry.get(name).why_not(Request(hardware=detect("cuda"), dtype=dtype, head_dim=head_dim)):
+    if reasons := registry.get(name).reasons_against(AttentionRequest(hardware=detect("cuda"), dtype=dtype, head_dim=head_dim)):
         pytest.skip("; ".join(reasons))
 
 
@@ -119,7 +119,7 @@ def test_random_cases_match_float64(backend: str, dtype: torch.dtype, head_dim: 
     """Each kernel with cases of its own, drawn by what it is compiled for."""
     need(backend, dtype, head_dim)
     _, _, ratios, count = SWEEP[backend]
-    facts = registry.get(backend).facts
+    facts = registry.get(backend).capabilities
     rng, plain = random.Random(f"{backend} {dtype} {head_dim}"), backend == "flex"
     branches = gpu_cases.draw_branches(f"{dtype} {head_dim}", 6, shortest=34 if plain else 1)
     failures, done = [], 0
@@ -186,8 +186,8 @@ def test_every_head_dim_it_admits_is_right(backend: str, first: int) -> None:
     need(backend)
     wrong, admitted = [], []
     for head_dim in range(first, min(first + 64, 257), 8):
-        request = Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=head_dim, needs_grad=True)
-        if registry.get(backend).why_not(request):
+        request = AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=head_dim, needs_grad=True)
+        if registry.get(backend).reasons_against(request):
             continue
         admitted.append(head_dim)
         kinds = ((2, 2, False), (4, 2, True))

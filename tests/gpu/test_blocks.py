@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilated_attention.backends import Request, detect, registry
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import low_precision_bound, max_error
 from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
 
@@ -48,11 +48,11 @@ def random_case(seed: int, **changes: object) -> BlockCase:
 
 def takes(name: str, problem: Problem, *, needs_grad: bool) -> list[str]:
     case = problem.case
-    request = Request(
+    request = AttentionRequest(
         hardware=detect(torch.device("cuda")), dtype=case.dtype, head_dim=case.head_dim, num_heads=case.heads, num_kv_heads=case.kv_heads,
         needs_grad=needs_grad, key_mask=problem.padding is not None, blocks=(case.q_block, case.k_block), block_masks=problem.lists.mask_kind,
     )  # fmt: skip
-    return registry.get(name).why_not(request)
+    return registry.get(name).reasons_against(request)
 
 
 def check(name: str, problem: Problem, *, split: bool = False) -> str:
@@ -64,11 +64,11 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
     if not any(able.values()):
         return ""
     backend = registry.get(name)
-    truth = dict(zip(NAMES, expected(problem, lse_grad=backend.facts.lse_grad), strict=True))
+    truth = dict(zip(NAMES, expected(problem, lse_grad=backend.capabilities.lse_grad), strict=True))
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     out, lse = dense(problem, *leaves)
     loss = (out * problem.dout).sum()
-    if backend.facts.lse_grad:
+    if backend.capabilities.lse_grad:
         loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * problem.dlse).sum()
     plain = dict(zip(NAMES, (out, lse, *torch.autograd.grad(loss, leaves)), strict=True))
     found = {}
@@ -78,7 +78,7 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
     if able[True]:
         full_out, full_lse = truth["out"].to(q.dtype), truth["lse"].float()
         full_lse = full_lse.masked_fill(full_lse == -torch.inf, torch.inf)
-        extra = (problem.dlse,) if backend.facts.lse_grad else ()
+        extra = (problem.dlse,) if backend.capabilities.lse_grad else ()
         grads = backend.backward_blocks(problem.dout, q, k, v, full_out, full_lse, lists, options, *extra)
         found.update(zip(NAMES[2:], grads, strict=True))
     for what, x in found.items():

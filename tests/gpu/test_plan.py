@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
-from dilated_attention.backends import Request, detect, registry
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.branches.strategy import kept_budget
+from dilated_attention.engine.branches.strategy import saved_budget
 from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import create_attention, create_model
@@ -77,7 +77,7 @@ def test_planned_peaks_are_what_the_gpu_takes(kind: str, training: bool, heads: 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 12, 64), (16, 4, 128)])
 def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_grad: str, heads: int, kv_heads: int, dim: int) -> None:
-    if registry.get("tiles").why_not(Request(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=dim)):
+    if registry.get("tiles").reasons_against(AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=dim)):
         pytest.skip("tiles cannot run on this GPU")
     n, pattern = 2**16, DilatedPattern(**LONGNET)
     # by name nothing is kept where query heads share keys, and in inference
@@ -86,7 +86,7 @@ def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_g
     own = num_places(pattern, shape) * heads * dim * 2
     counted = attention_memory(
         pattern, n, heads, dim, num_kv_heads=kv_heads, dtype=torch.bfloat16, device_type="cuda", needs_grad=training, tiles=(True, True),
-        detached=detached, kept=own if detached and heads == kv_heads and own <= kept_budget() else 0,
+        detached=detached, saved_bytes=own if detached and heads == kv_heads and own <= saved_budget() else 0,
     )  # fmt: skip
     options = LONGNET | {"mixture_grad": mixture_grad, "backend": "tiles"}
     found = peak_of(lambda: called(dilated_attention, (1, n, heads, dim), kv_heads, training, **options))

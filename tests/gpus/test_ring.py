@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import attention, dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.backends import Request, detect, registry
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import RESULTS, Result, inputs, largest, max_error, results
 from dilated_attention.testing.check import truth_and_bounds
 from tests.gpus.machine import DEVICE, ON_CPU, pool, share, worlds
@@ -67,8 +67,8 @@ def kernel_of(name: str) -> Kernel:
         return replace(kernel, backend="auto", instead=())
     if kernel.backend == "auto":
         return kernel
-    request = Request(hardware=detect("cuda"), dtype=kernel.dtype, head_dim=kernel.head_dim, needs_grad=True)
-    if reasons := registry.get(kernel.backend).why_not(request):
+    request = AttentionRequest(hardware=detect("cuda"), dtype=kernel.dtype, head_dim=kernel.head_dim, needs_grad=True)
+    if reasons := registry.get(kernel.backend).reasons_against(request):
         pytest.skip("; ".join(reasons))
     return kernel
 

@@ -20,8 +20,8 @@ import pytest
 
 from dilated_attention import files
 from dilated_attention.backends import tuning_table
-from dilated_attention.backends.tuning_table import Row as Preferred
-from dilated_attention.backends.tuning_table import Table, Timing
+from dilated_attention.backends.tuning_table import Timing, TuningTable
+from dilated_attention.backends.tuning_table import TuningRow as Preferred
 from dilated_attention.bench import Results, Row, runner
 from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import machine
@@ -35,7 +35,7 @@ CALLS = [(os, "open"), (os, "mkdir"), (os, "chmod"), (os, "fsync"), (os, "replac
 
 def _table(folder: Path, version: int) -> None:
     row = Preferred(which="forward", dtype="half", head_dim=64, length=256, causal=True, timings=(Timing("math", 1.0, float(version)),))
-    tuning_table.save(Table(architecture="cpu", environment={}, date="2026-01-01", source="", rows=(row,)), folder / "table.json")
+    tuning_table.save(TuningTable(architecture="cpu", environment={}, date="2026-01-01", source="", rows=(row,)), folder / "table.json")
 
 
 def _results(folder: Path, version: int) -> Results:

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.oom.requirement import Need, Setting
+from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement
 from dilated_attention.engine.ops import op_hooks
 from dilated_attention.models import LongNetConfig, LongNetEncoder
 from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
@@ -94,12 +94,12 @@ def test_the_engines_own_account_is_what_is_measured(causal: bool) -> None:
     estimate = attention_memory(DilatedPattern((1024, 4096), (1, 4)), 4096, 4, 64, is_causal=causal)
     measured = profile.peak_allocated + estimate.inputs + dout.numel() * 4
     assert 0.9 < estimate.peak / measured < 1.1
-    assert [(x.need.op, x.need.pass_name, x.count) for x in profile.seen] == [
+    assert [(x.requirement.op, x.requirement.pass_name, x.count) for x in profile.seen] == [
         ("dilated_attention", "forward", 1),
         ("dilated_attention", "backward", 1),
     ]
-    need = profile.seen[0].need
-    assert need.bytes_at(need.setting) == estimate.peak
+    requirement = profile.seen[0].requirement
+    assert requirement.bytes_at(requirement.setting) == estimate.peak
 
 
 def test_both_forms_say_the_same() -> None:
@@ -180,8 +180,8 @@ def test_advice_about_dtypes_and_gradients() -> None:
     q, k, v = leaves()
     wide = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward(), device="cpu")
     (text,) = advised(wide, "bfloat16 in place of float32")
-    need = wide.seen[0].need
-    assert "q (1, 1024, 4, 32)" in text and "MiB" in text and need.bytes_at(need.setting) > 0
+    requirement = wide.seen[0].requirement
+    assert "q (1, 1024, 4, 32)" in text and "MiB" in text and requirement.bytes_at(requirement.setting) > 0
     narrow = profile_memory(lambda: dilated_attention(*leaves(dtype=torch.bfloat16), [256, 1024], [1, 4]).sum().backward(), device="cpu")
     assert not advised(narrow, "bfloat16")
     assert not advised(wide, "torch.no_grad()")
@@ -217,12 +217,12 @@ def gpu_profile(**changes: object) -> MemoryProfile:
 
 def call(size: int, **changes: object) -> SeenCall:
     """A call that needs ``size`` bytes in float32, half of that in bfloat16, a tenth less with exact mixing."""
-    plain = Need(
+    plain = MemoryRequirement(
         op="dilated_attention", is_backward=False, device=torch.device("cuda"), shapes="q", held=0,
-        setting=Setting(batch=1, length=100, dtype=torch.bfloat16),
+        setting=AdjustableSetting(batch=1, length=100, dtype=torch.bfloat16),
         terms=lambda x: (("all", int(size * x.dtype.itemsize / 2 * (1 if x.detached else 0.8))),),
     )  # fmt: skip
-    return SeenCall(count=2, need=dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
+    return SeenCall(count=2, requirement=dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
 
 
 def op(name: str, **sizes: int) -> OpMemory:
@@ -239,7 +239,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
     assert "empty_cache" in text and "on already" in text
     (text,) = gpu_profile(retries=3).advice()
     assert "3 times" in text
-    detached = call(5 * GIB, setting=Setting(batch=1, length=9, dtype=torch.bfloat16, detached=True))
+    detached = call(5 * GIB, setting=AdjustableSetting(batch=1, length=9, dtype=torch.bfloat16, detached=True))
     (text,) = gpu_profile(seen=(detached,)).advice()
     assert 'mixture_grad="exact"' in text and "1.00 GiB less" in text
     chunks = op("dilated_attention::dilated_attention_backward", peak=4 * GIB, kept=2 * GIB, allocated=4 * GIB)
@@ -248,7 +248,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
     assert gpu_profile(ops=(dataclasses.replace(chunks, kept=4 * GIB),)).advice() == []
     lse = call(GIB, is_backward=True, lse_gradient=True)
     assert advised(gpu_profile(ops=(chunks,), seen=(lse,)), "lse.detach()")
-    wide = call(60 * GIB, ways=(lambda there: [f"over 2 GPUs in {there // GIB} GiB"],))
+    wide = call(60 * GIB, suggestions=(lambda there: [f"over 2 GPUs in {there // GIB} GiB"],))
     (text,) = gpu_profile(seen=(wide,)).advice()
     assert "over 2 GPUs in 24 GiB" in text and "48.00 GiB on one" in text
 

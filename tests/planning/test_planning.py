@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention.distributed.comm.comm_volume import Sizes, dense_bytes, heads_bytes
+from dilated_attention.distributed.comm.comm_volume import CommSizes, dense_bytes, heads_bytes
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models.summary import USABLE
@@ -220,9 +220,9 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str,
     n, size = 4096, 4
     found = plan("ring", n, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
     # GPUs send shares of gradients in the inputs' dtype
-    sizes = Sizes(8, 4, 64, 1, 2, 2)
+    sizes = CommSizes(8, 4, 64, 1, 2, 2)
     if exchange == "all_to_all":
-        ranks = [heads_bytes(n, size, rank, layout, Sizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
+        ranks = [heads_bytes(n, size, rank, layout, CommSizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
     else:
         ranks = [dense_bytes(n, size, rank, layout, sizes, is_causal=is_causal) for rank in range(size)]
     assert found in ranks

@@ -24,7 +24,7 @@ _PIECE_BYTES_GPU = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class GatherProblems:
     """P problems of L queries and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
 
     Args:
@@ -100,7 +100,7 @@ class GatheringBackend(ContainedBackend):
         return dq, dk.result(), dv.result()
 
 
-def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[Piece]:
+def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
     """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
     assert not options.causal and options.mask.band is None, "lists say themselves where they end"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
@@ -128,7 +128,7 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
                 entries = (starts[index[part], None] + torch.arange(-(-S // lists.k_block))).to(device)
                 head = torch.arange(H)[None] if together else heads[part, None]
                 kv_head = torch.arange(K)[None] if together else head // (H // K)
-                yield Piece(
+                yield GatherProblems(
                     batch=batch[part].to(device),
                     rows=rows[part].to(device),
                     heads=head.to(device),
@@ -190,10 +190,10 @@ class _Blocks:
         # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
 
-    def of_rows(self, piece: Piece) -> torch.Tensor:
+    def of_rows(self, piece: GatherProblems) -> torch.Tensor:
         return self._gather(piece.batch, piece.heads, piece.rows[:, None], piece.num_queries)
 
-    def of_columns(self, piece: Piece) -> torch.Tensor:
+    def of_columns(self, piece: GatherProblems) -> torch.Tensor:
         return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
 
     def _gather(self, batch: torch.Tensor, heads: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ class _Blocks:
         return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
-def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Piece) -> None:
+def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> None:
     """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
     whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
     if piece.num_queries == block:
@@ -229,7 +229,7 @@ class _Sums:
         # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 
-    def add(self, values: torch.Tensor, piece: Piece) -> None:
+    def add(self, values: torch.Tensor, piece: GatherProblems) -> None:
         """Adds (P, S, K, D) to the key blocks of ``piece``."""
         columns, block = self.total.shape[2:4]
         whole, ragged = divmod(piece.num_keys, block)
@@ -265,7 +265,7 @@ class _Masks:
             self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
             self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
 
-    def pairs(self, piece: Piece) -> torch.Tensor | None:
+    def pairs(self, piece: GatherProblems) -> torch.Tensor | None:
         """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
         if not piece.has_pairs:
             return None
@@ -281,7 +281,7 @@ class _Masks:
         real = ~self.padding.of_columns(piece)[:, None, :, 0, 0]
         return real if kept is None else kept & real
 
-    def options(self, piece: Piece) -> Options:
+    def options(self, piece: GatherProblems) -> Options:
         """Returns the options that a dense kernel needs in addition to the pairs."""
         dropout = self.dropout
         if dropout is not None:

@@ -22,7 +22,7 @@ _MOST_RUNS = 8
 
 
 @dataclass(frozen=True)
-class Table:
+class BlockTable:
     """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
 
     Args:
@@ -37,7 +37,7 @@ class Table:
     full: tuple[torch.Tensor, torch.Tensor]
 
 
-def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[Table, ...]:
+def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[BlockTable, ...]:
     """Returns tables of the key blocks of every query block.
 
     Args:
@@ -48,7 +48,7 @@ def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> 
     return _kept(lists, ("row_tables", together, uncut), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
 
 
-def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
+def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     """Returns tables of the query blocks of every key block."""
     by_column = lists.by_column
     return _kept(lists, ("column_tables", together, False), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
@@ -56,7 +56,7 @@ def column_tables(lists: BlockLists, together: int = 1) -> tuple[Table, ...]:
 
 def _kept(
     lists: BlockLists, key: tuple[str, int, bool], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
-) -> tuple[Table, ...]:
+) -> tuple[BlockTable, ...]:
     """Builds the tables once and stores them in the ``cache`` of these lists."""
     found = lists.cache.get(key)
     if found is None:
@@ -66,7 +66,7 @@ def _kept(
 
 def _tables(
     lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int, together: int, uncut: bool
-) -> Iterator[Table]:
+) -> Iterator[BlockTable]:
     groups = (lists.num_batch, lists.num_heads)
     counts = starts.diff().view(*groups, blocks)
     longest = counts.amax((0, 1))
@@ -94,7 +94,7 @@ def _runs(longest: torch.Tensor) -> list[tuple[int, int]]:
 def _table(
     lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int,
     heads: tuple[int, int], start: int, end: int,
-) -> Table:  # fmt: skip
+) -> BlockTable:  # fmt: skip
     """Builds one table by scattering every entry to its place."""
     shape = (lists.num_batch, heads[1] - heads[0], end - start)
     grid = torch.arange(lists.num_batch * lists.num_heads * blocks, device=starts.device).view(lists.num_batch, lists.num_heads, blocks)
@@ -106,7 +106,7 @@ def _table(
     other = others[entry]
     whole = torch.ones_like(other, dtype=torch.bool) if masks is None else masks[entry] < 0
     most = lists.num_columns if starts is lists.row_starts else lists.num_rows
-    return Table(heads, start, end, _side(row, other, ~whole, shape, most), _side(row, other, whole, shape, most))
+    return BlockTable(heads, start, end, _side(row, other, ~whole, shape, most), _side(row, other, whole, shape, most))
 
 
 def _side(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from dilated_attention.backends.base import HALVES, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
 from dilated_attention.backends.block_kernels import block_tables
 from dilated_attention.backends.block_kernels.base import BlocksBackend
 from dilated_attention.backends.block_lists import BlockLists
@@ -39,12 +39,12 @@ class CudnnBlocksBackend(BlocksBackend):
     """Computes lists of whole blocks, 64x64 or 128x128, on compute capability 9.0."""
 
     name = "cudnn_fe"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         package="nvidia-cudnn-frontend",
         install="pip install 'nvidia-cudnn-frontend>=1.32'",
-        capabilities=((9, 0), (9, 0)),
+        compute_capabilities=((9, 0), (9, 0)),
         head_dims=frozenset({64, 96, 128}),
         deterministic=False,
         max_batch=65_535,
@@ -54,7 +54,7 @@ class CudnnBlocksBackend(BlocksBackend):
         "the speed in proportion to dense at 10/5/2 % kept (flash-attn-4: 0.84/0.78/0.58)",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         if not request.needs_grad:
             return []
         reasons = []
@@ -144,7 +144,7 @@ class CudnnBlocksBackend(BlocksBackend):
 
 
 @dataclass(frozen=True, eq=False)
-class _Launch:
+class _CudnnLaunch:
     """Some heads of some query blocks, and their lists for each batch entry and head, which the library requires in full.
 
     Args:
@@ -165,15 +165,15 @@ class _Launch:
         return pad(x, (0, 0, 0, 0, 0, self.missing)) if self.missing else x
 
 
-def _launches(lists: BlockLists, q: torch.Tensor, k: torch.Tensor, *, uncut: bool) -> tuple[_Launch, ...]:
+def _launches(lists: BlockLists, q: torch.Tensor, k: torch.Tensor, *, uncut: bool) -> tuple[_CudnnLaunch, ...]:
     key = ("cudnn_fe", q.shape[0], q.shape[2], k.shape[2], uncut)
-    found: tuple[_Launch, ...] | None = lists.cache.get(key)
+    found: tuple[_CudnnLaunch, ...] | None = lists.cache.get(key)
     if found is None:
         found = lists.cache[key] = tuple(_new_launches(lists, q.shape[0], q.shape[2], q.shape[2] // k.shape[2], uncut))
     return found
 
 
-def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, uncut: bool) -> Iterator[_Launch]:
+def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, uncut: bool) -> Iterator[_CudnnLaunch]:
     for table in block_tables.row_tables(lists, group, uncut=uncut):
         shared = lists.num_heads == 1
         first, last = (0, num_heads) if shared else table.heads
@@ -193,7 +193,7 @@ def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, unc
                 copies[place] = [x[:, own].expand(batch, num, *x.shape[2:]).contiguous() for x in (counts, indices)]
             kv_heads = slice(heads.start // group, heads.stop // group)
             missing = (rows.start - rows.stop) % _ROW_MULTIPLE[lists.q_block]
-            yield _Launch(heads, kv_heads, rows, missing, *copies[place])
+            yield _CudnnLaunch(heads, kv_heads, rows, missing, *copies[place])
 
 
 def _check(lists: BlockLists, options: Options) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options
+from dilated_attention.backends.base import HALVES, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
 from dilated_attention.backends.block_lists import BlockLists, on_device
 
@@ -16,7 +16,7 @@ _LONG = 4
 
 
 @dataclass(frozen=True)
-class Launch:
+class GluonSettings:
     """How the kernel runs at one head dim.
 
     Args:
@@ -38,19 +38,19 @@ class Launch:
 # head dim 128, stages (2, 3): 0.94, 0.87, 0.89, 0.84; (3, 2): 0.95, 0.85, 0.85, 0.75; (2, 2): 0.95, 0.87, 0.85, 0.76;
 # 64, (5, 4): 0.83, 0.85, 0.85, 0.79; (4, 4): 0.81, 0.83, 0.80, 0.76; (5, 4) with 240 registers instead of 232: 0.74, 0.74, 0.74, 0.73.
 # Key tiles of 64, two programs per multiprocessor at head dim 64, and sums of weights kept per thread lose 2 to 15 %.
-LAUNCHES = {64: Launch(128, (5, 4)), 128: Launch(128, (2, 3))}
+LAUNCHES = {64: GluonSettings(128, (5, 4)), 128: GluonSettings(128, (2, 3))}
 
 
 class GluonBlocksBackend(BlocksBackend):
     """Computes the forward over lists of blocks of 128 queries and 64 or 128 keys, head dims 64 and 128, compute capability 9.0."""
 
     name = "gluon"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         package="triton",
         install="pip install triton",
-        capabilities=((9, 0), (9, 0)),
+        compute_capabilities=((9, 0), (9, 0)),
         head_dims=frozenset({64, 128}),
         backward=False,
         block_sizes=frozenset({(128, 64), (128, 128)}),
@@ -60,7 +60,7 @@ class GluonBlocksBackend(BlocksBackend):
     )
 
     def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, launch: Launch | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, launch: GluonSettings | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         B, Nq, H, D = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
 from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists, on_device
 
@@ -101,10 +101,10 @@ class TritonBlocksBackend(BlocksBackend):
     """
 
     name = "triton"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         key_mask=True,
         lse_grad=True,
         block_sizes=BLOCK_SIZES,
@@ -115,7 +115,7 @@ class TritonBlocksBackend(BlocksBackend):
         source="compiled for sm_80, sm_89 and sm_90 by Triton 3.7, interpreted on CPUs",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         capability = request.hardware.capability
         if request.dtype is torch.float32 and request.head_dim > 128 and capability and _shared_memory(capability) == "small":
             limit = f"compute capability {capability[0]}.{capability[1]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options
+from dilated_attention.backends.base import HALVES, Backend, Capabilities, Options
 from dilated_attention.backends.mask_convert import window_sizes
 
 
@@ -17,12 +17,12 @@ class Flash2Backend(Backend):
     """
 
     name = "flash2"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         package="flash-attn-2",
         install='pip install "dilated-attention[flash2]" (compiles flash-attn)',
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         window=True,
         native_window=True,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
 from dilated_attention.backends.hardware import refresh
 from dilated_attention.backends.mask_convert import window_sizes
 
@@ -25,12 +25,12 @@ class Flash3Backend(WritingBackend):
     """
 
     name = "flash3"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         package="flash-attn-3",
         install="build flash_attn_interface, or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers 0.0.34 wheel",
-        capabilities=((9, 0), (9, 0)),
+        compute_capabilities=((9, 0), (9, 0)),
         head_dim_multiple=8,
         window=True,
         native_window=True,
@@ -40,7 +40,7 @@ class Flash3Backend(WritingBackend):
         source="H200, library of xformers 0.0.34: 514/518 TFLOP/s forward/backward at D = 64, 668/598 at 128",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.deterministic and request.needs_grad and request.head_dim > 192:
             return [f"its deterministic backward ends at head_dim 192, not {request.head_dim}"]
         return []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts
+from dilated_attention.backends.base import HALVES, Capabilities
 from dilated_attention.backends.flash.flash3 import Flash3Backend, _ops
 
-FACTS = Facts(
+FACTS = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,
     package="flash-attn-3",
-    install=Flash3Backend.facts.install,
-    capabilities=((9, 0), (9, 0)),
+    install=Flash3Backend.capabilities.install,
+    compute_capabilities=((9, 0), (9, 0)),
     head_dim_multiple=8,
     backward=False,
     source="splits a row's keys over programs and merges them; takes page tables",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.flash.fp8 import Quantised, quantise_torch, restore_torch_
 from dilated_attention.backends.hardware import refresh
 
@@ -61,13 +61,13 @@ class Flash3Fp8Backend(Backend):
     """
 
     name = "flash3_fp8"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         precisions=frozenset({"fp8"}),
         package="flash-attn-3-fp8",
         install="pip install --no-deps fa3-fwd, or dilated_attention.backends.flash.flash3_fp8.load_library() on its _C.abi3.so",
-        capabilities=((9, 0), (9, 0)),
+        compute_capabilities=((9, 0), (9, 0)),
         head_dim_multiple=16,
         backward=False,
         max_batch=65_535,
@@ -79,7 +79,7 @@ class Flash3Fp8Backend(Backend):
         self._quantise = quantise
         self._keys_a_sum = keys_a_sum
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         reasons = []
         if request.needs_grad and request.precision == "fp8":
             reasons.append('its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"')

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
@@ -24,12 +24,12 @@ class Flash4Backend(WritingBackend):
     """
 
     name = "flash4"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
         package="flash-attn-4",
         install='pip install --pre "flash-attn-4[cu13]"',
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         window=True,
         native_window=True,
@@ -42,7 +42,7 @@ class Flash4Backend(WritingBackend):
         source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         capability = request.hardware.capability
         if capability is None:
             return []

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import Options, Request
-from dilated_attention.backends.block_kernels.block_tables import Table, column_tables, row_tables
+from dilated_attention.backends.base import AttentionRequest, Options
+from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 
 
-def block_reasons(request: Request) -> list[str]:
+def block_reasons(request: AttentionRequest) -> list[str]:
     """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
     assert request.blocks is not None
     capability = request.hardware.capability
@@ -112,7 +112,7 @@ def backward_blocks(
     return dq if total is None else total, dk, dv
 
 
-def _heads(table: Table, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) -> tuple[slice, slice]:
+def _heads(table: BlockTable, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) -> tuple[slice, slice]:
     """Returns the query and key heads of a table."""
     H, K = q.shape[2], k.shape[2]
     if lists.num_heads == 1:
@@ -123,7 +123,7 @@ def _heads(table: Table, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) ->
     return slice(first, last), slice(first // group, last // group)
 
 
-def _tensors(interface: Any, table: Table, lists: BlockLists, batch: int, heads: int) -> Any:
+def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, heads: int) -> Any:
     """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
     sides = []
     for counts, indices in (table.partial, table.full):

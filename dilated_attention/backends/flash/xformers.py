@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 
 _REASON = "adds nothing to torch (0.0.35: its flash and cutlass ops are torch's own, its partial attention has no backward)"
 
 
 class XformersBackend(Backend):
-    """A backend that calls no kernels; ``why_not`` always gives the reason."""
+    """A backend that calls no kernels; ``reasons_against`` always gives the reason."""
 
     name = "xformers"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
         source="sources of xformers 0.0.34 and 0.0.35",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [_REASON]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Facts, Options, Request, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.call import Prepared, TileCall
@@ -26,10 +26,10 @@ class TilesBackend(WritingBackend):
     """
 
     name = "tiles"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         key_mask=True,
         window=True,
         native_window=True,
@@ -43,7 +43,7 @@ class TilesBackend(WritingBackend):
         source="H200, Triton 3.6, benchmarks/short.py",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.dtype is torch.float32 and request.head_dim > _MAX_FLOAT32:
             return [f"float32 of head_dim {request.head_dim} spills its registers; up to {_MAX_FLOAT32} it does not"]
         return []

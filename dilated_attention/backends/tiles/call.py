@@ -12,7 +12,7 @@ import torch
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.tiles import padding as pad
-from dilated_attention.backends.tiles.launch import Launch
+from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
@@ -87,7 +87,7 @@ class Prepared:
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
         self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
         self._tables: dict[tuple[bool, int], torch.Tensor] = {}
-        self.launches: dict[Hashable, tuple[Launch, ...]] = {}
+        self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the packed mask (B, branches, words) int32 that the kernels of queries read: see ``padding.py``."""
@@ -99,7 +99,7 @@ class Prepared:
         if key not in self.launches:
             blocks = -(-self.words // pad.WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
-            self.launches[key] = (Launch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}),)
+            self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}),)
         tensors = padding, self.rates, words
         with on_device(self.device):
             self.here()

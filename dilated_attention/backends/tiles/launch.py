@@ -18,7 +18,7 @@ from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 _KNOWN = ("3.6.", "3.7.")
 
 
-class Launch:
+class KernelLaunch:
     """Launches ``kernel`` with ``programs`` programs; its signature is tensors, then ``numbers``, then ``constants`` by name.
 
     At each launch Triton selects the compiled kernel that fits the arguments. Here numbers and constants are the same in every call. Of the

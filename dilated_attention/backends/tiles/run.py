@@ -14,7 +14,7 @@ from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import Launch, Workspace
+from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.backends.tiles.sizes import sizes
 
@@ -25,19 +25,19 @@ _LOG2_E = 1.4426950408889634
 _MERGE, _SUM = 4096, 4096
 
 
-def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> Launch | None:
+def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
     """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
     if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not HAS_GLUON:
         return None
     from dilated_attention.backends.tiles.hopper import launches
 
     size = launches.sizes(which, p.head_dim)
-    return None if size is None or launches.why_not(p, tensors, flags) else launches.launch(p, which, size, numbers, flags)
+    return None if size is None or launches.reasons_against(p, tensors, flags) else launches.launch(p, which, size, numbers, flags)
 
 
 def _tile_launch(
     p: Prepared, which: str, kernel: Any, numbers: Sequence[float], flags: dict[str, Any], masks: dict[str, Any], tensors: Tensors | None
-) -> Launch:
+) -> KernelLaunch:
     """Builds one of the three launches over tiles: "forward", "query" or "key".
 
     Args:
@@ -55,7 +55,7 @@ def _tile_launch(
     table = p.table(of_keys, size.rows)
     blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages}
     constants = {**p.constants, **flags, **masks, **blocks}
-    return Launch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
+    return KernelLaunch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -82,7 +82,7 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
     tables = p.tables(launches[0].table, p.packed(padding), words)
-    space = Workspace(q.device, *p.extent.forward(q.dtype, is_kept=parts is not None)) if rows else None
+    space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
     def waiting() -> tuple[torch.Tensor, torch.Tensor]:
         if space is None:
@@ -110,7 +110,7 @@ def _pad_strides(p: Prepared, padding: torch.Tensor | None) -> tuple[int, int]:
 def _forward_launches(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float,
     aligned: bool,
-) -> tuple[Launch, ...]:  # fmt: skip
+) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
     threshold, keep_scale = _drawing(dropout_p)
     B, H, rows = p.batch, p.num_heads, p.part_rows
@@ -122,7 +122,7 @@ def _forward_launches(
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
     step, programs = p.tiles(_MERGE, p.num_queries, H)
-    merge = Launch(
+    merge = KernelLaunch(
         combine.merge_kernel,
         programs,
         (*out.stride()[:3], B, H, H, p.q_first, p.num_queries, rows, walk.steps),
@@ -185,7 +185,7 @@ def backward(
 def _backward_launches(
     p: Prepared, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, padding: torch.Tensor | None, own: bool, dropout_p: float,
     aligned: bool,
-) -> tuple[Launch, ...]:  # fmt: skip
+) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
     read = tuple(tensors) if aligned else None
     threshold, keep_scale = _drawing(dropout_p)
@@ -203,7 +203,7 @@ def _backward_launches(
     keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
     step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
     _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
-    sums = Launch(
+    sums = KernelLaunch(
         combine.sum_kernel,
         q_tiles + k_tiles,
         (

@@ -34,9 +34,9 @@ class Extent:
         """Returns the number of elements of the branches' own outputs."""
         return self.batch * self.heads * self.part_rows * self.head_dim
 
-    def forward(self, dtype: torch.dtype, *, is_kept: bool) -> Parts:
+    def forward(self, dtype: torch.dtype, *, is_saved: bool) -> Parts:
         """Returns the parts of the forward: the branches' outputs, unless they are kept elsewhere, and their lse."""
-        return (0 if is_kept else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
+        return (0 if is_saved else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
 
     def backward(self, dtype: torch.dtype, *, dropout: bool) -> Parts:
         """Returns the parts of the backward: per query row δ, lse · log2(e) and with dropout two words; dq, dk and dv of the branches."""

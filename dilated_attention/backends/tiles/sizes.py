@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """ROWS of a program (queries, or keys for dk and dv), the BLOCK that it visits at a time, warps, and stages of the pipeline."""
 
     rows: int
@@ -30,39 +30,39 @@ def head_blocks(head_dim: int) -> tuple[int, int]:
 # By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up. These are the fastest of a sweep on an
 # H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200-tiles.md)
 _SIZES = {
-    ("forward", "half", 64): Sizes(128, 64, 4, 3),
-    ("query", "half", 64): Sizes(64, 64, 4, 3),
-    ("key", "half", 48): Sizes(128, 32, 4, 2),
-    ("key", "half", 64): Sizes(64, 32, 4, 3),
-    ("forward", "half", 128): Sizes(64, 64, 4, 3),
-    ("query", "half", 128): Sizes(64, 64, 4, 2),
-    ("key", "half", 128): Sizes(64, 32, 4, 2),
-    ("forward", "half", 256): Sizes(64, 64, 8, 2),
-    ("query", "half", 256): Sizes(64, 32, 8, 2),
-    ("key", "half", 256): Sizes(64, 32, 8, 1),
+    ("forward", "half", 64): TileSizes(128, 64, 4, 3),
+    ("query", "half", 64): TileSizes(64, 64, 4, 3),
+    ("key", "half", 48): TileSizes(128, 32, 4, 2),
+    ("key", "half", 64): TileSizes(64, 32, 4, 3),
+    ("forward", "half", 128): TileSizes(64, 64, 4, 3),
+    ("query", "half", 128): TileSizes(64, 64, 4, 2),
+    ("key", "half", 128): TileSizes(64, 32, 4, 2),
+    ("forward", "half", 256): TileSizes(64, 64, 8, 2),
+    ("query", "half", 256): TileSizes(64, 32, 8, 2),
+    ("key", "half", 256): TileSizes(64, 32, 8, 1),
     # blocks of 16 with 8 warps read out of bounds with Triton 3.6
-    ("forward", "float32", 64): Sizes(128, 64, 8, 2),
-    ("query", "float32", 64): Sizes(128, 32, 8, 2),
-    ("key", "float32", 64): Sizes(128, 32, 8, 2),
-    ("forward", "float32", 128): Sizes(128, 32, 8, 1),
-    ("query", "float32", 128): Sizes(32, 32, 4, 1),
-    ("key", "float32", 128): Sizes(32, 32, 4, 1),
+    ("forward", "float32", 64): TileSizes(128, 64, 8, 2),
+    ("query", "float32", 64): TileSizes(128, 32, 8, 2),
+    ("key", "float32", 64): TileSizes(128, 32, 8, 2),
+    ("forward", "float32", 128): TileSizes(128, 32, 8, 1),
+    ("query", "float32", 128): TileSizes(32, 32, 4, 1),
+    ("key", "float32", 128): TileSizes(32, 32, 4, 1),
 }
 # replacements for sizes that do not fit where a program has 99 KiB of shared memory (sm_86, sm_89, sm_120); chosen by the output of ptxas,
 # not timed
 _SMALL_SIZES = {
-    ("forward", "half", 256): Sizes(64, 32, 8, 2),
-    ("query", "half", 256): Sizes(32, 32, 4, 2),
-    ("key", "half", 256): Sizes(32, 32, 8, 1),
-    ("forward", "float32", 64): Sizes(64, 32, 4, 2),
-    ("query", "float32", 64): Sizes(64, 32, 8, 1),
-    ("key", "float32", 64): Sizes(64, 32, 8, 1),
-    ("forward", "float32", 128): Sizes(64, 32, 8, 1),
+    ("forward", "half", 256): TileSizes(64, 32, 8, 2),
+    ("query", "half", 256): TileSizes(32, 32, 4, 2),
+    ("key", "half", 256): TileSizes(32, 32, 8, 1),
+    ("forward", "float32", 64): TileSizes(64, 32, 4, 2),
+    ("query", "float32", 64): TileSizes(64, 32, 8, 1),
+    ("key", "float32", 64): TileSizes(64, 32, 8, 1),
+    ("forward", "float32", 128): TileSizes(64, 32, 8, 1),
 }
 
 
 @functools.lru_cache(maxsize=256)
-def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int, small: bool = False, dropout: bool = False) -> Sizes:
+def sizes(which: str, head_dim: int, dtype: torch.dtype, longest: int, small: bool = False, dropout: bool = False) -> TileSizes:
     """Returns the sizes of a kernel.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.block_kernels.flex_tables import block_mask
 from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.mask_convert import clear_empty_rows
@@ -29,10 +29,10 @@ class FlexBackend(Backend):
     """
 
     name = "flex"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        capabilities=((7, 0), (12, 1)),
+        compute_capabilities=((7, 0), (12, 1)),
         key_mask=True,
         window=True,
         lse_grad=True,
@@ -45,7 +45,7 @@ class FlexBackend(Backend):
         source="H200, torch 2.11, triton 3.6",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dilated_attention.backends.base import ALL_FLOATS, Facts, Options, accumulation_dtype
+from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
 from dilated_attention.backends.block_lists import BLOCK_SIZES
 from dilated_attention.backends.dropout import keep_mask
@@ -19,7 +19,7 @@ class MathBackend(GatheringBackend):
     """Materialises the scores of one block of rows at a time: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
 
     name = "math"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
         dtypes=ALL_FLOATS,
         key_mask=True,

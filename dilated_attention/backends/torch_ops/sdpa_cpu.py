@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends.base import ALL_FLOATS, Facts, Options
+from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options
 from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
 from dilated_attention.backends.block_lists import BLOCK_SIZES
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
@@ -23,7 +23,7 @@ class SdpaCpuBackend(GatheringBackend):
     """
 
     name = "sdpa_cpu"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=ALL_FLOATS,
         key_mask=True,

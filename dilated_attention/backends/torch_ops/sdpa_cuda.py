@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends.base import HALVES, Backend, Facts, Options, Request
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
@@ -23,10 +23,10 @@ class SdpaFlashBackend(Backend):
     """
 
     name = "sdpa_flash"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         window=True,
         native_window=True,
@@ -35,7 +35,7 @@ class SdpaFlashBackend(Backend):
         source="H200, torch 2.11: strided views bit-equal; 305/287 TFLOP/s forward/backward at D = 64, 346/311 at 128",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.deterministic and request.needs_grad and not request.torch_deterministic:
             return ["its backward is deterministic only under torch.use_deterministic_algorithms(True)"]
         return []
@@ -103,10 +103,10 @@ class SdpaCudnnBackend(Backend):
     """
 
     name = "sdpa_cudnn"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
-        capabilities=((8, 0), (12, 1)),
+        compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         max_head_dim=128,
         max_batch=_MAX_GRID,
@@ -115,7 +115,7 @@ class SdpaCudnnBackend(Backend):
         source="H200, torch 2.11, cuDNN 9.19: 460/440 TFLOP/s forward/backward at D = 64, 640/530 at 128",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         reasons = []
         version = request.hardware.cudnn_version
         if version is None and request.hardware.device_type == "cuda":
@@ -173,14 +173,14 @@ class SdpaEfficientBackend(Backend):
     """``aten::_scaled_dot_product_efficient_attention`` and its backward: for float32 on GPUs, masks, and GPUs before Ampere.
 
     It does not support grouped heads (keys and values are copied for each of their query heads here), pads lse to a multiple of 32
-    rows, and is silently wrong where offsets exceed 2³¹ elements, so ``facts`` declares that limit.
+    rows, and is silently wrong where offsets exceed 2³¹ elements, so ``capabilities`` declares that limit.
     """
 
     name = "sdpa_efficient"
-    facts = Facts(
+    capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        capabilities=((5, 0), (12, 1)),
+        compute_capabilities=((5, 0), (12, 1)),
         head_dim_multiple=4,
         key_mask=True,
         window=True,
@@ -190,7 +190,7 @@ class SdpaEfficientBackend(Backend):
         source="H200, torch 2.11",
     )
 
-    def more_reasons(self, request: Request) -> list[str]:
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.dtype is not torch.float32 and request.head_dim % 8:
             return [f"head_dim must be a multiple of 8 in half precision, not {request.head_dim}"]
         return []

@@ -67,7 +67,7 @@ def backends(chosen: Sequence[str] | None = None) -> list[str]:
     """Returns every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured separately."""
     if chosen is not None:
         return list(chosen)
-    return ["auto", *(name for name in registry.names() if "fp8" not in registry.get(name).facts.precisions)]
+    return ["auto", *(name for name in registry.names() if "fp8" not in registry.get(name).capabilities.precisions)]
 
 
 def errors(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
@@ -112,7 +112,7 @@ def errors_in_8_bits(kind: str, problem: Problem, extra: dict[str, Any]) -> list
     truth, plain = ({name: result[name] for name in ("out", "lse")} for result in (truth, plain))
     case = problem.case | extra | {"part": "error", "kind": kind, "dtype": "fp8"}
     rows = [_compared(PLAIN, case, plain, truth, {})]
-    for name in (name for name in registry.names() if "fp8" in registry.get(name).facts.precisions):
+    for name in (name for name in registry.names() if "fp8" in registry.get(name).capabilities.precisions):
         found = attempt(Call(kind, name, problem, precision="fp8").forward, foreign=True)
         rows.append(Row(name=name, case=case, note=found.note) if found.value is None else _compared(name, case, found.value, truth, {}))
         release()

@@ -26,7 +26,7 @@ class Broken(RuntimeError):
     """A process failed during an exchange, or by a bug: the group cannot be used afterwards. Raised on all with the same text."""
 
 
-class Together:
+class RankSync:
     """The processes of a session, one or several. All of them make the same calls in the same order."""
 
     def __init__(self, session: Session) -> None:

@@ -78,12 +78,12 @@ def sampled(
     """Returns figures of calls that take turns with all yardsticks, for about ``seconds`` per call in total, at least ``least`` turns."""
     if not calls:
         return {}
-    rods = yardsticks(device, full)
-    for function in (*rods.values(), *calls.values()):
+    reference_timings = yardsticks(device, full)
+    for function in (*reference_timings.values(), *calls.values()):
         function()
         function()
-    taken: dict[str, list[float]] = {name: [] for name in (*rods, *calls)}
-    assert len(taken) == len(rods) + len(calls)
+    taken: dict[str, list[float]] = {name: [] for name in (*reference_timings, *calls)}
+    assert len(taken) == len(reference_timings) + len(calls)
     gc.collect()
     # a garbage collection during a call must not count towards the call
     was_enabled = gc.isenabled()
@@ -92,7 +92,7 @@ def sampled(
         until = time.perf_counter() + seconds * len(calls)
         turns = 0
         while turns < least or time.perf_counter() < until:
-            for name, function in rods.items():
+            for name, function in reference_timings.items():
                 taken[name].append(_milliseconds(function, device))
             for name, function in calls.items():
                 taken[name].append(_milliseconds(function, device))
@@ -100,15 +100,15 @@ def sampled(
     finally:
         if was_enabled:
             gc.enable()
-    return {name: figures_of(taken[name], {rod: taken[rod] for rod in rods}) for name in calls}
+    return {name: figures_of(taken[name], {reference: taken[reference] for reference in reference_timings}) for name in calls}
 
 
-def figures_of(times: Sequence[float], rods: Mapping[str, Sequence[float]]) -> Figures:
+def figures_of(times: Sequence[float], reference_timings: Mapping[str, Sequence[float]]) -> Figures:
     """Computes figures from times turn by turn, in milliseconds."""
     per, noise = {}, {}
-    for name, of_rod in rods.items():
-        per[name] = min(times) / min(of_rod)
-        blocks = [min(mine) / min(theirs) for mine, theirs in zip(_blocks(times), _blocks(of_rod), strict=True)]
+    for name, of_reference in reference_timings.items():
+        per[name] = min(times) / min(of_reference)
+        blocks = [min(mine) / min(theirs) for mine, theirs in zip(_blocks(times), _blocks(of_reference), strict=True)]
         noise[name] = (max(blocks) - min(blocks)) / (2 * statistics.median(blocks))
     return Figures(ms=statistics.median(times), low_ms=min(times), samples=len(times), per=per, noise=noise)
 

@@ -215,7 +215,7 @@ def _copies(contender: Contender, problem: Problem) -> bool:
     """
     if problem.device.type != "cuda" or contender not in DENSE or contender in (STANDARD, SDPA):
         return False
-    return not registry.get(contender.name).facts.writes_views
+    return not registry.get(contender.name).capabilities.writes_views
 
 
 def _fits(gib: int, session: Session) -> list[Row]:

@@ -217,29 +217,35 @@ def _of_suite(name: str, group: Group, session: Session, how: Check) -> list[Row
             break
         with one_thread(session.device):
             # yardsticks before and after, the faster of both
-            before = _rods(session)
+            before = _reference_timings(session)
             fresh = [row for row in group.run() if how.wants(row.key)]
-            rods = {rod: min(x, y) for (rod, x), y in zip(before.items(), _rods(session).values(), strict=True)}
+            reference_timings = {
+                reference: min(x, y) for (reference, x), y in zip(before.items(), _reference_timings(session).values(), strict=True)
+            }
         for row in fresh:
             rows.setdefault(row.key, row)
             if row.values.get("low_ms"):
-                x = _of_row(row, rods)
+                x = _of_row(row, reference_timings)
                 if row.key not in found or (row.key in then and change(then[row.key], x) < change(then[row.key], found[row.key])):
                     found[row.key] = x
     return judged([replace(row, values=found[key].values() if key in found else {}) for key, row in rows.items()], label, how)
 
 
-def _rods(session: Session) -> dict[str, float]:
+def _reference_timings(session: Session) -> dict[str, float]:
     """Returns the milliseconds of each yardstick, the fastest of several turns."""
     figures = sampled({"nothing": lambda: None}, session.device, full=session.full, seconds=0.1)["nothing"]
-    return {rod: figures.low_ms / ratio for rod, ratio in figures.per.items()}
+    return {reference: figures.low_ms / ratio for reference, ratio in figures.per.items()}
 
 
-def _of_row(row: Row, rods: Mapping[str, float]) -> Figures:
+def _of_row(row: Row, reference_timings: Mapping[str, float]) -> Figures:
     ms, low, high = (row.values[key] for key in ("ms", "low_ms", "high_ms"))
-    per = {rod: low / x for rod, x in rods.items()}
+    per = {reference: low / x for reference, x in reference_timings.items()}
     return Figures(
-        ms=ms, low_ms=low, samples=int(row.values.get("samples", 1)), per=per, noise=dict.fromkeys(rods, (high - low) / (2 * ms))
+        ms=ms,
+        low_ms=low,
+        samples=int(row.values.get("samples", 1)),
+        per=per,
+        noise=dict.fromkeys(reference_timings, (high - low) / (2 * ms)),
     )
 
 

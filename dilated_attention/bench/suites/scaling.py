@@ -18,7 +18,7 @@ from typing import Any
 from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.arguments import size
 from dilated_attention.bench.measure import contest, forward_backward
-from dilated_attention.bench.measure.rank_sync import Together
+from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
@@ -190,4 +190,4 @@ def _of_processes(session: Session) -> list[Group]:
 
 
 def _spread(session: Session, kind: sharded.Kind, whole: Problem, own: Problem, mode: str) -> list[Row]:
-    return sharded.measure(kind, whole, own, mode, Together(session), seconds=session.seconds, timeout=session.options.timeout)
+    return sharded.measure(kind, whole, own, mode, RankSync(session), seconds=session.seconds, timeout=session.options.timeout)

@@ -16,7 +16,7 @@ from dilated_attention.bench.accuracy.correctness import wrong as beyond
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import geometric
 from dilated_attention.engine.branches import branch_buffers as layered
-from dilated_attention.engine.branches.branch_buffers import Layers, make_layers
+from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
 from dilated_attention.engine.branches.merge import has_kernels, merge_onto, merge_weights
 from dilated_attention.functional.fused_norm_linear_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
@@ -62,11 +62,11 @@ def _merge_two(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared
     return lambda: merge_onto(out, lse, part, part_lse), moved, errors
 
 
-def _layers(num_positions: int, heads: int) -> Layers:
-    return make_layers(DilatedPattern(*geometric(num_positions)), heads, (0, heads), num_positions, False)
+def _layers(num_positions: int, heads: int) -> BranchBuffers:
+    return make_branch_buffers(DilatedPattern(*geometric(num_positions)), heads, (0, heads), num_positions, False)
 
 
-def _buffers(layers: Layers, D: int, device: torch.device, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def _buffers(layers: BranchBuffers, D: int, device: torch.device, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Returns out, lse, and the flat buffers of parts and of their lses, B = 1."""
     generator = torch.Generator(device).manual_seed(seed)
     N, H = layers.positions, layers.heads
@@ -89,15 +89,15 @@ def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepa
     true_out, true_lse = out.double(), lse.double()
     shaped = [None if x is None else x.double() for x in small.split(parts, 1, head_dim=64, with_direct=False)]
     lses = [x.double() for x in small.split(part_lses, 1, head_dim=0, with_direct=True) if x is not None]
-    layered.merge_layers(small, true_out, true_lse, shaped, lses)
-    merge_triton.merge_layers(small, out, lse, parts, part_lses)
+    layered.merge_buffers(small, true_out, true_lse, shaped, lses)
+    merge_triton.merge_buffers(small, out, lse, parts, part_lses)
     errors = {"out": _relative(out, true_out), "lse": _relative(lse, true_lse)}
     layers, D = _layers(2**18 if full else 2**14, 16), 128
     out, lse, parts, part_lses = _buffers(layers, D, device, dtype, 2)
     # rows that only the direct branch takes are already in place
     rows = layers.positions // layers.step * layers.heads
     moved = parts.nbytes + part_lses.nbytes + lse.nbytes + 2 * rows * D * dtype.itemsize
-    return lambda: merge_triton.merge_layers(layers, out, lse, parts, part_lses), moved, errors
+    return lambda: merge_triton.merge_buffers(layers, out, lse, parts, part_lses), moved, errors
 
 
 def _sum_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
@@ -111,15 +111,15 @@ def _sum_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepare
     true = [grad.double() for grad in grads]
     for grad, part in zip(true, parts, strict=True):
         shaped = [None if x is None else x.double() for x in small.split(part, 1, head_dim=64, with_direct=False)]
-        layered.sum_layers(small, grad, shaped)
-    merge_triton.sum_layers(small, grads, parts)
+        layered.sum_buffers(small, grad, shaped)
+    merge_triton.sum_buffers(small, grads, parts)
     errors = {name: _relative(a, b) for name, a, b in zip(("dq", "dk", "dv"), grads, true, strict=True)}
     layers, D = _layers(2**17 if full else 2**14, 16), 128
     made = [_buffers(layers, D, device, dtype, seed) for seed in range(3)]
     grads, parts = [x[0] for x in made], [x[2] for x in made]
     rows = layers.positions // layers.step * layers.heads
     moved = 3 * (parts[0].nbytes + 2 * rows * D * dtype.itemsize)
-    return lambda: merge_triton.sum_layers(layers, grads, parts), moved, errors
+    return lambda: merge_triton.sum_buffers(layers, grads, parts), moved, errors
 
 
 def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:

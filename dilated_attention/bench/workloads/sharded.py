@@ -19,7 +19,7 @@ import torch
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.accuracy.correctness import Attend, Pattern
 from dilated_attention.bench.measure.forward_backward import FLOPS
-from dilated_attention.bench.measure.rank_sync import Together
+from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Attempt, release
 from dilated_attention.bench.measure.timing import Timing, peak_extra
 from dilated_attention.bench.report.rows import Row
@@ -144,7 +144,7 @@ class _Prepared:
     figures: dict[str, int]
 
 
-def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: Together, *, seconds: float, timeout: float) -> list[Row]:
+def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: RankSync, *, seconds: float, timeout: float) -> list[Row]:
     """Returns a row for each pass.
 
     Values: ``ms`` of the slowest process, with percentiles; ``tflops`` of one process; ``alone_ms`` and ``alone_tflops`` of the kernel on
@@ -185,7 +185,7 @@ def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: Tog
 
 
 def _timed(
-    kind: Kind, problem: Problem, own: Problem, which: str, together: Together, seconds: float, timeout: float
+    kind: Kind, problem: Problem, own: Problem, which: str, together: RankSync, seconds: float, timeout: float
 ) -> tuple[Attempt[dict[str, Timing]], dict[str, int]]:
     """Returns the times of both, and the largest figures of any process. Tensors are released on return."""
     made: list[_Prepared] = []

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
-from dilated_attention.distributed.block_exchange.plan import BlockJob, Columns, columns_of, needs_of
+from dilated_attention.distributed.block_exchange.plan import Columns, RingBlockProblem, columns_of, needs_of
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.fork import cached_property
 
@@ -51,7 +51,7 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class BlockLaunch:
     """One document's rows of a step. ``keys`` are rows of the buffer, with positions ``key_positions``."""
 
     queries: Queries
@@ -61,7 +61,7 @@ class Launch:
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class RowMessage:
     """Rows sent to or received from a peer: a contiguous range of memory or, for gradients, arbitrary rows."""
 
     peer: int
@@ -95,21 +95,21 @@ class BlockStep:
     memory_rows: int
     filled: torch.Tensor
     filled_from: torch.Tensor
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[RowMessage, ...]
+    receives: tuple[RowMessage, ...]
     put: torch.Tensor
     put_from: slice
-    launches: tuple[Launch, ...]
-    returns: tuple[Message, ...]
+    launches: tuple[BlockLaunch, ...]
+    returns: tuple[RowMessage, ...]
     came_rows: int
-    arrivals: tuple[Message, ...]
+    arrivals: tuple[RowMessage, ...]
     own_at: torch.Tensor
     came_at: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class BlockScript:
-    job: BlockJob
+class BlockSchedule:
+    ring_problem: RingBlockProblem
     rank: int
     steps: tuple[BlockStep, ...]
     queries: tuple[Queries, ...]
@@ -131,17 +131,17 @@ class BlockScript:
 
 
 @torch.no_grad()
-def make_block_script(job: BlockJob, rank: int, head_steps: tuple[int, ...], device: torch.device) -> BlockScript:
+def make_block_schedule(ring_problem: RingBlockProblem, rank: int, head_steps: tuple[int, ...], device: torch.device) -> BlockSchedule:
     """Makes the script of one rank.
 
     Args:
         head_steps: number of key/value heads in each step.
     """
-    assert sum(head_steps) == job.num_kv_heads
-    columns, needs = columns_of(job), needs_of(job, device)
-    mine = rank_lists(job, rank, device)
-    queries = tuple(_queries(job, rank, columns, part, device) for part in mine)
-    ratio = job.num_heads // job.num_kv_heads
+    assert sum(head_steps) == ring_problem.num_kv_heads
+    columns, needs = columns_of(ring_problem), needs_of(ring_problem, device)
+    mine = rank_lists(ring_problem, rank, device)
+    queries = tuple(_queries(ring_problem, rank, columns, part, device) for part in mine)
+    ratio = ring_problem.num_heads // ring_problem.num_kv_heads
     steps: list[BlockStep] = []
     first = 0
     for count in head_steps:
@@ -153,12 +153,12 @@ def make_block_script(job: BlockJob, rank: int, head_steps: tuple[int, ...], dev
             steps.append(replace(steps[0], heads=heads, kv_heads=kv_heads))
             continue
         parts = [replace(part, lists=lists_of_heads(part.lists, heads)) for part in mine]
-        steps.append(_Maker(job, rank, columns, needs.of_heads(kv_heads), parts, queries, device).step(heads, kv_heads))
-    return BlockScript(job, rank, tuple(steps), queries)
+        steps.append(_Maker(ring_problem, rank, columns, needs.of_heads(kv_heads), parts, queries, device).step(heads, kv_heads))
+    return BlockSchedule(ring_problem, rank, tuple(steps), queries)
 
 
-def _queries(job: BlockJob, rank: int, columns: Columns, part: RankLists, device: torch.device) -> Queries:
-    positions = part.positions + job.documents[part.document][0]
+def _queries(ring_problem: RingBlockProblem, rank: int, columns: Columns, part: RankLists, device: torch.device) -> Queries:
+    positions = part.positions + ring_problem.documents[part.document][0]
     place = (columns.rank_of_position[positions] == rank).nonzero()[:, 0]
     held = columns.row_of_position[positions[place]]
     rows = slice(int(held[0]), int(held[-1]) + 1) if len(place) == len(positions) else None
@@ -170,7 +170,7 @@ class _Maker:
 
     def __init__(
         self,
-        job: BlockJob,
+        ring_problem: RingBlockProblem,
         rank: int,
         columns: Columns,
         need: torch.Tensor,
@@ -178,9 +178,9 @@ class _Maker:
         queries: tuple[Queries, ...],
         device: torch.device,
     ) -> None:
-        self.job, self.rank, self.columns, self.need = job, rank, columns, need
+        self.ring_problem, self.rank, self.columns, self.need = ring_problem, rank, columns, need
         self.parts, self.queries, self.device = parts, queries, device
-        self.others = [peer for peer in range(job.size) if peer != rank]
+        self.others = [peer for peer in range(ring_problem.size) if peer != rank]
         self.mine = columns.positions[rank]
         self._needed: dict[Range, torch.Tensor] = {}
 
@@ -211,7 +211,7 @@ class _Maker:
                     filled_from.append(c.row_of_position[positions])
                     end += len(positions)
                 stretch = slice(first, first + len(positions))
-            sends.append(Message(peer, stretch))
+            sends.append(RowMessage(peer, stretch))
         receives, returns, put = [], [], []
         first_put = end
         for peer in self.others:
@@ -221,15 +221,17 @@ class _Maker:
             stretch = _stretch(at[positions])
             if stretch is None:
                 put.append(at[positions])
-                receives.append(Message(peer, slice(end, end + len(positions))))
-                returns.append(Message(peer, at[positions].to(self.device)))
+                receives.append(RowMessage(peer, slice(end, end + len(positions))))
+                returns.append(RowMessage(peer, at[positions].to(self.device)))
                 end += len(positions)
             else:
-                receives.append(Message(peer, stretch))
-                returns.append(Message(peer, stretch))
+                receives.append(RowMessage(peer, stretch))
+                returns.append(RowMessage(peer, stretch))
         own_at = at[self.mine].to(torch.int32)
         arrivals, came_at, came_rows = self._arrivals()
-        exchanges = any(bool(len(self._needed_of(a, b))) for a in range(self.job.size) for b in range(self.job.size) if a != b)
+        exchanges = any(
+            bool(len(self._needed_of(a, b))) for a in range(self.ring_problem.size) for b in range(self.ring_problem.size) if a != b
+        )
         none = [torch.zeros(0, dtype=torch.int64)]
         return BlockStep(
             heads=heads,
@@ -261,7 +263,7 @@ class _Maker:
 
     def _lies_in_place(self, wanted: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor) -> bool:
         """Whether nothing is needed from other ranks and every needed block is aligned with the blocks of the rank's own rows."""
-        c, size = self.columns, self.job.pattern.k_block
+        c, size = self.columns, self.ring_problem.pattern.k_block
         if not bool(((lows[wanted] == self.rank) & (highs[wanted] == self.rank)).all()):
             return False
         for part in self.parts:
@@ -276,13 +278,13 @@ class _Maker:
 
     def _own_rows(self, document: int) -> slice:
         """Returns the rank's rows of a document, which are contiguous."""
-        start, end = self.job.documents[document]
+        start, end = self.ring_problem.documents[document]
         first = int(torch.searchsorted(self.mine, start))
         return slice(first, int(torch.searchsorted(self.mine, end)))
 
-    def _launches_in_place(self, wanted: torch.Tensor) -> tuple[tuple[Launch, ...], torch.Tensor]:
+    def _launches_in_place(self, wanted: torch.Tensor) -> tuple[tuple[BlockLaunch, ...], torch.Tensor]:
         """Returns the launches, and for each position its row in the buffer, or −1."""
-        c, job = self.columns, self.job
+        c, ring_problem = self.columns, self.ring_problem
         launches = []
         for part, queries in zip(self.parts, self.queries, strict=True):
             document = part.document
@@ -290,16 +292,16 @@ class _Maker:
             rows = self._own_rows(document)
             mapping = torch.full((last - first,), -1)
             mine = wanted[(wanted >= first) & (wanted < last)]
-            mapping[mine - first] = (c.row_of_position[c.starts[mine]] - rows.start) // job.pattern.k_block
+            mapping[mine - first] = (c.row_of_position[c.starts[mine]] - rows.start) // ring_problem.pattern.k_block
             lists = lists_of_buffer(part.lists, mapping, rows.stop - rows.start)
-            launches.append(Launch(queries, rows, self.mine[rows].to(self.device), lists))
-        at = torch.full((job.seq_len,), -1)
+            launches.append(BlockLaunch(queries, rows, self.mine[rows].to(self.device), lists))
+        at = torch.full((ring_problem.seq_len,), -1)
         at[self.mine] = torch.arange(len(self.mine))
         return tuple(launches), at
 
-    def _launches(self, wanted: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor) -> tuple[tuple[Launch, ...], torch.Tensor]:
+    def _launches(self, wanted: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor) -> tuple[tuple[BlockLaunch, ...], torch.Tensor]:
         """Returns the launches on a buffer, and for each position its row there, or −1."""
-        c, job = self.columns, self.job
+        c, ring_problem = self.columns, self.ring_problem
         launches, begins = [], torch.full((len(c.starts),), -1)
         offset = 0
         for part, queries in zip(self.parts, self.queries, strict=True):
@@ -317,10 +319,10 @@ class _Maker:
             begins[chosen] = offset + sizes.cumsum(0) - sizes
             positions = torch.repeat_interleave(c.starts[chosen] + offset - begins[chosen], sizes, output_size=num_keys)
             positions += torch.arange(num_keys)
-            launches.append(Launch(queries, slice(offset, offset + num_keys), positions.to(self.device), lists))
+            launches.append(BlockLaunch(queries, slice(offset, offset + num_keys), positions.to(self.device), lists))
             offset += num_keys
         begin = begins[c.of_position]
-        inside = torch.arange(job.seq_len) - c.starts[c.of_position]
+        inside = torch.arange(ring_problem.seq_len) - c.starts[c.of_position]
         return tuple(launches), torch.where(begin < 0, -1, begin + inside)
 
     def _moved(self, part: RankLists, blocks: torch.Tensor, num_keys: int) -> BlockLists:
@@ -330,7 +332,7 @@ class _Maker:
         mapping[blocks - first] = torch.arange(len(blocks))
         return lists_of_buffer(part.lists, mapping, num_keys)
 
-    def _arrivals(self) -> tuple[tuple[Message, ...], torch.Tensor, int]:
+    def _arrivals(self) -> tuple[tuple[RowMessage, ...], torch.Tensor, int]:
         """Returns the messages of gradients that come back, the row of each (peer, own row) among them, and the number of these rows."""
         arrivals, rows = [], []
         end = 0
@@ -338,7 +340,7 @@ class _Maker:
             positions = self._needed_of(peer, self.rank)
             if not len(positions):
                 continue
-            arrivals.append(Message(peer, slice(end, end + len(positions))))
+            arrivals.append(RowMessage(peer, slice(end, end + len(positions))))
             at = torch.full((len(self.mine),), -1, dtype=torch.int32)
             at[self.columns.row_of_position[positions]] = torch.arange(end, end + len(positions), dtype=torch.int32)
             rows.append(at)

@@ -10,8 +10,8 @@ import torch
 
 from dilated_attention.backends import Backend, BackendUnavailable
 from dilated_attention.distributed.block_exchange import cost, run
-from dilated_attention.distributed.block_exchange.comm_schedule import BlockScript, BlockStep, Launch, make_block_script
-from dilated_attention.distributed.block_exchange.plan import BlockJob, joined, needs_of
+from dilated_attention.distributed.block_exchange.comm_schedule import BlockLaunch, BlockSchedule, BlockStep, make_block_schedule
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined, needs_of
 from dilated_attention.distributed.block_exchange.run import BlockCall
 from dilated_attention.distributed.comm.call_consistency import (
     RingCall,
@@ -22,14 +22,14 @@ from dilated_attention.distributed.comm.call_consistency import (
     remember,
     same_of_tensors,
 )
-from dilated_attention.distributed.comm.call_order import Form
+from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
-from dilated_attention.distributed.sharding.reshard import Holding, regroup
+from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.blocks.run import BlockSettings, request_of, select_backend
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
@@ -52,7 +52,7 @@ class BlockArguments(NamedTuple):
     head_steps: int
 
 
-class BlockMasks(NamedTuple):
+class RingBlockMasks(NamedTuple):
     """The mask tensors and the dropout seed of a call. ``padding`` is (B, n) bool, the padding mask of this rank's keys."""
 
     padding: torch.Tensor | None
@@ -61,7 +61,7 @@ class BlockMasks(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Setup:
+class _BlockSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
@@ -69,7 +69,7 @@ class _Setup:
         lanes: the lanes of keys and of their gradients, and how many multiprocessors they may use.
     """
 
-    script: BlockScript
+    schedule: BlockSchedule
     calls: dict[bool, BlockCall]
     lanes: tuple[str, str, int | None]
     digest: str
@@ -79,25 +79,27 @@ class _Setup:
 MAX_CACHED_BYTES = 2**30
 MOST_SETUPS = 256
 
-_setups: dict[object, _Setup] = {}
-_scripts: OrderedDict[object, BlockScript] = OrderedDict()
+_setups: dict[object, _BlockSetup] = {}
+_scripts: OrderedDict[object, BlockSchedule] = OrderedDict()
 
 
 def ring_blocks_forward(
-    tensors: Tensors, masks: BlockMasks, arguments: BlockArguments
+    tensors: Tensors, masks: RingBlockMasks, arguments: BlockArguments
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
     members = members_named(arguments.ring.group_name)
     kind, seq_len, number = _agreed_length(members, tensors, masks, arguments)
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
-    work = _Work(members, tensors, masks, arguments)
+    work = _BlockPass(members, tensors, masks, arguments)
     work.agree(kind)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
     return out.contiguous(), lse.contiguous(), (seq_len, number)
 
 
-def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: BlockMasks, arguments: BlockArguments, number: int) -> Tensors:
+def ring_blocks_backward(
+    tensors: Tensors, dlse: torch.Tensor | None, masks: RingBlockMasks, arguments: BlockArguments, number: int
+) -> Tensors:
     """Returns (dq, dk, dv), contiguous.
 
     Args:
@@ -107,12 +109,12 @@ def ring_blocks_backward(tensors: Tensors, dlse: torch.Tensor | None, masks: Blo
     dout, q, k, v, out, lse = tensors
     members = members_named(arguments.ring.group_name)
     begin_backward(members, number, arguments.ring.timeout)
-    work = _Work(members, (q, k, v), masks, arguments)
+    work = _BlockPass(members, (q, k, v), masks, arguments)
     with without_autocast(q):
         return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
 
 
-def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> tuple[object, int, int]:
+def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, arguments: BlockArguments) -> tuple[object, int, int]:
     """Returns the kind of this call (the key under which the ranks remember that they agree on it), N, and the call's number."""
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
@@ -141,10 +143,10 @@ def _agreed_length(members: Members, tensors: Tensors, masks: BlockMasks, argume
     return kind, *begin_forward(members, kind, same, q.shape[1], ring)
 
 
-class _Work:
+class _BlockPass:
     """One forward or backward pass on one rank."""
 
-    def __init__(self, members: Members, tensors: Tensors, masks: BlockMasks, arguments: BlockArguments) -> None:
+    def __init__(self, members: Members, tensors: Tensors, masks: RingBlockMasks, arguments: BlockArguments) -> None:
         self.members, self.masks, self.arguments = members, masks, arguments
         self.tensors = tuple(kernel_ready(x) for x in tensors)
         N = arguments.ring.seq_len
@@ -172,11 +174,11 @@ class _Work:
             if setup is not None and setup.digest:
                 same["pattern (the blocks that its function keeps)"] = setup.digest
             agree(self.members, same, {}, self.arguments.ring.timeout)
-            remember(self.members, settled, Form(0, same))
+            remember(self.members, settled, CallForm(0, same))
         if unavailable is not None:
             raise unavailable
 
-    def _setup(self) -> _Setup:
+    def _setup(self) -> _BlockSetup:
         pattern, settings, ring, head_steps = self.arguments
         kind = (
             *(self.members.rank, self.members.size, ring.layout, ring.seq_len, pattern, head_steps, self.documents),
@@ -190,29 +192,33 @@ class _Work:
             setup = _setups[kind] = self._make_setup()
         return setup
 
-    def _make_setup(self) -> _Setup:
+    def _make_setup(self) -> _BlockSetup:
         pattern, settings, ring, forced = self.arguments
         q, k, _ = self.tensors
         held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
-        job = BlockJob(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
-        needs = needs_of(job, q.device)
-        load = cost.load_of(job, needs, k.shape[0], k.shape[3], k.element_size())
+        ring_problem = RingBlockProblem(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
+        needs = needs_of(ring_problem, q.device)
+        load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size())
         way = cost.choose(load, device_memory(q.device), forced)
-        script = _script_of(job, self.members.rank, way.steps, q.device)
-        ahead = cost.steps_ahead(load, way.steps)
+        schedule = _script_of(ring_problem, self.members.rank, way.steps, q.device)
+        prefetch_depth = cost.choose_prefetch_depth(load, way.steps)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         calls = {
-            is_backward: BlockCall(self._backends(script, is_backward), settings.scale, ahead, deterministic, dropout_p=settings.dropout_p)
+            is_backward: BlockCall(
+                self._backends(schedule, is_backward), settings.scale, prefetch_depth, deterministic, dropout_p=settings.dropout_p
+            )
             for is_backward in ((False, True) if settings.needs_grad else (False,))
         }
         most_ctas = way.lane.most_ctas
         lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
-        return _Setup(script, calls, lanes, needs.digest)
+        return _BlockSetup(schedule, calls, lanes, needs.digest)
 
-    def _backends(self, script: BlockScript, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
-        return tuple(tuple(self._backend(step, launch, is_backward, script.exchanges) for launch in step.launches) for step in script.steps)
+    def _backends(self, schedule: BlockSchedule, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
+        return tuple(
+            tuple(self._backend(step, launch, is_backward, schedule.exchanges) for launch in step.launches) for step in schedule.steps
+        )
 
-    def _backend(self, step: BlockStep, launch: Launch, is_backward: bool, exchanges: bool) -> Backend | None:
+    def _backend(self, step: BlockStep, launch: BlockLaunch, is_backward: bool, exchanges: bool) -> Backend | None:
         if not launch.lists.num_entries or not self.tensors[0].shape[0]:
             return None
         settings = self.arguments.settings
@@ -229,9 +235,9 @@ class _Work:
         # meanwhile the next step's keys, or the last one's gradients, are transferred
         return select_backend(replace(request, beside_exchange=exchanges), settings)
 
-    def _wires(self, setup: _Setup) -> tuple[Wire, Wire] | None:
+    def _wires(self, setup: _BlockSetup) -> tuple[Wire, Wire] | None:
         """Returns the wires for keys and for their gradients; all ranks open them, even those that have nothing to exchange."""
-        if not setup.script.exchanges:
+        if not setup.schedule.exchanges:
             return None
         *names, most_ctas = setup.lanes
         keys = wire_of(self.members, self.arguments.ring.timeout, names[0], most_ctas)
@@ -242,44 +248,44 @@ class _Work:
             wire.open(self.tensors[0].device)
         return keys, gradients
 
-    def _prepared(self, is_backward: bool) -> tuple[BlockScript, BlockCall, Tensors, tuple[Wire, Wire] | None]:
+    def _prepared(self, is_backward: bool) -> tuple[BlockSchedule, BlockCall, Tensors, tuple[Wire, Wire] | None]:
         setup = self._setup()
         call, (q, k, v) = setup.calls[is_backward], self.tensors
         if self.masks.seed is not None:
             call = replace(call, seed=int(self.masks.seed.item()))
         if self.masks.padding is not None:
-            call = replace(call, padding=self._whole_padding(setup.script.job, self.masks.padding))
+            call = replace(call, padding=self._whole_padding(setup.schedule.ring_problem, self.masks.padding))
             k, v = without_padding(k, v, self.masks.padding)
-        return setup.script, call, (q, k, v), self._wires(setup)
+        return setup.schedule, call, (q, k, v), self._wires(setup)
 
-    def _whole_padding(self, job: BlockJob, padding: torch.Tensor) -> torch.Tensor:
+    def _whole_padding(self, ring_problem: RingBlockProblem, padding: torch.Tensor) -> torch.Tensor:
         """Returns the padding mask of all ranks' keys, (B, N) bool."""
         wire = None
         if self.members.size > 1:
             wire = wire_of(self.members, self.arguments.ring.timeout)
             wire.open(padding.device)
-        rows = [Holding(tuple((start, stop, 1) for start, stop in held), (0, 1)) for held in job.holdings]
-        whole = [Holding(((0, job.seq_len, 1),), (0, 1))] * self.members.size
-        (mask,) = regroup([padding.to(torch.uint8)[..., None]], [rows], [whole], self.members.rank, wire, "padding masks")
+        rows = [ShardSpec(tuple((start, stop, 1) for start, stop in held), (0, 1)) for held in ring_problem.shards]
+        whole = [ShardSpec(((0, ring_problem.seq_len, 1),), (0, 1))] * self.members.size
+        (mask,) = reshard([padding.to(torch.uint8)[..., None]], [rows], [whole], self.members.rank, wire, "padding masks")
         return mask[..., 0].bool()
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        script, call, tensors, wires = self._prepared(False)
-        return run.forward(script, tensors, call, None if wires is None else wires[0])
+        schedule, call, tensors, wires = self._prepared(False)
+        return run.forward(schedule, tensors, call, None if wires is None else wires[0])
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
-        script, call, tensors, wires = self._prepared(True)
-        return run.backward(script, (kernel_ready(dout), *tensors, kernel_ready(out), lse), call, wires, dlse)
+        schedule, call, tensors, wires = self._prepared(True)
+        return run.backward(schedule, (kernel_ready(dout), *tensors, kernel_ready(out), lse), call, wires, dlse)
 
 
-def _script_of(job: BlockJob, rank: int, steps: tuple[int, ...], device: torch.device) -> BlockScript:
-    key = (job, rank, steps, device)
-    script = _scripts.pop(key, None)
-    if script is None:
-        script = make_block_script(job, rank, steps, device)
-        while _scripts and script.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
+def _script_of(ring_problem: RingBlockProblem, rank: int, steps: tuple[int, ...], device: torch.device) -> BlockSchedule:
+    key = (ring_problem, rank, steps, device)
+    schedule = _scripts.pop(key, None)
+    if schedule is None:
+        schedule = make_block_schedule(ring_problem, rank, steps, device)
+        while _scripts and schedule.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
             # setups keep scripts alive
             _setups.clear()
-    _scripts[key] = script
-    return script
+    _scripts[key] = schedule
+    return schedule

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from dilated_attention.distributed.block_exchange.plan import BlockJob, Needs, columns_of
-from dilated_attention.distributed.exchange.cost import AHEAD_BYTES, FEW_CTAS, FLOPS, LATENCY, SHARE
+from dilated_attention.distributed.block_exchange.plan import NeededBlocks, RingBlockProblem, columns_of
+from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, PREFETCH_BYTES, SHARE
 
 MOST_STEPS = 8
 # the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200
@@ -18,7 +18,7 @@ LAUNCH, PROCESSORS = 20e-6, 132
 
 
 @dataclass(frozen=True)
-class Lane:
+class TransferLane:
     """A way to send keys.
 
     Args:
@@ -33,11 +33,11 @@ class Lane:
 
 
 # measured on four H200s; with few multiprocessors each brings about 15 GB/s
-LANES = (Lane(None, 24, 235e9), Lane(FEW_CTAS, FEW_CTAS, 60e9))
+LANES = (TransferLane(None, 24, 235e9), TransferLane(FEW_CTAS, FEW_CTAS, 60e9))
 
 
 @dataclass(frozen=True)
-class Load:
+class TransferLoad:
     """What one key/value head costs the slowest rank.
 
     Args:
@@ -54,32 +54,32 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Way:
+class TransferPlan:
     """How keys are sent: the number of key/value heads in each step, and the lane."""
 
     steps: tuple[int, ...]
-    lane: Lane
+    lane: TransferLane
 
 
-def load_of(job: BlockJob, needs: Needs, batch: int, head_dim: int, itemsize: int) -> Load:
-    columns, row = columns_of(job), 2 * batch * head_dim * itemsize
+def load_of(ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, head_dim: int, itemsize: int) -> TransferLoad:
+    columns, row = columns_of(ring_problem), 2 * batch * head_dim * itemsize
     sizes = (columns.ends - columns.starts).double()
     # a block that two ranks hold counts as received in full, which is accurate enough for the model
     low, high = columns.holders()
     brought = held = 0.0
-    for rank in range(job.size):
+    for rank in range(ring_problem.size):
         rows = needs.kept[rank].double() * sizes
         elsewhere = (low != rank) | (high != rank)
         brought = max(brought, float(rows[:, elsewhere].sum(1).mean()))
         held = max(held, float(rows.sum(1).mean()))
     flops = 4 * batch * head_dim * float(needs.pairs.mean(1).max())
-    rows_of_queries = max(1, max(len(x) for x in columns.positions)) * job.num_heads // job.num_kv_heads
+    rows_of_queries = max(1, max(len(x) for x in columns.positions)) * ring_problem.num_heads // ring_problem.num_kv_heads
     # the last wave of query blocks fills half of the multiprocessors on average
-    tail = flops / (FLOPS / PROCESSORS) * job.pattern.q_block / rows_of_queries / 2
-    return Load(job.num_kv_heads, flops / FLOPS, LAUNCH + tail, int(brought * row), int(held * row))
+    tail = flops / (FLOPS / PROCESSORS) * ring_problem.pattern.q_block / rows_of_queries / 2
+    return TransferLoad(ring_problem.num_kv_heads, flops / FLOPS, LAUNCH + tail, int(brought * row), int(held * row))
 
 
-def choose(load: Load, memory: int, forced: int = 0) -> Way:
+def choose(load: TransferLoad, memory: int, forced: int = 0) -> TransferPlan:
     """Returns the fastest way according to the model.
 
     Args:
@@ -87,11 +87,11 @@ def choose(load: Load, memory: int, forced: int = 0) -> Way:
         forced: the number of steps, of sizes as equal as possible; 0 for any.
     """
     if not load.brought:
-        return Way(even(load.heads, forced or 1), LANES[0])
+        return TransferPlan(even(load.heads, forced or 1), LANES[0])
     candidates = {even(load.heads, n) for n in ([forced] if forced else range(1, load.heads + 1))}
-    ways = [Way(steps, lane) for lane in LANES for steps in sorted(candidates)]
+    ways = [TransferPlan(steps, lane) for lane in LANES for steps in sorted(candidates)]
     if not forced:
-        ways += [Way(_grown(load, lane, first), lane) for lane in LANES for first in range(1, load.heads + 1)]
+        ways += [TransferPlan(_grown(load, lane, first), lane) for lane in LANES for first in range(1, load.heads + 1)]
     room = [way for way in ways if 2 * max(way.steps) * load.held <= SHARE * memory]
     return min(
         room or [way for way in ways if len(way.steps) == max(len(other.steps) for other in ways)], key=lambda way: seconds(load, way)
@@ -104,7 +104,7 @@ def even(heads: int, steps: int) -> tuple[int, ...]:
     return tuple(size + (index < larger) for index in range(min(steps, heads)))
 
 
-def _grown(load: Load, lane: Lane, first: int) -> tuple[int, ...]:
+def _grown(load: TransferLoad, lane: TransferLane, first: int) -> tuple[int, ...]:
     """Returns steps that grow as fast as their keys can be transferred during the computation before them."""
     steps, done, wire = [first], first, load.brought / lane.rate
     while done < load.heads:
@@ -115,7 +115,7 @@ def _grown(load: Load, lane: Lane, first: int) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def seconds(load: Load, way: Way) -> float:
+def seconds(load: TransferLoad, way: TransferPlan) -> float:
     """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it."""
     wire = load.brought / way.lane.rate
     end = 0.0
@@ -124,9 +124,9 @@ def seconds(load: Load, way: Way) -> float:
     return end + wire * (load.heads - way.steps[0]) * way.lane.takes / PROCESSORS
 
 
-def steps_ahead(load: Load, steps: tuple[int, ...]) -> int:
+def choose_prefetch_depth(load: TransferLoad, steps: tuple[int, ...]) -> int:
     """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
 
     With the budget, no step waits for memory to be freed.
     """
-    return max(2, AHEAD_BYTES // max(1, load.held * max(steps)))
+    return max(2, PREFETCH_BYTES // max(1, load.held * max(steps)))

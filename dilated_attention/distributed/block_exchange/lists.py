@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.backends.block_lists import BlockLists
-from dilated_attention.distributed.block_exchange.plan import BlockJob
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem
 from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
 from dilated_attention.engine.branches.plan import Range
 
@@ -30,13 +30,13 @@ class RankLists:
     lists: BlockLists
 
 
-def rank_lists(job: BlockJob, rank: int, device: torch.device) -> list[RankLists]:
+def rank_lists(ring_problem: RingBlockProblem, rank: int, device: torch.device) -> list[RankLists]:
     found = []
-    block = job.pattern.q_block
-    for index, (start, end) in enumerate(job.documents):
+    block = ring_problem.pattern.q_block
+    for index, (start, end) in enumerate(ring_problem.documents):
         length = end - start
         runs: list[Range] = []
-        for low, high in job.holdings[rank]:
+        for low, high in ring_problem.shards[rank]:
             low, high = max(low, start) - start, min(high, end) - start
             if low >= high:
                 continue
@@ -49,24 +49,24 @@ def rank_lists(job: BlockJob, rank: int, device: torch.device) -> list[RankLists
         if not runs:
             continue
         positions = torch.cat([torch.arange(first * block, min(last * block, length)) for first, last in runs])
-        found.append(RankLists(index, positions, _of_runs(job, runs, length, device)))
+        found.append(RankLists(index, positions, _of_runs(ring_problem, runs, length, device)))
     return found
 
 
-def _of_runs(job: BlockJob, runs: list[Range], length: int, device: torch.device) -> BlockLists:
-    pattern, block = job.pattern, job.pattern.q_block
+def _of_runs(ring_problem: RingBlockProblem, runs: list[Range], length: int, device: torch.device) -> BlockLists:
+    pattern, block = ring_problem.pattern, ring_problem.pattern.q_block
     if len(runs) > _MOST_RUNS:
-        whole = block_lists(pattern, length, job.num_heads, is_causal=job.is_causal, device=device)
+        whole = block_lists(pattern, length, ring_problem.num_heads, is_causal=ring_problem.is_causal, device=device)
         return select_rows(whole, torch.cat([torch.arange(*run) for run in runs]))
     return join_rows(
         [
             block_lists(
                 pattern,
                 length,
-                job.num_heads,
+                ring_problem.num_heads,
                 first_query=first * block,
                 num_queries=min(last * block, length) - first * block,
-                is_causal=job.is_causal,
+                is_causal=ring_problem.is_causal,
                 device=device,
             )
             for first, last in runs

@@ -12,21 +12,21 @@ import torch
 
 from dilated_attention.distributed.block_exchange.context_parallel import (
     BlockArguments,
-    BlockMasks,
+    RingBlockMasks,
     ring_blocks_backward,
     ring_blocks_forward,
 )
 from dilated_attention.distributed.comm.call_consistency import RingCall
-from dilated_attention.distributed.exchange.requirements import ring_blocks_need
+from dilated_attention.distributed.exchange.requirements import ring_blocks_requirement
 from dilated_attention.engine.blocks.run import BlockSettings
 from dilated_attention.engine.ops.block_sparse import new_gradients, new_like, new_lse
 from dilated_attention.engine.ops.gradients import register_gradients
-from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::ring_block_sparse_attention", mutates_args=())
-@watched(ring_blocks_need)
+@op_hook(ring_blocks_requirement)
 def ring_block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -58,12 +58,12 @@ def ring_block_sparse_attention_op(
         RingCall(group_name, layout, "all_gather", seq_len, 0, timeout, lse_grad),
         head_steps,
     )
-    out, lse, whole = ring_blocks_forward((q, k, v), BlockMasks(key_padding_mask, cu_seqlens, seed), arguments)
+    out, lse, whole = ring_blocks_forward((q, k, v), RingBlockMasks(key_padding_mask, cu_seqlens, seed), arguments)
     return out, lse, torch.tensor(whole, dtype=torch.int64)
 
 
 @torch.library.custom_op("dilated_attention::ring_block_sparse_attention_backward", mutates_args=())
-@watched(ring_blocks_need)
+@op_hook(ring_blocks_requirement)
 def ring_block_sparse_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -98,7 +98,7 @@ def ring_block_sparse_attention_backward_op(
         RingCall(group_name, layout, "all_gather", N, 0, timeout, lse_grad),
         head_steps,
     )
-    masks = BlockMasks(key_padding_mask, cu_seqlens, seed)
+    masks = RingBlockMasks(key_padding_mask, cu_seqlens, seed)
     dq, dk, dv = ring_blocks_backward((dout, q, k, v, out, lse), dlse, masks, arguments, number)
     return dq, dk, dv
 

@@ -21,24 +21,24 @@ from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 
 
 @dataclass(frozen=True)
-class BlockJob:
+class RingBlockProblem:
     """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
         documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
-        holdings: the position ranges that each rank holds, ascending.
+        shards: the position ranges that each rank holds, ascending.
     """
 
     pattern: BlockPattern
     documents: tuple[Range, ...]
-    holdings: tuple[tuple[Range, ...], ...]
+    shards: tuple[tuple[Range, ...], ...]
     num_heads: int
     num_kv_heads: int
     is_causal: bool
 
     @property
     def size(self) -> int:
-        return len(self.holdings)
+        return len(self.shards)
 
     @property
     def seq_len(self) -> int:
@@ -74,7 +74,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class NeededBlocks:
     """Args:
     kept: bool (W, K or 1, C): whether a rank needs a key block for a key/value head; 1 if all heads have the same list.
     pairs: (W, K or 1) float64: number of pairs in the kept blocks, over all query heads of a key/value head.
@@ -91,10 +91,10 @@ class Needs:
 
 
 @functools.lru_cache(maxsize=4)
-def columns_of(job: BlockJob) -> Columns:
-    block, N = job.pattern.k_block, job.seq_len
+def columns_of(ring_problem: RingBlockProblem) -> Columns:
+    block, N = ring_problem.pattern.k_block, ring_problem.seq_len
     first, starts, ends = [0], [], []
-    for start, end in job.documents:
+    for start, end in ring_problem.documents:
         mine = torch.arange(start, end, block)
         starts.append(mine)
         ends.append((mine + block).clamp(max=end))
@@ -104,7 +104,7 @@ def columns_of(job: BlockJob) -> Columns:
     of_position = torch.repeat_interleave(all_ends - all_starts)
     ranks, rows = torch.full((N,), -1), torch.full((N,), -1)
     positions = []
-    for rank, spans in enumerate(job.holdings):
+    for rank, spans in enumerate(ring_problem.shards):
         held = torch.cat([none, *(torch.arange(*span) for span in spans)])
         ranks[held] = rank
         rows[held] = torch.arange(held.shape[0])
@@ -115,30 +115,30 @@ def columns_of(job: BlockJob) -> Columns:
 
 @functools.lru_cache(maxsize=32)
 @torch.no_grad()
-def needs_of(job: BlockJob, device: torch.device) -> Needs:
+def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
     """Computes the needs of all ranks.
 
     Args:
         device: where the blocks are listed; the result is on the CPU.
     """
-    columns = columns_of(job)
+    columns = columns_of(ring_problem)
     # a pattern that is given by a density may differ between heads at one length but not at another
-    per_head = any(job.pattern.at(end - start).per_head for start, end in job.documents)
-    groups = job.num_heads if per_head else 1
+    per_head = any(ring_problem.pattern.at(end - start).per_head for start, end in ring_problem.documents)
+    groups = ring_problem.num_heads if per_head else 1
     C = columns.starts.shape[0]
-    kept = torch.zeros((job.size, groups, C), dtype=torch.bool, device=device)
-    pairs = torch.zeros((job.size, groups), dtype=torch.float64, device=device)
-    digest = hashlib.sha256() if job.pattern.lives_here else None
-    for index, (start, end) in enumerate(job.documents):
-        rows = torch.stack([_rows_held(job, spans, start, end) for spans in job.holdings]).to(device)
-        for first_row, entries in entries_of(job, end - start, device):
+    kept = torch.zeros((ring_problem.size, groups, C), dtype=torch.bool, device=device)
+    pairs = torch.zeros((ring_problem.size, groups), dtype=torch.float64, device=device)
+    digest = hashlib.sha256() if ring_problem.pattern.lives_here else None
+    for index, (start, end) in enumerate(ring_problem.documents):
+        rows = torch.stack([_rows_held(ring_problem, spans, start, end) for spans in ring_problem.shards]).to(device)
+        for first_row, entries in entries_of(ring_problem, end - start, device):
             column = columns.first[index] + entries.column
             # keys of whole blocks, because kernels compute whole blocks
-            area = (end - start - entries.column * job.pattern.k_block).clamp(max=job.pattern.k_block).double()
+            area = (end - start - entries.column * ring_problem.pattern.k_block).clamp(max=ring_problem.pattern.k_block).double()
             if digest is not None:
                 said = torch.stack([entries.group, entries.row, entries.column, entries.full.long()])
                 digest.update(f"{first_row}:".encode() + said.cpu().numpy().tobytes())
-            for rank in range(job.size):
+            for rank in range(ring_problem.size):
                 held = rows[rank][entries.row]
                 mine = held > 0
                 if entries.num_groups == groups:
@@ -148,17 +148,20 @@ def needs_of(job: BlockJob, device: torch.device) -> Needs:
                     kept[rank, :, column[mine]] = True
                     pairs[rank] += (held * area).sum()
     kept, pairs = kept.cpu(), pairs.cpu()
-    ratio = job.num_heads // job.num_kv_heads
+    ratio = ring_problem.num_heads // ring_problem.num_kv_heads
     if groups > 1:
-        kept, pairs = kept.unflatten(1, (job.num_kv_heads, ratio)).any(2), pairs.unflatten(1, (job.num_kv_heads, ratio)).sum(2)
+        kept, pairs = (
+            kept.unflatten(1, (ring_problem.num_kv_heads, ratio)).any(2),
+            pairs.unflatten(1, (ring_problem.num_kv_heads, ratio)).sum(2),
+        )
     else:
         pairs = pairs * ratio
-    return Needs(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
+    return NeededBlocks(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 
-def _rows_held(job: BlockJob, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
+def _rows_held(ring_problem: RingBlockProblem, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
     """Returns how many positions of each query block of the document a rank holds, (query blocks of the document,)."""
-    block = job.pattern.q_block
+    block = ring_problem.pattern.q_block
     held = torch.zeros(-(-(end - start) // block), dtype=torch.int64)
     for low, high in spans:
         low, high = max(low, start) - start, min(high, end) - start
@@ -168,12 +171,12 @@ def _rows_held(job: BlockJob, spans: tuple[Range, ...], start: int, end: int) ->
     return held
 
 
-def entries_of(job: BlockJob, length: int, device: torch.device) -> Iterator[tuple[int, Entries]]:
+def entries_of(ring_problem: RingBlockProblem, length: int, device: torch.device) -> Iterator[tuple[int, Entries]]:
     """Yields (first row, kept blocks) of a document, for some query blocks at a time."""
-    job.pattern.check(length, job.num_heads)
-    pattern = job.pattern.at(length)
-    pattern = pattern.causal() if job.is_causal else pattern
-    heads = tuple(range(job.num_heads)) if pattern.per_head else (0,)
+    ring_problem.pattern.check(length, ring_problem.num_heads)
+    pattern = ring_problem.pattern.at(length)
+    pattern = pattern.causal() if ring_problem.is_causal else pattern
+    heads = tuple(range(ring_problem.num_heads)) if pattern.per_head else (0,)
     whole = pattern.grid(length, None, device)
     step = max(1, int(BLOCKS_AT_ONCE / (max(pattern.cost(whole), 1.0) * len(heads))))
     for first in range(0, whole.num_rows, step):

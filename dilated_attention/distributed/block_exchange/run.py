@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.block_exchange.comm_schedule import BlockScript, BlockStep, Launch
+from dilated_attention.distributed.block_exchange.comm_schedule import BlockLaunch, BlockSchedule, BlockStep
 from dilated_attention.distributed.block_exchange.row_copies import add_rows, gather_rows
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -27,20 +27,20 @@ class BlockCall:
 
     Args:
         backends: the backend of each launch of each step; None if a launch has no keys.
-        ahead: the number of steps whose keys may be in memory at once.
+        prefetch_depth: the number of steps whose keys may be in memory at once.
         padding: (B, N) bool of the whole sequence, True = padding.
         seed: the dropout seed; dropout depends on positions in the whole sequence.
     """
 
     backends: tuple[tuple[Backend | None, ...], ...]
     scale: float
-    ahead: int
+    prefetch_depth: int
     deterministic: bool = False
     padding: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
 
-    def options(self, step: BlockStep, launch: Launch, batch: int) -> Options:
+    def options(self, step: BlockStep, launch: BlockLaunch, batch: int) -> Options:
         padding = None if self.padding is None else self.padding[:, launch.key_positions]
         dropout = None
         if self.dropout_p:
@@ -52,7 +52,7 @@ class BlockCall:
 
 
 @dataclass
-class _Arrival:
+class _BlockArrival:
     """A step whose keys are in flight. For ``memory`` see ``comm_schedule.py``."""
 
     step: BlockStep
@@ -68,11 +68,11 @@ class _Arrival:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire | None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(schedule: BlockSchedule, tensors: Tensors, call: BlockCall, wire: Wire | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (B, n, H, D) in q's dtype, lse (B, H, n)) for this rank's q, k, v."""
     q, k, v = tensors
-    arrivals = _arrivals(script, k, v, call, wire, "forward")
-    queries = [part.of(q, 1) for part in script.queries]
+    arrivals = _arrivals(schedule, k, v, call, wire, "forward")
+    queries = [part.of(q, 1) for part in schedule.queries]
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     for arrival, backends in zip(arrivals, call.backends, strict=True):
@@ -82,7 +82,7 @@ def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire |
         for launch, backend, rows in zip(step.launches, backends, queries, strict=True):
             inside = rows[:, :, heads], keys[:, launch.keys], values[:, launch.keys]
             part, part_lse = forward_lists(_given(backend), launch.lists, *inside, call.options(step, launch, q.shape[0]))
-            if script.is_one_launch:
+            if schedule.is_one_launch:
                 return part, part_lse
             if out is None or lse is None:
                 out, lse = _new_results(q)
@@ -91,7 +91,9 @@ def forward(script: BlockScript, tensors: Tensors, call: BlockCall, wire: Wire |
     return (out, lse) if out is not None and lse is not None else _new_results(q)
 
 
-def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tuple[Wire, Wire] | None, dlse: torch.Tensor | None) -> Tensors:
+def backward(
+    schedule: BlockSchedule, tensors: Tensors, call: BlockCall, wires: tuple[Wire, Wire] | None, dlse: torch.Tensor | None
+) -> Tensors:
     """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
@@ -100,14 +102,14 @@ def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tupl
         dlse: the gradient of lse, (B, H, n).
     """
     dout, q, k, v, out, lse = tensors
-    arrivals = _arrivals(script, k, v, call, None if wires is None else wires[0], "backward")
+    arrivals = _arrivals(schedule, k, v, call, None if wires is None else wires[0], "backward")
     # for rows that the rank does not hold, weights and gradients are 0
-    queries = [(*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf)) for part in script.queries]
-    dlses = [None if dlse is None else part.of(dlse, 2) for part in script.queries]
+    queries = [(*(part.of(x, 1) for x in (dout, q, out)), part.of(lse, 2, torch.inf)) for part in schedule.queries]
+    dlses = [None if dlse is None else part.of(dlse, 2) for part in schedule.queries]
     # if one launch computes all of dq, its result becomes dq, so no memory is allocated in advance
-    dq = torch.empty(0 if script.is_one_launch else q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(0 if schedule.is_one_launch else q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    returning: deque[_Return] = deque()
+    returning: deque[_BlockReturn] = deque()
     for arrival, backends in zip(arrivals, call.backends, strict=True):
         step = arrival.step
         keys, values = arrival.keys(k, v)
@@ -118,7 +120,7 @@ def backward(script: BlockScript, tensors: Tensors, call: BlockCall, wires: tupl
             inside = dout_, q_, keys[:, launch.keys], values[:, launch.keys], out_, lse_[:, heads]
             some_dlse = None if dlse_ is None else dlse_[:, heads]
             dq_, dk_, dv_ = backward_lists(_given(backend), launch.lists, inside, call.options(step, launch, q.shape[0]), some_dlse)
-            if script.is_one_launch:
+            if schedule.is_one_launch:
                 dq = dq_.to(q.dtype)
             else:
                 launch.queries.put(dq[:, :, heads], 1, dq_)
@@ -147,12 +149,14 @@ def _of_heads(k: torch.Tensor, v: torch.Tensor, step: BlockStep) -> tuple[torch.
     return k[:, :, heads], v[:, :, heads]
 
 
-def _arrivals(script: BlockScript, k: torch.Tensor, v: torch.Tensor, call: BlockCall, wire: Wire | None, what: str) -> Iterator[_Arrival]:
+def _arrivals(
+    schedule: BlockSchedule, k: torch.Tensor, v: torch.Tensor, call: BlockCall, wire: Wire | None, what: str
+) -> Iterator[_BlockArrival]:
     """Yields the steps in order, each once its keys have arrived, while the next ones' are in flight. Transfers begin with this call."""
-    steps = script.steps
-    waiting = deque(_start(script, index, k, v, wire, what) for index in range(min(call.ahead, len(steps))))
+    steps = schedule.steps
+    waiting = deque(_start(schedule, index, k, v, wire, what) for index in range(min(call.prefetch_depth, len(steps))))
 
-    def arrive() -> Iterator[_Arrival]:
+    def arrive() -> Iterator[_BlockArrival]:
         for index in range(len(steps)):
             arrival = waiting.popleft()
             if arrival.transfer is not None:
@@ -161,14 +165,14 @@ def _arrivals(script: BlockScript, k: torch.Tensor, v: torch.Tensor, call: Block
             if len(step.put):
                 arrival.memory[: step.buffer_rows].index_copy_(0, step.put, arrival.memory[step.put_from])
             yield arrival
-            if index + call.ahead < len(steps):
-                waiting.append(_start(script, index + call.ahead, k, v, wire, what))
+            if index + call.prefetch_depth < len(steps):
+                waiting.append(_start(schedule, index + call.prefetch_depth, k, v, wire, what))
 
     return arrive()
 
 
-def _start(script: BlockScript, index: int, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> _Arrival:
-    step = script.steps[index]
+def _start(schedule: BlockSchedule, index: int, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> _BlockArrival:
+    step = schedule.steps[index]
     B, _, _, D = k.shape
     memory = torch.empty((step.memory_rows, 2, B, step.kv_heads[1] - step.kv_heads[0], D), dtype=k.dtype, device=k.device)
     gather_rows(memory, step.filled, *_of_heads(k, v, step), step.filled_from)
@@ -177,8 +181,8 @@ def _start(script: BlockScript, index: int, k: torch.Tensor, v: torch.Tensor, wi
         assert wire is not None
         sends, receives = ([(message.peer, memory[message.rows]) for message in messages] for messages in (step.sends, step.receives))
         # also if this rank has nothing to exchange, because exchanges are numbered in the same way on all ranks
-        transfer = wire.start(sends, receives, f"{what}, heads {index + 1} of {len(script.steps)}: K and V")
-    return _Arrival(step, memory, transfer)
+        transfer = wire.start(sends, receives, f"{what}, heads {index + 1} of {len(schedule.steps)}: K and V")
+    return _BlockArrival(step, memory, transfer)
 
 
 def _side_by_side(
@@ -195,7 +199,7 @@ def _side_by_side(
 
 
 @dataclass
-class _Return:
+class _BlockReturn:
     """Gradients of this rank's keys that are to be summed: its own contributions and those in flight from other ranks."""
 
     step: BlockStep
@@ -212,7 +216,7 @@ class _Return:
 
 def _send_back(
     step: BlockStep, own: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, torch.Tensor], wire: Wire | None
-) -> _Return:
+) -> _BlockReturn:
     dk = grads[0]
     B, _, heads, D = dk.shape
     # send them in the dtype that GPU kernels return; only the rank that holds the rows sums them, in float32
@@ -227,4 +231,4 @@ def _send_back(
                 sends.append((message.peer, share[:, message.rows].transpose(0, 1).to(dtype).contiguous()))
             receives += [(message.peer, came[which, message.rows]) for message in step.arrivals]
         transfer = wire.start(sends, receives, f"backward, heads {step.kv_heads[0]} to {step.kv_heads[1] - 1}: dK and dV")
-    return _Return(step, own, came, grads, transfer)
+    return _BlockReturn(step, own, came, grads, transfer)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from dilated_attention.distributed.comm.call_order import Form
+from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.session import session_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
-from dilated_attention.engine.ops.prepare import Settings
+from dilated_attention.engine.ops.prepare import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -48,7 +48,7 @@ def agreed_length(
     padding: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     pattern: DilatedPattern,
-    settings: Settings,
+    settings: CallSettings,
     ring: RingCall,
     kernels: Callable[[], str],
 ) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def begin_forward(members: Members, kind: object, same: Callable[[], Mapping[str
         number, arguments = session.calls, {name: str(value) for name, value in same().items()}
         held = [own["rows"] for own in agree(members, arguments, {"rows": rows}, ring.timeout)]
         seq_len = _checked_length(ring, held)
-        form = Form(number, arguments)
+        form = CallForm(number, arguments)
         if ring.seq_len >= 0:
             remember(members, kind, form)
     return seq_len, session.order.enter_forward(form)
@@ -153,13 +153,13 @@ def begin_backward(members: Members, number: int, timeout: float) -> None:
         session.order.enter_backward(number)
 
 
-def agreed_form(members: Members, kind: object) -> Form | None:
+def agreed_form(members: Members, kind: object) -> CallForm | None:
     """Returns what the group's ranks agreed on at their first call of this kind; None if they have not made one."""
     assert members.group is not None, "one process agrees with itself"
     return _agreed.get(members.group, {}).get(kind)
 
 
-def remember(members: Members, kind: object, form: Form) -> None:
+def remember(members: Members, kind: object, form: CallForm) -> None:
     assert members.group is not None, "one process agrees with itself"
     agreed = _agreed.setdefault(members.group, {})
     if len(agreed) >= MOST_KINDS:
@@ -169,7 +169,7 @@ def remember(members: Members, kind: object, form: Form) -> None:
 
 # one dictionary per group: its ranks make the same calls, so they clear it at the same call; in a dictionary shared between groups,
 # calls of another group would shift that moment on some ranks
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Form]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, CallForm]] = weakref.WeakKeyDictionary()
 
 
 def _shortened(documents: tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 KEPT = 4096
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """A kind of call that all ranks have agreed on.
 
     Args:
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     arguments: Mapping[str, str]
 
 
-class Entry(NamedTuple):
+class CallEntry(NamedTuple):
     """One call on a group, its backward, or a handshake.
 
     Args:
@@ -50,13 +50,13 @@ class CallOrder:
         self.checksum = 0
         # time.monotonic() of the last entry
         self.last = 0.0
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, CallEntry] = {}
 
-    def enter_handshake(self, form: Form) -> None:
+    def enter_handshake(self, form: CallForm) -> None:
         """Records that this rank asks the others whether they make the same call."""
         self._enter("a handshake", form)
 
-    def enter_forward(self, form: Form) -> int:
+    def enter_forward(self, form: CallForm) -> int:
         """Records a call before it exchanges anything; returns its number among the calls of this group, counted from 1."""
         self.forwards += 1
         self._enter(f"call {self.forwards}", form)
@@ -64,17 +64,17 @@ class CallOrder:
 
     def enter_backward(self, number: int) -> None:
         """Records the backward of call ``number``."""
-        self._enter(f"the backward of call {number}", Form(0, {}))
+        self._enter(f"the backward of call {number}", CallForm(0, {}))
 
-    def _enter(self, what: str, form: Form) -> None:
+    def _enter(self, what: str, form: CallForm) -> None:
         number = self.count + 1
         self.checksum = zlib.crc32(b"%s %d" % (what.encode(), form.number), self.checksum)
-        self._entries[number] = Entry(self.checksum, what, form.arguments)
+        self._entries[number] = CallEntry(self.checksum, what, form.arguments)
         self._entries.pop(number - KEPT, None)
         self.last = time.monotonic()
         # set last, because the reading thread asks for no entry above it
         self.count = number
 
-    def entry(self, number: int) -> Entry | None:
+    def entry(self, number: int) -> CallEntry | None:
         """Returns the ``number``-th entry, counted from 1; None if it is too old or does not exist yet."""
         return self._entries.get(number)

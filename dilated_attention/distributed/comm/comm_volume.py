@@ -47,7 +47,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CommSizes:
     """The sizes that bytes depend on. ``itemsize`` and ``sum_itemsize`` are the bytes of an element and of an element of a sum."""
 
     heads: int
@@ -59,7 +59,14 @@ class Sizes:
 
 
 def dense_bytes(
-    seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, is_causal: bool, window: tuple[int | None, int | None] | None = None
+    seq_len: int,
+    size: int,
+    rank: int,
+    layout: str,
+    sizes: CommSizes,
+    *,
+    is_causal: bool,
+    window: tuple[int | None, int | None] | None = None,
 ) -> Bytes:
     """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; contiguous or zigzag layout."""
     runs = [_runs(seq_len, r, size, layout) for r in range(size)]
@@ -87,7 +94,7 @@ def dense_bytes(
 
 
 def dilated_bytes(
-    seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: Sizes, *, is_causal: bool
+    seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, *, is_causal: bool
 ) -> Bytes:
     """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r.
 
@@ -115,7 +122,7 @@ def dilated_bytes(
     return total
 
 
-def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: Sizes, *, lse_grad: bool = False) -> Bytes:
+def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
     """Returns the bytes of all_to_all: each rank gets some heads of the whole sequence, and the results go back.
 
     A striped sequence is exchanged like any other.
@@ -149,7 +156,7 @@ def block_bytes(
     size: int,
     rank: int,
     layout: str | Layout,
-    sizes: Sizes,
+    sizes: CommSizes,
     *,
     is_causal: bool,
     head_steps: tuple[int, ...] | None = None,
@@ -192,7 +199,7 @@ def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
     return [run for run in runs if run[0] < run[1]]
 
 
-def _of_keys(size: int, rank: int, sizes: Sizes, seen: Seen) -> Bytes:
+def _of_keys(size: int, rank: int, sizes: CommSizes, seen: Seen) -> Bytes:
     """Returns the bytes of keys that are received and of gradient contributions that go back."""
     others = [r for r in range(size) if r != rank]
     row = 2 * sizes.head_dim * sizes.batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from dilated_attention.distributed.comm.call_order import Form
+from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.compare_calls import Comparison, differences
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import Session, name, names, session_of, store_call, until
@@ -40,7 +40,7 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
     if session.comparison is None:
         session.comparison = Comparison(session, timeout)
     session.comparison.timeout = timeout
-    session.order.enter_handshake(Form(call, arguments))
+    session.order.enter_handshake(CallForm(call, arguments))
     what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
     texts = gather(session, f"agree/{call}", what, timeout, mine)
     if call > 0:

@@ -26,10 +26,10 @@ from dilated_attention.distributed.comm.stall_diagnosis import Wait, explain
 from dilated_attention.distributed.comm.watchdog import COLLECT, Exchange, Queue, watch
 from dilated_attention.distributed.errors import RingError, first_line
 
-__all__ = ["RingError", "Slab", "Traffic", "Transfer", "Wire", "traffic", "wire_of"]
+__all__ = ["Message", "RingError", "Traffic", "Transfer", "Wire", "traffic", "wire_of"]
 
 # (rank within the group, contiguous tensor); an empty one is skipped on both sides
-Slab = tuple[int, torch.Tensor]
+Message = tuple[int, torch.Tensor]
 
 # the dtypes that every communication library supports; anything else is sent as bytes
 _CARRIED = frozenset(
@@ -78,7 +78,7 @@ class Wire:
         self._on_gpu = self._coalesces = False
         self._number = 0
 
-    def start(self, sends: Sequence[Slab], receives: Sequence[Slab], what: str) -> Transfer:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Transfer:
         """Begins an exchange; all ranks of the group must call it in the same order.
 
         Args:
@@ -95,30 +95,30 @@ class Wire:
         first = receives[0][1] if receives else sends[0][1] if sends else None
         if self._device is None if first is None else first.device != self._device:
             self._open(group, None if first is None else first.device)
-        incoming = [slab for slab in receives if slab[1].numel()]
-        outgoing = [slab for slab in sends if slab[1].numel()]
+        incoming = [message for message in receives if message[1].numel()]
+        outgoing = [message for message in sends if message[1].numel()]
         if counting:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
         tag = self._tag()
-        slab: Slab | None = None
+        message: Message | None = None
         coming = True
         works: list[Any] = []
         try:
             if self._coalesces:
                 group._start_coalescing(self._device)
-            for slab in incoming:
-                works.append(group.recv([_as_carried(slab[1])], slab[0], tag))
+            for message in incoming:
+                works.append(group.recv([_as_carried(message[1])], message[0], tag))
             coming = False
-            for slab in outgoing:
-                works.append(group.send([_as_carried(slab[1])], slab[0], tag))
+            for message in outgoing:
+                works.append(group.send([_as_carried(message[1])], message[0], tag))
             if self._coalesces:
-                slab = None
+                message = None
                 works = [group._end_coalescing(self._device)]
         except RuntimeError as error:
-            peers = _peers(incoming + outgoing) if slab is None else (slab[0],)
-            act = "starting" if slab is None else self._act(slab, coming)
+            peers = _peers(incoming + outgoing) if message is None else (message[0],)
+            act = "starting" if message is None else self._act(message, coming)
             raise self.broken(what, self._number, act, peers, 0.0, error) from error
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
@@ -177,13 +177,13 @@ class Wire:
         finally:
             opening.done = True
 
-    def _watch(self, incoming: list[Slab], outgoing: list[Slab], what: str, works: list[Any]) -> None:
+    def _watch(self, incoming: list[Message], outgoing: list[Message], what: str, works: list[Any]) -> None:
         ready = torch.cuda.Event()
         ready.record()
         peers = _peers(incoming + outgoing)
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
-    def finish(self, works: list[Any], slabs: list[Slab], received: int, what: str, number: int) -> None:
+    def finish(self, works: list[Any], messages: list[Message], received: int, what: str, number: int) -> None:
         """Blocks until the messages of an exchange on the CPU are done; the first ``received`` of them are the incoming ones."""
         began = time.monotonic()
         self._waits = True
@@ -194,14 +194,14 @@ class Wire:
                     if not work.wait(timedelta(seconds=max(left, 0.001))):
                         raise RuntimeError("the message was aborted")
                 except RuntimeError as error:
-                    act = self._act(slabs[index], index < received)
-                    raise self.broken(what, number, act, (slabs[index][0],), time.monotonic() - began, error) from error
+                    act = self._act(messages[index], index < received)
+                    raise self.broken(what, number, act, (messages[index][0],), time.monotonic() - began, error) from error
         finally:
             self._waits = False
 
-    def _act(self, slab: Slab, coming: bool) -> str:
-        peer = name(self.session, slab[0])
-        return f"receiving {_size(slab[1].nbytes)} from {peer}" if coming else f"sending {_size(slab[1].nbytes)} to {peer}"
+    def _act(self, message: Message, coming: bool) -> str:
+        peer = name(self.session, message[0])
+        return f"receiving {_size(message[1].nbytes)} from {peer}" if coming else f"sending {_size(message[1].nbytes)} to {peer}"
 
     def broken(self, what: str, number: int, act: str, peers: tuple[int, ...], waited: float, error: RuntimeError) -> RingError:
         """Returns the error of an exchange that torch refused or gave up; the group cannot be used afterwards."""
@@ -267,11 +267,11 @@ class Wire:
 class Transfer:
     """An exchange in flight. It keeps its tensors alive until ``wait``."""
 
-    __slots__ = ("_number", "_received", "_slabs", "_what", "_wire", "_works")
+    __slots__ = ("_messages", "_number", "_received", "_what", "_wire", "_works")
 
-    def __init__(self, wire: Wire, what: str, number: int, works: list[Any], incoming: list[Slab], outgoing: list[Slab]) -> None:
+    def __init__(self, wire: Wire, what: str, number: int, works: list[Any], incoming: list[Message], outgoing: list[Message]) -> None:
         self._wire, self._what, self._number, self._works = wire, what, number, works
-        self._slabs = incoming + outgoing
+        self._messages = incoming + outgoing
         self._received = len(incoming)
 
     def wait(self) -> None:
@@ -284,16 +284,16 @@ class Transfer:
         wire = self._wire
         if not works:
             return
-        if self._slabs[0][1].is_cuda:
+        if self._messages[0][1].is_cuda:
             try:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                raise wire.broken(self._what, self._number, "waiting for the GPU", _peers(self._slabs), 0.0, error) from error
+                raise wire.broken(self._what, self._number, "waiting for the GPU", _peers(self._messages), 0.0, error) from error
             wire.session.check()
         else:
-            wire.finish(works, self._slabs, self._received, self._what, self._number)
-        self._slabs = []
+            wire.finish(works, self._messages, self._received, self._what, self._number)
+        self._messages = []
 
 
 _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
@@ -334,8 +334,8 @@ def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
-def _peers(slabs: list[Slab]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys([peer for peer, _ in slabs]))
+def _peers(messages: list[Message]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([peer for peer, _ in messages]))
 
 
 def _size(count: int) -> str:

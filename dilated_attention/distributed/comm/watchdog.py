@@ -41,7 +41,7 @@ _RELAXED = 2
 logger = logging.getLogger("dilated_attention")
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     def is_completed(self) -> bool: ...
 
 
@@ -59,7 +59,7 @@ class Exchange:
     number: int
     what: str
     peers: tuple[int, ...]
-    work: Work
+    work: PendingWork
     ready: Any
     thread: int
 

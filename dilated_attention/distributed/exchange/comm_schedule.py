@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dilated_attention.distributed.exchange.plan import Buffer, Job, Source, Step, hop, rank_plan
+from dilated_attention.distributed.exchange.plan import Buffer, RingProblem, Source, Step, hop, rank_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.views import Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BufferSlice:
     """Rows [at, at + count) of memory ``buffer``; a step's buffers are counted first, then its additional memory for packed rows."""
 
     buffer: int
@@ -24,7 +24,7 @@ class Part:
 class Filled:
     """A part that the rank fills with rows of its own."""
 
-    part: Part
+    part: BufferSlice
     rows: Rows
 
 
@@ -38,7 +38,7 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True)
-class StepScript:
+class StepSchedule:
     """One step on one rank.
 
     Args:
@@ -53,8 +53,8 @@ class StepScript:
     step: Step
     sizes: tuple[tuple[int, int] | None, ...]
     fills: tuple[Filled, ...]
-    sends: tuple[tuple[int, Part], ...]
-    receives: tuple[tuple[int, Part], ...]
+    sends: tuple[tuple[int, BufferSlice], ...]
+    receives: tuple[tuple[int, BufferSlice], ...]
     returns: tuple[tuple[int, int, int, int], ...]
     owed: tuple[Owed, ...]
     arrivals: tuple[tuple[int, int, int], ...]
@@ -66,21 +66,21 @@ class ByHeads:
 
     rows: int
     heads: int
-    own: tuple[tuple[Part, slice], ...]
+    own: tuple[tuple[BufferSlice, slice], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Script:
-    """The script of one rank. ``home``, ``covered`` and ``single`` are those of its plan.
+class CommSchedule:
+    """The script of one rank. ``local_ranges``, ``covered`` and ``single`` are those of its plan.
 
     Args:
         writes_once: whether the gradient of each key row is owed exactly once, so that gradients need no initial value.
         by_heads: how to fill all steps' buffers at once; None if this is not possible.
     """
 
-    job: Job
-    home: tuple[Range, ...]
-    steps: tuple[StepScript, ...]
+    ring_problem: RingProblem
+    local_ranges: tuple[Range, ...]
+    steps: tuple[StepSchedule, ...]
     covered: bool
     single: bool
     writes_once: bool
@@ -88,20 +88,20 @@ class Script:
 
 
 @functools.lru_cache(maxsize=256)
-def make_script(job: Job, rank: int) -> Script:
-    mine = rank_plan(job, rank)
-    steps = tuple(_step_script(_meeting(job, index, rank), rank) for index in range(len(mine.steps)))
-    held = sum(end - start for start, end in job.holdings[rank]) * job.shape.num_kv_heads
-    writes_once = not mine.home and _are_disjoint([owed.rows for step in steps for owed in step.owed], held)
-    return Script(job, mine.home, steps, mine.covered, mine.single, writes_once, _by_heads(steps))
+def make_schedule(ring_problem: RingProblem, rank: int) -> CommSchedule:
+    mine = rank_plan(ring_problem, rank)
+    steps = tuple(_step_schedule(_meeting(ring_problem, index, rank), rank) for index in range(len(mine.steps)))
+    held = sum(end - start for start, end in ring_problem.shards[rank]) * ring_problem.shape.num_kv_heads
+    writes_once = not mine.local_ranges and _are_disjoint([owed.rows for step in steps for owed in step.owed], held)
+    return CommSchedule(ring_problem, mine.local_ranges, steps, mine.covered, mine.single, writes_once, _by_heads(steps))
 
 
-def _meeting(job: Job, index: int, rank: int) -> dict[int, Step]:
+def _meeting(ring_problem: RingProblem, index: int, rank: int) -> dict[int, Step]:
     """Returns the steps of ``rank`` and of all ranks that may read its rows in this step, in order of rank."""
-    if job.exchange == "ring":
+    if ring_problem.exchange == "ring":
         # in a hop a rank receives keys from one rank and sends keys to one
-        return {member: hop(job, member, index) for member in sorted({rank, (rank + index) % job.size})}
-    return {member: rank_plan(job, member).steps[index] for member in range(job.size)}
+        return {member: hop(ring_problem, member, index) for member in sorted({rank, (rank + index) % ring_problem.size})}
+    return {member: rank_plan(ring_problem, member).steps[index] for member in range(ring_problem.size)}
 
 
 def _are_disjoint(rows: list[Rows], held: int) -> bool:
@@ -113,11 +113,11 @@ def _are_disjoint(rows: list[Rows], held: int) -> bool:
     return not meet and sum((b - a) * (d - c) for a, b, c, d in boxes) == held
 
 
-def _step_script(steps: dict[int, Step], me: int) -> StepScript:
+def _step_schedule(steps: dict[int, Step], me: int) -> StepSchedule:
     mine = steps[me]
     sizes: list[tuple[int, int] | None] = []
     fills: list[Filled] = []
-    packed: list[tuple[Buffer, Source, Part]] = []
+    packed: list[tuple[Buffer, Source, BufferSlice]] = []
     sends, receives = [], []
     for index, buffer in enumerate(mine.buffers):
         if buffer.owner == me:
@@ -125,7 +125,7 @@ def _step_script(steps: dict[int, Step], me: int) -> StepScript:
             continue
         sizes.append((buffer.count, buffer.heads[2]))
         for source in buffer.sources:
-            part = Part(index, source.at, source.count)
+            part = BufferSlice(index, source.at, source.count)
             if source.rank == me:
                 fills.append(Filled(part, buffer.local_rows(source)))
                 packed.append((buffer, source, part))
@@ -140,7 +140,7 @@ def _step_script(steps: dict[int, Step], me: int) -> StepScript:
                     continue
                 found = _among(packed, buffer, source)
                 if found is None:
-                    found = Part(len(sizes), 0, source.count)
+                    found = BufferSlice(len(sizes), 0, source.count)
                     sizes.append((source.count, buffer.heads[2]))
                     fills.append(Filled(found, buffer.local_rows(source)))
                     packed.append((buffer, source, found))
@@ -161,7 +161,7 @@ def _step_script(steps: dict[int, Step], me: int) -> StepScript:
                 arrivals.append((rank, list(own).index(rows), len(peers[rows])))
                 peers[rows].append(rank)
     owed = tuple(Owed(rows, tuple(own[rows]), tuple(peers[rows])) for rows in own)
-    return StepScript(mine, tuple(sizes), tuple(fills), tuple(sends), tuple(receives), returns, owed, tuple(arrivals))
+    return StepSchedule(mine, tuple(sizes), tuple(fills), tuple(sends), tuple(receives), returns, owed, tuple(arrivals))
 
 
 def _shares_of(step: Step) -> Iterator[tuple[int, int, int, Rows]]:
@@ -177,18 +177,18 @@ def _shares_of(step: Step) -> Iterator[tuple[int, int, int, Rows]]:
                 yield index, source.rank, low - first, buffer.local_rows(held)
 
 
-def _among(packed: list[tuple[Buffer, Source, Part]], buffer: Buffer, source: Source) -> Part | None:
+def _among(packed: list[tuple[Buffer, Source, BufferSlice]], buffer: Buffer, source: Source) -> BufferSlice | None:
     """Returns the part of packed memory that already holds these rows, or None."""
     for other, have, part in packed:
         if (other.heads, other.shift, other.step) != (buffer.heads, buffer.shift, buffer.step):
             continue
         ahead, rest = divmod(source.start - have.start, buffer.step)
         if rest == 0 and ahead >= 0 and ahead + source.count <= have.count:
-            return Part(part.buffer, part.at + ahead, source.count)
+            return BufferSlice(part.buffer, part.at + ahead, source.count)
     return None
 
 
-def _by_heads(steps: tuple[StepScript, ...]) -> ByHeads | None:
+def _by_heads(steps: tuple[StepSchedule, ...]) -> ByHeads | None:
     first = steps[0]
     if len(steps) == 1 or not first.fills or any(step.sizes != first.sizes or len(step.sizes) != 1 for step in steps):
         return None

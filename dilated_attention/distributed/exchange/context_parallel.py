@@ -12,15 +12,15 @@ from dilated_attention.distributed.comm.call_consistency import RingCall, agreed
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import cost, run
-from dilated_attention.distributed.exchange.comm_schedule import Script, make_script
-from dilated_attention.distributed.exchange.plan import Job
-from dilated_attention.distributed.exchange.sharding_plan import Route, make_route
-from dilated_attention.distributed.sharding.reshard import Holding, regroup
+from dilated_attention.distributed.exchange.comm_schedule import CommSchedule, make_schedule
+from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
+from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.block_sparse import new_like, new_lse
-from dilated_attention.engine.ops.prepare import Settings, document_ranges, kernel_ready, prepare, without_autocast
+from dilated_attention.engine.ops.prepare import CallSettings, document_ranges, kernel_ready, prepare, without_autocast
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -32,7 +32,7 @@ def ring_forward(
     cu_seqlens: torch.Tensor | None,
     seed: torch.Tensor | None,
     pattern: DilatedPattern,
-    settings: Settings,
+    settings: CallSettings,
     ring: RingCall,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
@@ -52,7 +52,7 @@ def ring_forward(
         raise unavailable[0]
     if not tensors[0].shape[0]:
         return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
-    work = _Work(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
+    work = _RingPass(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
     return out, lse.transpose(1, 2).contiguous(), (seq_len, number)
@@ -65,7 +65,7 @@ def ring_backward(
     cu_seqlens: torch.Tensor | None,
     seed: torch.Tensor | None,
     pattern: DilatedPattern,
-    settings: Settings,
+    settings: CallSettings,
     ring: RingCall,
     number: int,
 ) -> Tensors:
@@ -75,7 +75,7 @@ def ring_backward(
     begin_backward(members, number, ring.timeout)
     if not q.shape[0]:
         return tuple(new_like(x) for x in (q, k, v))
-    work = _Work(members, (q, k, v), padding, cu_seqlens, seed, pattern, settings, ring, is_backward=True)
+    work = _RingPass(members, (q, k, v), padding, cu_seqlens, seed, pattern, settings, ring, is_backward=True)
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
     with without_autocast(q):
@@ -93,27 +93,27 @@ def ring_backward(
 
 
 @dataclass(frozen=True)
-class _Setup:
+class _RingSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
         pattern: the pattern of the heads that this rank computes.
         call: the call without masks and seed, which differ from call to call.
         team: the ranks that exchange keys.
-        ahead: the number of steps whose keys are in memory at once.
+        prefetch_depth: the number of steps whose keys are in memory at once.
     """
 
     pattern: DilatedPattern
-    script: Script
+    schedule: CommSchedule
     call: Call
     team: Members
-    ahead: int
+    prefetch_depth: int
 
 
-_setups: dict[object, _Setup] = {}
+_setups: dict[object, _RingSetup] = {}
 
 
-class _Work:
+class _RingPass:
     """One pass on one rank: its tensors as the route needs them, its backend, and its part of the results."""
 
     def __init__(
@@ -124,7 +124,7 @@ class _Work:
         cu_seqlens: torch.Tensor | None,
         seed: torch.Tensor | None,
         pattern: DilatedPattern,
-        settings: Settings,
+        settings: CallSettings,
         ring: RingCall,
         *,
         is_backward: bool,
@@ -133,12 +133,12 @@ class _Work:
         self.seed, self.is_backward = seed, is_backward
         q, k, v = self.tensors = tensors
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        self.route = _route_of(members, q, k, pattern, settings, ring)
+        self.sharding = _route_of(members, q, k, pattern, settings, ring)
         self.padding = None
         if padding is not None:
-            rows = [Holding(holding.spans, (0, 1)) for holding in self.route.given[0]]
-            whole = [Holding(((0, ring.seq_len, 1),), (0, 1))] * members.size
-            (mask,) = regroup([padding.to(torch.uint8)[..., None]], [rows], [whole], members.rank, self._wire(), "padding masks")
+            rows = [ShardSpec(shard.spans, (0, 1)) for shard in self.sharding.given[0]]
+            whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * members.size
+            (mask,) = reshard([padding.to(torch.uint8)[..., None]], [rows], [whole], members.rank, self._wire(), "padding masks")
             self.padding = mask[..., 0].bool()
             self.tensors = (q, *without_padding(k, v, padding))
         self.used: Tensors | None = None
@@ -151,22 +151,22 @@ class _Work:
         wire.open(self.tensors[0].device)
         return wire
 
-    def _regroup(
+    def _reshard(
         self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False
     ) -> Sequence[torch.Tensor]:
         """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
-        if self.route.stays:
+        if self.sharding.stays:
             return tensors
-        given, used = ([sides["qk".index(letter)] for letter in which] for sides in (self.route.given, self.route.used))
+        given, used = ([sides["qk".index(letter)] for letter in which] for sides in (self.sharding.given, self.sharding.used))
         old, new = (used, given) if back else (given, used)
-        return regroup(tensors, old, new, self.members.rank, self._wire(), what, add=add)
+        return reshard(tensors, old, new, self.members.rank, self._wire(), what, add=add)
 
     def _inputs(self, what: str) -> Tensors:
         if self.used is None:
-            self.used = tuple(kernel_ready(x) for x in self._regroup(self.tensors, "qkk", f"{what}: q, k and v"))
+            self.used = tuple(kernel_ready(x) for x in self._reshard(self.tensors, "qkk", f"{what}: q, k and v"))
         return self.used
 
-    def _prepared(self, views: Tensors) -> tuple[_Setup, Call]:
+    def _prepared(self, views: Tensors) -> tuple[_RingSetup, Call]:
         q = views[0]
         kind = (
             *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, self.is_backward, q.dtype, q.device),
@@ -182,36 +182,38 @@ class _Work:
             return setup, setup.call
         return setup, replace(setup.call, padding=self.padding, seed=0 if self.seed is None else int(self.seed.item()))
 
-    def _make_setup(self, views: Tensors) -> _Setup:
+    def _make_setup(self, views: Tensors) -> _RingSetup:
         me, (_, k) = self.members.rank, views[:2]
-        first, last = self.route.used[0][me].heads
+        first, last = self.sharding.used[0][me].heads
         num_heads = self.tensors[0].shape[2]
         pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
         whole = (0, self.ring.seq_len)
-        ranks = self.route.team(me)
+        ranks = self.sharding.team(me)
         question = _question(len(ranks), views[0], k, pattern, self.settings, self.ring)
         steps = cost.head_steps(question)
-        extent = cost.buffer_extent(question, pattern, steps, self.route.exchange) if len(ranks) > 1 else 0
+        extent = cost.buffer_extent(question, pattern, steps, self.sharding.exchange) if len(ranks) > 1 else 0
         documents, num_keys = self.documents, self.ring.seq_len
         shape, call = prepare(
             self.is_backward, views, pattern, self.settings, self.padding, documents, None, num_keys=num_keys, least_extent=extent
         )
-        job = Job(
+        ring_problem = RingProblem(
             pattern,
             replace(shape, queries=whole, keys=whole),
-            tuple(self.route.ranges(rank) for rank in ranks),
-            self.route.exchange,
+            tuple(self.sharding.ranges(rank) for rank in ranks),
+            self.sharding.exchange,
             steps,
         )
         # without the group: the setup outlives groups, and another group may get the same name
         team = Members(None, ranks.index(me), len(ranks), ranks)
-        ahead = cost.steps_ahead(job, k.shape[0], k.shape[3], k.element_size())
-        return _Setup(pattern, make_script(job, team.rank), replace(call, first_head=first, padding=None), team, ahead)
+        prefetch_depth = cost.choose_prefetch_depth(ring_problem, k.shape[0], k.shape[3], k.element_size())
+        return _RingSetup(
+            pattern, make_schedule(ring_problem, team.rank), replace(call, first_head=first, padding=None), team, prefetch_depth
+        )
 
-    def _wires(self, setup: _Setup) -> tuple[Wire, Wire]:
+    def _wires(self, setup: _RingSetup) -> tuple[Wire, Wire]:
         """Returns the wires for keys and for their gradients, with few multiprocessors if the exchange is small next to the computation."""
         # do not decide by what this rank has: a rank without rows has no home part either, and all must take the same lane
-        small = not setup.script.job.is_fresh and setup.script.job.exchange != "ring"
+        small = not setup.schedule.ring_problem.is_fresh and setup.schedule.ring_problem.exchange != "ring"
         names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
         # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
@@ -225,21 +227,21 @@ class _Work:
         q, k, v = self._inputs("forward")
         setup, call = self._prepared((q, k, v))
         if setup.team.size == 1:
-            out, lse = strategy.forward(setup.pattern, setup.script.job.shape, q, k, v, call)
+            out, lse = strategy.forward(setup.pattern, setup.schedule.ring_problem.shape, q, k, v, call)
             lse = lse.transpose(1, 2)
         else:
-            out, lse = run.forward(setup.script, setup.team, (q, k, v), call, self._wires(setup)[0], ahead=setup.ahead)
-        out, lse = self._regroup((out, lse), "qq", "forward: out and lse", back=True)
+            out, lse = run.forward(setup.schedule, setup.team, (q, k, v), call, self._wires(setup)[0], prefetch_depth=setup.prefetch_depth)
+        out, lse = self._reshard((out, lse), "qq", "forward: out and lse", back=True)
         return out, lse
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         """Returns (dq, dk, dv) in the caller's layout."""
         q, k, v = self._inputs("backward")
-        if dlse is None and self.ring.lse_grad and not self.route.stays:
+        if dlse is None and self.ring.lse_grad and not self.sharding.stays:
             # other ranks may have a gradient of lse, and all must send the same
             dlse = torch.zeros_like(lse)
         more = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-        dout, out, lse, *rest = self._regroup(more, "q" * len(more), "backward: dout, out and lse")
+        dout, out, lse, *rest = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
         dout, out = kernel_ready(dout), kernel_ready(out)
         dlse = rest[0] if rest else None
         setup, call = self._prepared((q, k, v, dout))
@@ -247,19 +249,23 @@ class _Work:
         if setup.team.size == 1:
             lse = lse.transpose(1, 2).contiguous()
             dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-            grads = strategy.backward(setup.pattern, setup.script.job.shape, (dout, q, k, v, out, lse), call, dlse)
+            grads = strategy.backward(setup.pattern, setup.schedule.ring_problem.shape, (dout, q, k, v, out, lse), call, dlse)
         else:
             wires = self._wires(setup)
-            grads = run.backward(setup.script, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, ahead=setup.ahead)
+            grads = run.backward(
+                setup.schedule, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, prefetch_depth=setup.prefetch_depth
+            )
         # ranks that share a key/value head each have a contribution to its gradient
-        shared = self.tensors[1].shape[2] < self.route.inner
-        (dq,) = self._regroup(grads[:1], "q", "backward: dq", back=True)
-        dk, dv = self._regroup(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)
+        shared = self.tensors[1].shape[2] < self.sharding.inner
+        (dq,) = self._reshard(grads[:1], "q", "backward: dq", back=True)
+        dk, dv = self._reshard(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)
         return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
-def _question(size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> cost.Question:
-    return cost.question_of(
+def _question(
+    size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
+) -> cost.ExchangeRequest:
+    return cost.exchange_request(
         q,
         k,
         pattern,
@@ -273,7 +279,7 @@ def _question(size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPatte
 
 
 def _kernels(
-    members: Members, tensors: Tensors, padding: torch.Tensor | None, pattern: DilatedPattern, settings: Settings, ring: RingCall
+    members: Members, tensors: Tensors, padding: torch.Tensor | None, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
 ) -> str:
     """Returns, as text, what must be the same on all ranks because messages depend on it: whether kernels cut windows into blocks."""
     q, k, v = tensors
@@ -283,9 +289,11 @@ def _kernels(
     return f"windows in blocks of {[shape.window_block for shape in shapes]}" if settings.window else "available"
 
 
-def _route_of(members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, ring: RingCall) -> Route:
+def _route_of(
+    members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
+) -> ShardingPlan:
     exchange = ring.exchange
     if exchange == "auto":
         exchange = cost.choose(_question(members.size, q, k, pattern, settings, ring))
     heads = (q.shape[2], k.shape[2])
-    return make_route(ring.seq_len, members.size, ring.layout, exchange, *heads, ring.ranks_per_node, settings.is_causal)
+    return make_sharding_plan(ring.seq_len, members.size, ring.layout, exchange, *heads, ring.ranks_per_node, settings.is_causal)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import Job
+from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.pattern import DilatedPattern
@@ -30,11 +30,11 @@ STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
 # multiprocessors for exchanges that are small compared with the computation they overlap with
 FEW_CTAS = 4
 # bytes that keys in flight may take, or two steps if that is more
-AHEAD_BYTES = 2**30
+PREFETCH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
+class ExchangeRequest:
     """The inputs of the model that chooses the exchange."""
 
     size: int
@@ -54,7 +54,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ExchangeEstimate:
     """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and why it is not chosen, if so.
 
     Args:
@@ -69,7 +69,7 @@ class Offer:
 
 
 @functools.lru_cache(maxsize=256)
-def offers(question: Question) -> tuple[Offer, ...]:
+def exchange_estimates(question: ExchangeRequest) -> tuple[ExchangeEstimate, ...]:
     """Returns all exchanges within one node, best first."""
     x = question
     n = -(-x.seq_len // x.size)
@@ -84,18 +84,18 @@ def offers(question: Question) -> tuple[Offer, ...]:
     merges = (x.size + 1) * n * x.num_heads * (row + 8 * x.batch * x.head_dim) / MEMORY
     found = []
     held = _held(x, steps)
-    found.append(Offer("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
+    found.append(ExchangeEstimate("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
     held = 2 * 2 * n * x.num_kv_heads * row * (2 if x.needs_grad else 1)
     reason = "a window's keys come in one exchange" if x.has_window else None
     seconds = max(compute, wire) + merges + x.size * LATENCY + relayout
-    found.append(Offer("ring", seconds, held, reason, possible=reason is None))
+    found.append(ExchangeEstimate("ring", seconds, held, reason, possible=reason is None))
     held = int(2 * n * (x.num_heads + x.num_kv_heads) * row)
     reason = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
-    found.append(Offer("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
+    found.append(ExchangeEstimate("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
     if not x.is_dense:
         # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
         found = [replace(offer, reason=offer.reason or "more is moved") for offer in found]
-        found[0] = Offer("all_gather", found[0].seconds, 0, None)
+        found[0] = ExchangeEstimate("all_gather", found[0].seconds, 0, None)
     return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
 
 
@@ -105,12 +105,12 @@ def _too_much(held: int, memory: int) -> str | None:
     return f"holds {held / 2**30:.1f} GiB, more than {SHARE:.0%} of the device's memory"
 
 
-def _all_to_all(x: Question, n: int) -> float:
+def _all_to_all(x: ExchangeRequest, n: int) -> float:
     moved = 2 * (x.num_heads + max(x.num_kv_heads, x.size)) * n * x.batch * x.head_dim * x.itemsize * (x.size - 1) / x.size
     return moved / WIRE + 2 * LATENCY
 
 
-def _imbalance(x: Question) -> float:
+def _imbalance(x: ExchangeRequest) -> float:
     """Returns the causal pairs of the busiest rank divided by the mean."""
     if x.layout == "striped":
         return 1.0
@@ -118,7 +118,7 @@ def _imbalance(x: Question) -> float:
     return max(pairs) * x.size / max(1.0, sum(pairs))
 
 
-def head_steps(question: Question) -> int:
+def head_steps(question: ExchangeRequest) -> int:
     """Returns the number of steps of a dense all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
     x = question
     if not x.is_dense:
@@ -132,19 +132,19 @@ def head_steps(question: Question) -> int:
     return max([d for d in fitting if d <= wanted], default=fitting[0])
 
 
-def _held(x: Question, steps: int) -> int:
+def _held(x: ExchangeRequest, steps: int) -> int:
     """Returns the bytes of received keys, for two steps at a time, and in training of contributions to their gradients."""
     total = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim * x.itemsize
     return total * min(2, steps) // steps * (2 if x.needs_grad else 1)
 
 
-def _mean_seconds(x: Question) -> float:
+def _mean_seconds(x: ExchangeRequest) -> float:
     """Returns the mean seconds of a rank's share of a forward's arithmetic."""
     pairs = x.seq_len**2 / (2 if x.is_causal else 1)
     return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
 
 
-def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, exchange: str) -> int:
+def buffer_extent(question: ExchangeRequest, pattern: DilatedPattern, steps: int, exchange: str) -> int:
     """Returns the extent in elements of the largest buffer that a launch may read; keys and values of a row are adjacent."""
     x = question
     rows = -(-x.seq_len // (x.size if exchange == "ring" else 1))
@@ -152,16 +152,20 @@ def buffer_extent(question: Question, pattern: DilatedPattern, steps: int, excha
     return 2 * x.batch * (x.num_kv_heads // steps) * x.head_dim * rows
 
 
-def steps_ahead(job: Job, batch: int, head_dim: int, itemsize: int) -> int:
+def choose_prefetch_depth(ring_problem: RingProblem, batch: int, head_dim: int, itemsize: int) -> int:
     """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
 
     With the budget, no step waits for memory to be freed.
     """
-    rows = job.shape.keys[1] * job.shape.num_kv_heads // (job.size if job.exchange == "ring" else job.head_steps)
-    return max(2, AHEAD_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
+    rows = (
+        ring_problem.shape.keys[1]
+        * ring_problem.shape.num_kv_heads
+        // (ring_problem.size if ring_problem.exchange == "ring" else ring_problem.head_steps)
+    )
+    return max(2, PREFETCH_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
 
 
-def question_of(
+def exchange_request(
     q: torch.Tensor,
     k: torch.Tensor,
     pattern: DilatedPattern,
@@ -172,8 +176,8 @@ def question_of(
     is_causal: bool,
     has_window: bool = False,
     needs_grad: bool = False,
-) -> Question:
-    return Question(
+) -> ExchangeRequest:
+    return ExchangeRequest(
         size=size,
         layout=layout,
         seq_len=seq_len,
@@ -216,29 +220,29 @@ def explain_exchange(
     """
     heads = num_heads if num_kv_heads is None else num_kv_heads
     shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
-    question = Question(
+    question = ExchangeRequest(
         size=size, layout=layout, seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
         needs_grad=needs_grad, memory=memory, **shapes,
     )  # fmt: skip
     return table(question)
 
 
-def choose(question: Question) -> str:
+def choose(question: ExchangeRequest) -> str:
     """Returns the best exchange and logs it, once for each kind of call."""
-    best = offers(question)[0]
+    best = exchange_estimates(question)[0]
     _tell(question, best.exchange)
     return best.exchange
 
 
 @functools.lru_cache(maxsize=256)
-def _tell(question: Question, exchange: str) -> None:
+def _tell(question: ExchangeRequest, exchange: str) -> None:
     logger.info("ring: exchange %r for %s over %d processes\n%s", exchange, f"N = {question.seq_len}", question.size, table(question))
 
 
-def table(question: Question) -> str:
+def table(question: ExchangeRequest) -> str:
     """Formats the model's result for every exchange, best first."""
     lines = ["  exchange     forward (model)   beside the results"]
-    for offer in offers(question):
+    for offer in exchange_estimates(question):
         note = f"  not taken: {offer.reason}" if offer.reason else ""
         lines.append(f"  {offer.exchange:<12} {offer.seconds * 1e3:>11.3f} ms {offer.bytes_held / 2**20:>15,.1f} MiB{note}")
     return "\n".join(lines)

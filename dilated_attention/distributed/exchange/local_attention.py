@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import Job, row_of
+from dilated_attention.distributed.exchange.plan import RingProblem, row_of
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
@@ -14,57 +14,61 @@ from dilated_attention.engine.branches.plan import Range, Shape
 Tensors = tuple[torch.Tensor, ...]
 
 
-def home_shape(job: Job, span: Range) -> Shape:
+def local_shape(ring_problem: RingProblem, span: Range) -> Shape:
     """Returns the positions of ``span`` as a sequence of its own; positions and documents are counted from its first position."""
     start, end = span
     inside = (0, end - start)
-    documents = tuple((a - start, b - start) for a, b in job.shape.documents if a < end and b > start)
-    if _is_a_sequence(job, span):
+    documents = tuple((a - start, b - start) for a, b in ring_problem.shape.documents if a < end and b > start)
+    if _is_a_sequence(ring_problem, span):
         documents = (inside,)
-    return replace(job.shape, queries=inside, keys=inside, documents=documents)
+    return replace(ring_problem.shape, queries=inside, keys=inside, documents=documents)
 
 
-def _is_a_sequence(job: Job, span: Range) -> bool:
+def _is_a_sequence(ring_problem: RingProblem, span: Range) -> bool:
     """Whether the pattern restricted to ``span`` is the same pattern on a sequence of that length.
 
     It is if every branch begins a segment at the first position of the span, or has the whole span in one segment and counts its offsets
     from there.
     """
     start, end = span
-    if job.pattern.tail != "mask":
+    if ring_problem.pattern.tail != "mask":
         # the number of zero keys of a segment depends on what comes after the span
-        return span == job.shape.keys
-    first = next((a for a, b in job.shape.documents if a <= start and end <= b), None)
+        return span == ring_problem.shape.keys
+    first = next((a for a, b in ring_problem.shape.documents if a <= start and end <= b), None)
     if first is None:
         return False
     start, end = start - first, end - first
     return all(
         start % length == 0 or (start // length == (end - 1) // length and (start % length) % rate == 0)
-        for length, rate in job.pattern.branches
+        for length, rate in ring_problem.pattern.branches
     )
 
 
-def home_forward(job: Job, spans: tuple[Range, ...], tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def local_forward(ring_problem: RingProblem, spans: tuple[Range, ...], tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (B, n, H, D) in q's dtype, lse (B, n, H)) of the ranges, one after the other."""
     q, k, v = tensors
     outs, lses = [], []
     for span in spans:
         rows = _rows(spans, span)
-        out, lse = strategy.forward(job.pattern, home_shape(job, span), q[:, rows], k[:, rows], v[:, rows], _call_of(call, span))
+        out, lse = strategy.forward(
+            ring_problem.pattern, local_shape(ring_problem, span), q[:, rows], k[:, rows], v[:, rows], _call_of(call, span)
+        )
         outs.append(out)
         lses.append(lse.transpose(1, 2))
     return (outs[0], lses[0]) if len(spans) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
 
-def home_backward(job: Job, spans: tuple[Range, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None) -> Tensors:
+def local_backward(ring_problem: RingProblem, spans: tuple[Range, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None) -> Tensors:
     """Returns (dq, dk, dv) in the inputs' dtype. ``tensors``: dout, q, k, v, out (B, n, H, D), and lse (B, n, H) merged over all keys."""
     shares = []
     for span in spans:
         rows = _rows(spans, span)
         dout, q, k, v, out, lse = (x[:, rows] for x in tensors)
         dlse_ = None if dlse is None else dlse[:, rows].transpose(1, 2)
-        shape = home_shape(job, span)
-        shares.append(strategy.backward(job.pattern, shape, (dout, q, k, v, out, lse.transpose(1, 2)), _call_of(call, span), dlse_))
+        shape = local_shape(ring_problem, span)
+        shares.append(
+            strategy.backward(ring_problem.pattern, shape, (dout, q, k, v, out, lse.transpose(1, 2)), _call_of(call, span), dlse_)
+        )
     return tuple(shares[0]) if len(spans) == 1 else tuple(torch.cat(grads, 1) for grads in zip(*shares, strict=True))
 
 
@@ -75,4 +79,4 @@ def _rows(spans: tuple[Range, ...], span: Range) -> slice:
 
 def _call_of(call: Call, span: Range) -> Call:
     padding = None if call.padding is None else call.padding[:, slice(*span)]
-    return replace(call, padding=padding, origin=span[0])
+    return replace(call, padding=padding, position_offset=span[0])

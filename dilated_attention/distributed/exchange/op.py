@@ -13,17 +13,17 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.exchange.context_parallel import ring_backward, ring_forward
-from dilated_attention.distributed.exchange.requirements import over_gpus, ring_need
-from dilated_attention.engine.oom.requirements import more_ways
+from dilated_attention.distributed.exchange.requirements import over_gpus, ring_requirement
+from dilated_attention.engine.oom.requirements import more_suggestions
 from dilated_attention.engine.ops.gradients import register_gradients
-from dilated_attention.engine.ops.op_hooks import watched
-from dilated_attention.engine.ops.prepare import Settings, pattern_of
+from dilated_attention.engine.ops.op_hooks import op_hook
+from dilated_attention.engine.ops.prepare import CallSettings, pattern_of
 
-more_ways.append(over_gpus)
+more_suggestions.append(over_gpus)
 
 
 @torch.library.custom_op("dilated_attention::ring_attention", mutates_args=())
-@watched(ring_need)
+@op_hook(ring_requirement)
 def ring_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -58,14 +58,14 @@ def ring_attention_op(
     ``seq_len`` is −1 if the ranks have to ask each other. The caller checks the arguments.
     """
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
+    settings = CallSettings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
     ring = RingCall(group_name, layout, exchange, seq_len, ranks_per_node, timeout, lse_grad)
     out, lse, whole = ring_forward((q, k, v), key_padding_mask, cu_seqlens, seed, pattern, settings, ring)
     return out, lse, torch.tensor(whole, dtype=torch.int64)
 
 
 @torch.library.custom_op("dilated_attention::ring_attention_backward", mutates_args=())
-@watched(ring_need)
+@op_hook(ring_requirement)
 def ring_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -102,7 +102,7 @@ def ring_attention_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (dq, dk, dv) of this rank's rows, contiguous, in the inputs' dtype."""
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
+    settings = CallSettings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, "native")
     N, number = whole.tolist()
     ring = RingCall(group_name, layout, exchange, N, ranks_per_node, timeout, lse_grad)
     tensors = (dout, q, k, v, out, lse)

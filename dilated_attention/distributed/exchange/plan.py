@@ -27,25 +27,25 @@ from dilated_attention.pattern import DilatedPattern
 
 
 @dataclass(frozen=True)
-class Job:
+class RingProblem:
     """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
         shape: the shape of the whole sequence; ``queries`` and ``keys`` are all of it.
-        holdings: the position ranges that each rank holds, in the order of its rows.
+        shards: the position ranges that each rank holds, in the order of its rows.
         exchange: ``"all_gather"`` or ``"ring"``.
         head_steps: the number of steps of an all_gather of one dense branch, a divisor of the key/value heads.
     """
 
     pattern: DilatedPattern
     shape: Shape
-    holdings: tuple[tuple[Range, ...], ...]
+    shards: tuple[tuple[Range, ...], ...]
     exchange: str
     head_steps: int = 1
 
     @property
     def size(self) -> int:
-        return len(self.holdings)
+        return len(self.shards)
 
     @property
     def is_fresh(self) -> bool:
@@ -96,7 +96,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class RingLaunch:
     """One dense problem: ``queries`` are rows of the rank, ``keys`` rows of a buffer (the rank's own rows if it is the owner).
 
     Args:
@@ -114,7 +114,7 @@ class Launch:
 class Step:
     what: str
     buffers: tuple[Buffer, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[RingLaunch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,61 +122,64 @@ class RankPlan:
     """What one rank does.
 
     Args:
-        home: the ranges of its queries that the engine first computes on the keys of the same ranges.
+        local_ranges: the ranges of its queries that the engine first computes on the keys of the same ranges.
         covered: whether every row is written by some launch; only meaningful without a home part.
         single: whether no row is written twice; only meaningful without a home part.
     """
 
-    home: tuple[Range, ...]
+    local_ranges: tuple[Range, ...]
     steps: tuple[Step, ...]
     covered: bool
     single: bool
 
 
 @functools.lru_cache(maxsize=256)
-def rank_plan(job: Job, rank: int) -> RankPlan:
-    spans = job.holdings[rank]
-    if job.is_fresh:
-        steps = [_step(job, rank, f"heads {i + 1} of {job.head_steps}", [(span, job.shape.keys) for span in spans], heads)
-                 for i, heads in enumerate(_head_ranges(job))]  # fmt: skip
+def rank_plan(ring_problem: RingProblem, rank: int) -> RankPlan:
+    spans = ring_problem.shards[rank]
+    if ring_problem.is_fresh:
+        pairs = [(span, ring_problem.shape.keys) for span in spans]
+        steps = [
+            _step(ring_problem, rank, f"heads {i + 1} of {ring_problem.head_steps}", pairs, heads)
+            for i, heads in enumerate(_head_ranges(ring_problem))
+        ]
         rows = sum(launch.problem.q_len * launch.problem.heads.count for step in steps for launch in step.launches if launch.problem.first)
-        covered = rows == job.shape.num_heads * sum(end - start for start, end in spans)
+        covered = rows == ring_problem.shape.num_heads * sum(end - start for start, end in spans)
         single = all(launch.problem.first for step in steps for launch in step.launches)
         return RankPlan((), tuple(steps), covered, single)
-    N = job.shape.keys[1]
-    if job.exchange == "ring":
+    N = ring_problem.shape.keys[1]
+    if ring_problem.exchange == "ring":
         # every rank has the same number of steps, including empty ones
-        steps = [hop(job, rank, index) for index in range(job.size)]
+        steps = [hop(ring_problem, rank, index) for index in range(ring_problem.size)]
     else:
         # the keys before a rank's queries and those after them are two separate ranges
         pairs = [(span, keys) for span in spans for keys in ((0, span[0]), (span[1], N)) if keys[0] < keys[1]]
-        steps = [_step(job, rank, "keys of longer branches", pairs)]
+        steps = [_step(ring_problem, rank, "keys of longer branches", pairs)]
     return RankPlan(spans, tuple(steps), covered=True, single=False)
 
 
 @functools.lru_cache(maxsize=1024)
-def hop(job: Job, rank: int, index: int) -> Step:
+def hop(ring_problem: RingProblem, rank: int, index: int) -> Step:
     """Returns a ring's step with the keys of the rank ``index`` places before; for 0, the rank's own runs, each with the others."""
-    spans, others = job.holdings[rank], job.holdings[(rank - index) % job.size]
+    spans, others = ring_problem.shards[rank], ring_problem.shards[(rank - index) % ring_problem.size]
     pairs = [(span, other) for span in spans for other in others if index or other != span]
-    return _step(job, rank, f"hop {index}" if index else "own keys", pairs)
+    return _step(ring_problem, rank, f"hop {index}" if index else "own keys", pairs)
 
 
-def _head_ranges(job: Job) -> Iterator[Range]:
-    size = job.shape.num_heads // job.head_steps
-    return ((i * size, (i + 1) * size) for i in range(job.head_steps))
+def _head_ranges(ring_problem: RingProblem) -> Iterator[Range]:
+    size = ring_problem.shape.num_heads // ring_problem.head_steps
+    return ((i * size, (i + 1) * size) for i in range(ring_problem.head_steps))
 
 
-def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], heads: Range | None = None) -> Step:
+def _step(ring_problem: RingProblem, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], heads: Range | None = None) -> Step:
     """Returns a step of some (query range, key range) pairs, of ``heads`` alone if given."""
-    wanted = [(span, problem) for span, keys in pairs for problem in _problems(job, span, keys, heads)]
-    head, kv_head = (0, 0) if heads is None else (heads[0], heads[0] * job.shape.num_kv_heads // job.shape.num_heads)
-    buffers, places = _buffers(job, [problem for _, problem in wanted], kv_head)
+    wanted = [(span, problem) for span, keys in pairs for problem in _problems(ring_problem, span, keys, heads)]
+    head, kv_head = (0, 0) if heads is None else (heads[0], heads[0] * ring_problem.shape.num_kv_heads // ring_problem.shape.num_heads)
+    buffers, places = _buffers(ring_problem, [problem for _, problem in wanted], kv_head)
     launches = []
     for (span, problem), place in zip(wanted, places, strict=True):
         buffer = buffers[place]
         group = problem.heads
-        row = row_of(job.holdings[rank], problem.q_start) if problem.q_len else 0
+        row = row_of(ring_problem.shards[rank], problem.q_start) if problem.q_len else 0
         assert span[0] <= problem.q_start and problem.q_start + (problem.q_len - 1) * problem.step < span[1]
         queries = Rows(row, 1, 1, problem.q_len, problem.step, group.start + head, group.step, group.count, group.shift)
         index = (problem.k_start - buffer.first) // buffer.step
@@ -185,16 +188,16 @@ def _step(job: Job, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], 
             keys = Rows(rows.start + index * buffer.step, 1, 1, problem.k_len, buffer.step, *buffer.heads, buffer.shift)
         else:
             keys = Rows(index, 1, 1, problem.k_len, 1, 0, 1, buffer.heads[2])
-        launches.append(Launch(problem, place, index, queries, keys))
+        launches.append(RingLaunch(problem, place, index, queries, keys))
     # launches that write rows come before those that merge into them; then the longest first, so that short ones fill the end
     launches.sort(key=lambda launch: (not launch.problem.first, -launch.problem.k_len))
     return Step(what, tuple(buffers), tuple(launches))
 
 
-def _problems(job: Job, queries: Range, keys: Range, heads: Range | None) -> tuple[Problem, ...]:
+def _problems(ring_problem: RingProblem, queries: Range, keys: Range, heads: Range | None) -> tuple[Problem, ...]:
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
         return ()
-    whole = job.shape
+    whole = ring_problem.shape
     shape = Shape(
         num_heads=whole.num_heads,
         num_kv_heads=whole.num_kv_heads,
@@ -205,29 +208,34 @@ def _problems(job: Job, queries: Range, keys: Range, heads: Range | None) -> tup
         window=whole.window,
         window_block=whole.window_block,
         heads=heads,
-        shifted_heads=whole.shifted_heads and has_even_cuts(job),
+        shifted_heads=whole.shifted_heads and has_even_cuts(ring_problem),
         aligned_last=whole.aligned_last,
     )
-    problems = make_plan(job.pattern, shape).problems
+    problems = make_plan(ring_problem.pattern, shape).problems
     assert all(problem.segments == 1 for problem in problems), "ranges that do not meet share no whole segment"
     return problems
 
 
 @functools.lru_cache(maxsize=256)
-def has_even_cuts(job: Job) -> bool:
+def has_even_cuts(ring_problem: RingProblem) -> bool:
     """Whether every head, counting from its own offset, has the same number of positions on either side of every rank's bounds."""
-    if len(job.shape.documents) > 1:
-        return max(job.pattern.dilation_rates) == 1
-    bounds = {bound for spans in job.holdings for span in spans for bound in span}
-    return all((bound % length) % rate == 0 for length, rate in job.pattern.branches for bound in bounds if bound < job.shape.keys[1])
+    if len(ring_problem.shape.documents) > 1:
+        return max(ring_problem.pattern.dilation_rates) == 1
+    bounds = {bound for spans in ring_problem.shards for span in spans for bound in span}
+    return all(
+        (bound % length) % rate == 0
+        for length, rate in ring_problem.pattern.branches
+        for bound in bounds
+        if bound < ring_problem.shape.keys[1]
+    )
 
 
-def _buffers(job: Job, problems: list[Problem], kv_head: int) -> tuple[list[Buffer], list[int]]:
+def _buffers(ring_problem: RingProblem, problems: list[Problem], kv_head: int) -> tuple[list[Buffer], list[int]]:
     """Returns the fewest buffers that hold every problem's keys in consecutive rows, and the index of each problem's buffer."""
     families: dict[object, list[int]] = {}
     for index, problem in enumerate(problems):
         group = problem.heads
-        where = None if problem.step == 1 else (problem.branch, problem.k_start % problem.step, _segment(job, problem))
+        where = None if problem.step == 1 else (problem.branch, problem.k_start % problem.step, _segment(ring_problem, problem))
         families.setdefault((group.kv_start, group.kv_step, group.kv_count, group.shift, problem.step, where), []).append(index)
     buffers: list[Buffer] = []
     places = [0] * len(problems)
@@ -250,21 +258,21 @@ def _buffers(job: Job, problems: list[Problem], kv_head: int) -> tuple[list[Buff
             heads = (group.kv_start + kv_head, group.kv_step, group.kv_count)
             for index in together:
                 places[index] = len(buffers)
-            buffers.append(Buffer(heads, group.shift, first, step, count, _sources(job, first, step, count)))
+            buffers.append(Buffer(heads, group.shift, first, step, count, _sources(ring_problem, first, step, count)))
     return buffers, places
 
 
-def _segment(job: Job, problem: Problem) -> tuple[int, int]:
-    length = job.pattern.segment_lengths[problem.branch]
-    for index, (start, end) in enumerate(job.shape.documents):
+def _segment(ring_problem: RingProblem, problem: Problem) -> tuple[int, int]:
+    length = ring_problem.pattern.segment_lengths[problem.branch]
+    for index, (start, end) in enumerate(ring_problem.shape.documents):
         if start <= problem.k_start < end:
             return index, (problem.k_start - start) // length
     raise AssertionError("every key lies in a document")
 
 
-def _sources(job: Job, first: int, step: int, count: int) -> tuple[Source, ...]:
+def _sources(ring_problem: RingProblem, first: int, step: int, count: int) -> tuple[Source, ...]:
     found = []
-    for rank, spans in enumerate(job.holdings):
+    for rank, spans in enumerate(ring_problem.shards):
         row = 0
         for start, end in spans:
             low = min(count, max(0, -(-(start - first) // step)))

@@ -12,7 +12,7 @@ from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.oom.device_memory import size_text
-from dilated_attention.engine.oom.requirement import Need, Setting, Terms, held_bytes, of_training, shapes_text
+from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, Terms, held_bytes, of_training, shapes_text
 from dilated_attention.engine.oom.requirements import pattern_among, results, setting_of
 from dilated_attention.pattern import DilatedPattern
 
@@ -20,7 +20,7 @@ from dilated_attention.pattern import DilatedPattern
 MOST_GPUS = 1024
 
 
-def ring_need(arguments: Mapping[str, Any]) -> Need:
+def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``ring_attention`` and ``ring_dilated_attention`` on one rank: its own rows, their results, and received keys."""
     x = arguments
     q, k = x["q"], x["k"]
@@ -29,7 +29,7 @@ def ring_need(arguments: Mapping[str, Any]) -> Need:
     needs_grad = x["needs_grad"] or "dout" in x
     is_dense = _is_dense(pattern, k.shape[1] * members.size)
 
-    def terms(setting: Setting) -> Terms:
+    def terms(setting: AdjustableSetting) -> Terms:
         brought = brought_bytes(x, pattern, setting, members.size, x["exchange"])
         return (*results(setting, q, k, needs_grad), ("keys of other ranks, shares of their gradients", brought))
 
@@ -37,14 +37,14 @@ def ring_need(arguments: Mapping[str, Any]) -> Need:
         whole = k.shape[1] * members.size
         now = setting_of(x)
         for size in _sizes(members.size + 1):
-            setting = Setting(batch=now.batch, length=-(-whole // size), dtype=now.dtype, detached=now.detached)
+            setting = AdjustableSetting(batch=now.batch, length=-(-whole // size), dtype=now.dtype, detached=now.detached)
             brought = brought_bytes(x, pattern, setting, size, x["exchange"])
             total = brought + sum(count for _, count in results(setting, q, k, needs_grad))
             if total <= there:
                 yield f"the same sequence over {size} ranks in place of {members.size}: at least {size_text(total)} on each"
                 return
 
-    return Need(
+    return MemoryRequirement(
         op="ring_attention" if is_dense else "ring_dilated_attention",
         **of_training(x),
         device=q.device,
@@ -53,11 +53,11 @@ def ring_need(arguments: Mapping[str, Any]) -> Need:
         setting=setting_of(x),
         terms=terms,
         least=True,
-        ways=(more_ranks,),
+        suggestions=(more_ranks,),
     )
 
 
-def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
+def ring_blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``ring_block_sparse_attention`` on one rank: its own rows and their results.
 
     Received key blocks are not included, because they depend on the pattern.
@@ -65,7 +65,7 @@ def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
     x = arguments
     q, k = x["q"], x["k"]
     members = members_named(x["group_name"])
-    return Need(
+    return MemoryRequirement(
         op="ring_block_sparse_attention",
         **of_training(x),
         device=q.device,
@@ -77,7 +77,7 @@ def ring_blocks_need(arguments: Mapping[str, Any]) -> Need:
     )
 
 
-def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, size: int, exchange: str = "auto") -> int:
+def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: AdjustableSetting, size: int, exchange: str = "auto") -> int:
     """Returns the bytes of received keys on a rank of ``size``, and in training of the gradient contributions that it sends back.
 
     Args:
@@ -94,11 +94,11 @@ def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Settin
         share = e if q.device.type == "cuda" else accumulation_dtype(setting.dtype).itemsize
         return 2 * setting.batch * Hk * D * rows * (e + (share if needs_grad else 0))
     rows_q, rows_k = (torch.empty((setting.batch, n, *x.shape[2:]), dtype=setting.dtype, device="meta") for x in (q, k))
-    question = cost.question_of(
+    question = cost.exchange_request(
         rows_q, rows_k, pattern, size=size, layout=x.get("layout", "zigzag"), seq_len=n * size, is_causal=x["is_causal"],
         has_window=bool(x["window"]), needs_grad=needs_grad,
     )  # fmt: skip
-    offers = cost.offers(question)
+    offers = cost.exchange_estimates(question)
     return next((offer.bytes_held for offer in offers if offer.exchange == exchange), offers[0].bytes_held)
 
 
@@ -107,7 +107,7 @@ def over_gpus(arguments: Mapping[str, Any]) -> Callable[[int], Iterator[str]]:
     x = arguments
     q, k = x["q"], x["k"]
 
-    def ways(there: int) -> Iterator[str]:
+    def suggestions(there: int) -> Iterator[str]:
         if q.device.type != "cuda" or q.shape[1] != k.shape[1] or x["query_offset"]:
             return
         pattern, now, needs_grad = pattern_among(x), setting_of(x), x["needs_grad"] or "dout" in x
@@ -117,14 +117,14 @@ def over_gpus(arguments: Mapping[str, Any]) -> Callable[[int], Iterator[str]]:
                 pattern, n, q.shape[2], q.shape[3], batch_size=now.batch, num_kv_heads=k.shape[2], dtype=now.dtype, device_type="cuda",
                 is_causal=x["is_causal"], needs_grad=needs_grad,
             )  # fmt: skip
-            setting = Setting(batch=now.batch, length=n, dtype=now.dtype)
+            setting = AdjustableSetting(batch=now.batch, length=n, dtype=now.dtype)
             total = estimate.peak + brought_bytes(x, pattern, setting, size)
             if total <= there:
                 name = "ring_attention" if _is_dense(pattern, now.length) else "ring_dilated_attention"
                 yield f"{name} over {size} GPUs: about {size_text(total)} on each"
                 return
 
-    return ways
+    return suggestions
 
 
 def _is_dense(pattern: DilatedPattern, seq_len: int) -> bool:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from dilated_attention.distributed.sharding.layout import spans
-from dilated_attention.distributed.sharding.reshard import Holding
+from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.fork import cached_property
 
@@ -14,7 +14,7 @@ EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
 
 
 @dataclass(frozen=True)
-class Route:
+class ShardingPlan:
     """The division of queries and keys over the group's ranks, as given and during the computation, and the teams that exchange keys.
 
     Args:
@@ -24,8 +24,8 @@ class Route:
         exchange: how keys are exchanged inside a team: ``"all_gather"`` or ``"ring"``; a team of one has nothing to exchange.
     """
 
-    given: tuple[tuple[Holding, ...], tuple[Holding, ...]]
-    used: tuple[tuple[Holding, ...], tuple[Holding, ...]]
+    given: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
+    used: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
     inner: int
     exchange: str
 
@@ -43,9 +43,9 @@ class Route:
 
 
 @functools.lru_cache(maxsize=256)
-def make_route(
+def make_sharding_plan(
     seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool
-) -> Route:
+) -> ShardingPlan:
     """Returns the route of a resolved ``exchange``; ``inner`` is the number of ranks that divide the heads in ``"2d"``."""
     given = [spans(seq_len, rank, size, layout) for rank in range(size)]
     # kernels cannot process strided rows causally as ranges, so they are put in order first
@@ -61,12 +61,12 @@ def make_route(
     for rank in range(size):
         heads = head_range(num_heads, inner, rank % inner)
         group = num_heads // num_kv_heads
-        queries.append(Holding(used[rank], heads))
-        keys.append(Holding(used[rank], (heads[0] // group, -(-heads[1] // group))))
+        queries.append(ShardSpec(used[rank], heads))
+        keys.append(ShardSpec(used[rank], (heads[0] // group, -(-heads[1] // group))))
     if layout != "striped":
         given = [_joined([(start, stop) for start, stop, _ in rows]) for rows in given]
-    everything = [Holding(rows, (0, num_heads)) for rows in given], [Holding(rows, (0, num_kv_heads)) for rows in given]
-    return Route(
+    everything = [ShardSpec(rows, (0, num_heads)) for rows in given], [ShardSpec(rows, (0, num_kv_heads)) for rows in given]
+    return ShardingPlan(
         (tuple(everything[0]), tuple(everything[1])), (tuple(queries), tuple(keys)), inner, "ring" if exchange == "ring" else "all_gather"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.distributed.block_exchange.plan import BlockJob, entries_of
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
@@ -58,7 +58,7 @@ def balanced_layout(
     if pattern.is_chosen:
         raise ValueError(f"pattern is {pattern!r}, which is chosen by content anew in every call; expected one that shapes determine")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
-    work = Work.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
+    work = BlockWork.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
     best, least = [], math.inf
     for deal in _deals(work.pairs.tolist(), size):
         blocks = deal()
@@ -70,7 +70,7 @@ def balanced_layout(
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class BlockWork:
     """The work of each ``unit`` = max(q_block, k_block) positions, and the keys it needs.
 
     Args:
@@ -85,15 +85,15 @@ class Work:
     needs: torch.Tensor
 
     @classmethod
-    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> Work:
+    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> BlockWork:
         unit = max(pattern.q_block, pattern.k_block)
         units = -(-seq_len // unit)
         pairs = torch.zeros(units, dtype=torch.int64, device=device)
         needs: list[torch.Tensor] = []
         groups = 1
         if seq_len:
-            job = BlockJob(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
-            for _, entries in entries_of(job, seq_len, device):
+            ring_problem = RingBlockProblem(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
+            for _, entries in entries_of(ring_problem, seq_len, device):
                 queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
                 keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
                 row, column = entries.row * pattern.q_block // unit, entries.column * pattern.k_block // unit

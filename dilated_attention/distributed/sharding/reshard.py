@@ -19,7 +19,7 @@ from dilated_attention.engine.branches.plan import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ShardSpec:
     """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
 
     spans: tuple[Span, ...]
@@ -31,7 +31,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SharedRows:
     """``count`` rows that two holdings share: (start, step) in each of them, and the heads [first, last)."""
 
     here: tuple[int, int]
@@ -47,7 +47,7 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces(here: Holding, there: Holding) -> tuple[Piece, ...]:
+def shared_rows(here: ShardSpec, there: ShardSpec) -> tuple[SharedRows, ...]:
     """Returns what both hold, in the order of ``here``'s rows."""
     heads = (max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1]))
     if heads[0] >= heads[1]:
@@ -62,7 +62,7 @@ def pieces(here: Holding, there: Holding) -> tuple[Piece, ...]:
                 positions, count = common
                 first, step = positions
                 found.append(
-                    Piece(
+                    SharedRows(
                         (row + (first - span[0]) // span[2], step // span[2]),
                         (other_row + (first - other[0]) // other[2], step // other[2]),
                         count,
@@ -87,10 +87,10 @@ def _common(a: range, b: range) -> tuple[tuple[int, int], int] | None:
     return ((first, step), count) if count else None
 
 
-def regroup(
+def reshard(
     tensors: Sequence[torch.Tensor],
-    old: Sequence[Sequence[Holding]],
-    new: Sequence[Sequence[Holding]],
+    old: Sequence[Sequence[ShardSpec]],
+    new: Sequence[Sequence[ShardSpec]],
     me: int,
     wire: Wire | None,
     what: str,
@@ -113,7 +113,7 @@ def regroup(
         result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=x.device)
         results.append(result)
         for rank in range(len(before)):
-            for piece in pieces(mine, after[rank]):
+            for piece in shared_rows(mine, after[rank]):
                 part = piece.of(x, piece.here, mine.heads[0])
                 if rank != me:
                     sends.append((rank, part.to(dtype).transpose(0, 1).contiguous()))
@@ -123,7 +123,7 @@ def regroup(
                     piece.of(result, piece.there, needed.heads[0]).copy_(part)
             if rank == me:
                 continue
-            for piece in pieces(before[rank], needed):
+            for piece in shared_rows(before[rank], needed):
                 shape = (piece.count, B, piece.heads[1] - piece.heads[0], *rest)
                 part = torch.empty(shape, dtype=dtype, device=x.device)
                 receives.append((rank, part))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.backends.base import Backend, Facts, Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.branches.sequential import lse_share
 from dilated_attention.engine.branches.views import launches
@@ -34,7 +34,7 @@ def forward_lists(
     else:
         parts = [
             backend.forward_blocks(q[where], k[where], v[where], some, some_options)
-            for where, some, some_options in _launches(backend.facts, lists, (q, k, v), options)
+            for where, some, some_options in _launches(backend.capabilities, lists, (q, k, v), options)
         ]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
@@ -59,7 +59,7 @@ def backward_lists(
     if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
-        cuts = _launches(backend.facts, lists, (dout, q, k, v, out), options)
+        cuts = _launches(backend.capabilities, lists, (dout, q, k, v, out), options)
         parts = [
             _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
             for where, some, some_options in cuts
@@ -71,7 +71,7 @@ def backward_lists(
 def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
     dout, q, k, v, out, lse = tensors
 
-    native = dlse if backend.facts.lse_grad else None
+    native = dlse if backend.capabilities.lse_grad else None
     dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
     if dlse is None or native is not None:
         return dq, dk, dv
@@ -84,12 +84,14 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
 
 
-def _launches(facts: Facts, lists: BlockLists, tensors: Tensors, options: Options) -> Iterator[tuple[slice, BlockLists, Options]]:
+def _launches(
+    capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options
+) -> Iterator[tuple[slice, BlockLists, Options]]:
     """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
     B = tensors[0].shape[0]
     views = [x[:, None] for x in tensors]
     start = 0
-    for group in launches(views, max_batch=facts.max_batch, max_extent=facts.max_extent, max_rows=None):
+    for group in launches(views, max_batch=capabilities.max_batch, max_extent=capabilities.max_extent, max_rows=None):
         size = group[0].shape[0]
         where = slice(start, start + size)
         start += size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from dilated_attention.backends import NESTED, Backend, BackendUnavailable, Dropout, Mask, Options, Request, detect, registry
+from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options, detect, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
@@ -55,7 +55,7 @@ class BlockMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """A document (see ``Piece``) with the backend and options that compute it."""
+    """A document (see ``DocumentRows``) with the backend and options that compute it."""
 
     keys: slice
     rows: slice
@@ -144,7 +144,7 @@ def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: B
     return parts
 
 
-class Piece(NamedTuple):
+class DocumentRows(NamedTuple):
     """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which include those rows."""
 
     keys: slice
@@ -161,7 +161,7 @@ def pieces_of(
     is_causal: bool,
     masks: BlockMasks,
     device: torch.device,
-) -> Iterator[Piece]:
+) -> Iterator[DocumentRows]:
     """Yields the documents, or the whole sequence as one."""
     # query blocks begin on the pattern's grid: the rows before the first query are computed, too, and cut off afterwards
     front = masks.query_offset % pattern.q_block
@@ -180,13 +180,13 @@ def pieces_of(
             kept = masks.kept[:, :, first_row:]
             lists = lists_of_kept(kept, pattern, length, end - start, is_causal=is_causal, query_offset=first_query)
             first_row += lists.num_rows
-        yield Piece(keys, rows, front, lists)
+        yield DocumentRows(keys, rows, front, lists)
 
 
-def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_mask: bool, is_backward: bool) -> Request:
+def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_mask: bool, is_backward: bool) -> AttentionRequest:
     """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
     q, k = views[:2]
-    return Request(
+    return AttentionRequest(
         hardware=detect(q.device),
         dtype=q.dtype,
         head_dim=q.shape[3],
@@ -206,7 +206,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_m
     )
 
 
-def select_backend(request: Request, settings: BlockSettings) -> Backend:
+def select_backend(request: AttentionRequest, settings: BlockSettings) -> Backend:
     """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(

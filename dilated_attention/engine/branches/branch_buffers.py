@@ -28,7 +28,7 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class BranchBuffers:
     """The layers of one pattern for some heads and N positions.
 
     Args:
@@ -93,41 +93,41 @@ class Layers:
 
 
 @functools.lru_cache(maxsize=256)
-def make_layers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int], positions: int, is_causal: bool) -> Layers:
+def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int], positions: int, is_causal: bool) -> BranchBuffers:
     """Returns the layers of heads [first, last) of ``num_heads``. The first branch that takes every position is the direct one."""
     branches = tuple((min(length, positions), rate) for length, rate in pattern.branches)
     offsets = tuple(row[slice(*heads)] for row in pattern.offsets(num_heads))
     direct = next((b for b, (_, rate) in enumerate(branches) if rate == 1 and NOT_IN_BRANCH not in offsets[b]), None)
-    return Layers(branches, offsets, positions, direct, pattern.tail == "zero_keys" and not is_causal)
+    return BranchBuffers(branches, offsets, positions, direct, pattern.tail == "zero_keys" and not is_causal)
 
 
-def of_problem(problem: Problem, layer: torch.Tensor) -> torch.Tensor:
+def of_problem(problem: Problem, buffer: torch.Tensor) -> torch.Tensor:
     """Returns the problem's rows of its branch's layer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
     heads = problem.heads
     first = problem.q_start // problem.stride
     segments = slice(first, first + problem.segments)
     which = slice(heads.start, heads.start + (heads.count - 1) * heads.step + 1, heads.step)
-    if layer.dim() == 5:
-        return layer[:, segments, : problem.q_len, which]
-    return layer[:, segments, which, : problem.q_len]
+    if buffer.dim() == 5:
+        return buffer[:, segments, : problem.q_len, which]
+    return buffer[:, segments, which, : problem.q_len]
 
 
 @functools.lru_cache(maxsize=256)
-def table(layers: Layers, device: torch.device) -> torch.Tensor:
+def table(buffers: BranchBuffers, device: torch.device) -> torch.Tensor:
     """Returns the heads' offsets (branches, H), int32, on ``device``. It is cached, so that a captured CUDA graph copies nothing."""
-    return torch.tensor(layers.offsets, dtype=torch.int32, device=device)
+    return torch.tensor(buffers.offsets, dtype=torch.int32, device=device)
 
 
-def merge_layers(
-    layers: Layers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
+def merge_buffers(
+    buffers: BranchBuffers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
 ) -> None:
     """Computes out (B, N, H, D) and lse (B, N, H) from the layers, in place; ``out`` already holds the direct branch's result."""
     acc_dtype = part_lses[0].dtype
     high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
-    spread = [_spread(layers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
+    spread = [_at_positions(buffers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
     for part_lse in spread:
         high = torch.maximum(high, part_lse)
-    zeros = zero_key_counts(layers, lse.device).to(acc_dtype) if layers.zero_keys else None
+    zeros = zero_key_counts(buffers, lse.device).to(acc_dtype) if buffers.zero_keys else None
     if zeros is not None:
         high = torch.where(zeros > 0, high.clamp(min=0), high)
     high = high.masked_fill(high == -torch.inf, 0.0)
@@ -135,7 +135,7 @@ def merge_layers(
     acc = torch.zeros(out.shape, dtype=acc_dtype, device=out.device)
     for b, (part, part_lse) in enumerate(zip(parts, spread, strict=True)):
         weight = (part_lse - high).exp()
-        rows = out if part is None else _spread(layers, b, part, 0.0)
+        rows = out if part is None else _at_positions(buffers, b, part, 0.0)
         acc += torch.where(weight[..., None] > 0, rows.to(acc_dtype), 0.0) * weight[..., None]
         total += weight
     if zeros is not None:
@@ -144,51 +144,51 @@ def merge_layers(
     out.copy_(acc / total.masked_fill(total == 0, 1.0)[..., None])
 
 
-def count_zero_keys(layers: Layers, parts: Sequence[torch.Tensor], part_lses: Sequence[torch.Tensor]) -> None:
+def count_zero_keys(buffers: BranchBuffers, parts: Sequence[torch.Tensor], part_lses: Sequence[torch.Tensor]) -> None:
     """Adds the zero keys of its own branch to each part, in place: out_b ← out_b · e^(lse_b) / (e^(lse_b) + z_b)."""
-    for (length, rate), offsets, part, part_lse in zip(layers.branches, layers.offsets, parts, part_lses, strict=True):
+    for (length, rate), offsets, part, part_lse in zip(buffers.branches, buffers.offsets, parts, part_lses, strict=True):
         offset = torch.tensor(offsets, device=part.device)
-        size = torch.clamp(layers.positions - torch.arange(part.shape[1], device=part.device)[:, None] * length, max=length)
+        size = torch.clamp(buffers.positions - torch.arange(part.shape[1], device=part.device)[:, None] * length, max=length)
         # number of zero keys of each segment and head
         zeros = (-(-length // rate) - (size - offset + rate - 1) // rate)[None, :, :, None]
         share = torch.where(zeros > 0, (part_lse - zeros.to(part_lse.dtype).log()).sigmoid(), 1.0)
         part.mul_(share.transpose(2, 3)[..., None])
 
 
-def sum_layers(layers: Layers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+def sum_buffers(buffers: BranchBuffers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
     """Sums the layers into grad (B, N, H, D) in place, in float32; ``grad`` already holds the direct branch's share."""
     acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
     for b, part in enumerate(parts):
-        acc += grad if part is None else _spread(layers, b, part, 0.0)
+        acc += grad if part is None else _at_positions(buffers, b, part, 0.0)
     grad.copy_(acc)
 
 
-def zero_key_counts(layers: Layers, device: torch.device) -> torch.Tensor:
+def zero_key_counts(buffers: BranchBuffers, device: torch.device) -> torch.Tensor:
     """Returns z of each row, (1, N, H): places of its padded segments that hold no real position, over the branches that take it."""
-    counts = torch.zeros(1, layers.positions, layers.heads, dtype=torch.int64, device=device)
-    for b, (length, rate) in enumerate(layers.branches):
-        _, taken, segment, _, offset = _places(layers, b, device)
-        size = torch.clamp(layers.positions - segment * length, max=length)
+    counts = torch.zeros(1, buffers.positions, buffers.heads, dtype=torch.int64, device=device)
+    for b, (length, rate) in enumerate(buffers.branches):
+        _, taken, segment, _, offset = _places(buffers, b, device)
+        size = torch.clamp(buffers.positions - segment * length, max=length)
         z = -(-length // rate) - (size - offset + rate - 1) // rate
         counts[0] += torch.where(taken, z, 0)
     return counts
 
 
-def _places(layers: Layers, branch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _places(buffers: BranchBuffers, branch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Returns (n, taken, segment, place, offset) of each position and head, (N, H)."""
-    length, rate = layers.branches[branch]
-    offset = torch.tensor(layers.offsets[branch], device=device)[None, :]
-    n = torch.arange(layers.positions, device=device)[:, None]
+    length, rate = buffers.branches[branch]
+    offset = torch.tensor(buffers.offsets[branch], device=device)[None, :]
+    n = torch.arange(buffers.positions, device=device)[:, None]
     segment = n // length
     t = n - segment * length - offset
     taken = (offset >= 0) & (t >= 0) & (t % rate == 0)
     return n, taken, segment.expand_as(taken), torch.where(taken, t // rate, 0), offset
 
 
-def _spread(layers: Layers, branch: int, layer: torch.Tensor, empty: float) -> torch.Tensor:
+def _at_positions(buffers: BranchBuffers, branch: int, buffer: torch.Tensor, empty: float) -> torch.Tensor:
     """Spreads a layer (B, S, L, H, D), or (B, S, H, L) of lse, over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
-    _, taken, segment, place, _ = _places(layers, branch, layer.device)
-    heads = torch.arange(layers.heads, device=layer.device)[None, :].expand_as(taken)
-    if layer.dim() == 5:
-        return torch.where(taken[None, ..., None], layer[:, segment, place, heads], empty)
-    return torch.where(taken[None], layer[:, segment, heads, place], empty)
+    _, taken, segment, place, _ = _places(buffers, branch, buffer.device)
+    heads = torch.arange(buffers.heads, device=buffer.device)[None, :].expand_as(taken)
+    if buffer.dim() == 5:
+        return torch.where(taken[None, ..., None], buffer[:, segment, place, heads], empty)
+    return torch.where(taken[None], buffer[:, segment, heads, place], empty)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dilated_attention.engine.branches.branch_buffers import make_layers
+from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
 from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.pattern import DilatedPattern
 
@@ -18,7 +18,7 @@ from dilated_attention.pattern import DilatedPattern
 TRANSIENT_BYTES = 512 * 2**20
 TRANSIENT_SHARE = 0.05
 # number of chunks that are computed concurrently
-LANES = 2
+CONCURRENT_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkSizes:
     """Heads and positions of each chunk, how many chunks are alive at once, and whether their waiting results fit the budget."""
 
     heads: int
     positions: int
-    lanes: int
+    concurrent: int
     fits: bool
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
@@ -48,7 +48,7 @@ def transient_budget(input_bytes: int) -> int:
     return max(TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def make_cut(
+def make_chunk_sizes(
     pattern: DilatedPattern,
     *,
     batch: int,
@@ -58,7 +58,7 @@ def make_cut(
     row_bytes: int,
     budget: int,
     waiting: DilatedPattern | None = None,
-) -> Cut:
+) -> ChunkSizes:
     """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:
@@ -68,58 +68,58 @@ def make_cut(
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
-        layers = make_layers(waiting or pattern, num_heads, (0, heads), positions, False)
-        return batch * heads * layers.rows(with_direct=False) * row_bytes
+        buffers = make_branch_buffers(waiting or pattern, num_heads, (0, heads), positions, False)
+        return batch * heads * buffers.rows(with_direct=False) * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:
-        return Cut(num_heads, num_positions, 1, True)
-    budget //= LANES
+        return ChunkSizes(num_heads, num_positions, 1, True)
+    budget //= CONCURRENT_CHUNKS
     period = _period(pattern, num_positions)
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
-        return Cut(num_heads, period * (budget // per_period), LANES, True)
+        return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS, True)
     kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
     # the same number of chunks, but of equal size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
-    return Cut(kv_heads * group, period, LANES, part_bytes(kv_heads * group, period) <= budget)
+    return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS, part_bytes(kv_heads * group, period) <= budget)
 
 
-def backward_layers_cut(
+def backward_buffers_chunk_sizes(
     pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
-) -> Cut:
+) -> ChunkSizes:
     """Returns the chunks of a backward whose shares wait in layers.
 
     A part keeps dq, dk and dv. In addition, the launch of each lane accumulates dq in float32.
     """
     inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
-    return make_cut(
+    return make_chunk_sizes(
         pattern,
         batch=batch,
         num_positions=num_positions,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         row_bytes=3 * head_dim * itemsize,
-        budget=transient_budget(inputs) - LANES * PART_BYTES["cuda"],
+        budget=transient_budget(inputs) - CONCURRENT_CHUNKS * PART_BYTES["cuda"],
     )
 
 
-def make_tiers(pattern: DilatedPattern, num_heads: int, cut: Callable[[DilatedPattern], Cut]) -> list[DilatedPattern]:
+def make_tiers(pattern: DilatedPattern, num_heads: int, chunk_sizes: Callable[[DilatedPattern], ChunkSizes]) -> list[DilatedPattern]:
     """Splits the pattern into branches with short and with long segments, if the pattern as a whole does not fit the budget.
 
     If the longest segments of a single head alone exceed the budget, the short branches run first, in chunks. The long ones, whose
     parts are few, are then merged into that result.
 
     Args:
-        cut: returns the chunks of a pattern for this call.
+        chunk_sizes: returns the chunks of a pattern for this call.
     """
-    if cut(pattern).fits:
+    if chunk_sizes(pattern).fits:
         return [pattern]
     order = sorted(range(pattern.num_branches), key=lambda b: pattern.segment_lengths[b])
 
     if pattern.branch_heads == "all":
         for first_long in range(len(order) - 1, 0, -1):
             short = pattern.with_branches(sorted(order[:first_long]), num_heads)
-            if cut(short).fits:
+            if chunk_sizes(short).fits:
                 return [short, pattern.with_branches(sorted(order[first_long:]), num_heads)]
     return [pattern]
 

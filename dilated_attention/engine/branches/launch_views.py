@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from dilated_attention.backends.base import Backend, Mask, Options, Request
+from dilated_attention.backends.base import AttentionRequest, Backend, Mask, Options
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.engine.branches.plan import Problem
 from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
@@ -37,7 +37,7 @@ class Call:
         nested: the forward visits the pairs of nested branches once.
         request: what the backend was chosen for; ``named``: the caller named the backend.
         needs_grad: a backward will follow, or this is one.
-        origin, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
+        position_offset, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
     """
 
     backend: Backend
@@ -49,10 +49,10 @@ class Call:
     detached: bool = False
     is_causal: bool = False
     nested: bool = False
-    request: Request | None = None
+    request: AttentionRequest | None = None
     named: bool = False
     needs_grad: bool = False
-    origin: int = 0
+    position_offset: int = 0
     first_head: int = 0
 
 
@@ -64,7 +64,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Geometry:
+class LaunchViews:
     """The views of one launch as (size, stride, offset), and a key that is unique to these shapes and strides."""
 
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
@@ -88,15 +88,15 @@ def launches_of(
         batch_and_keys: (B, N) of the whole sequence, whose positions the masks are indexed by.
         whole: a launch allocates nothing in addition to its results, so only the kernel limits its length.
     """
-    facts, options = call.backend.facts, call.options
-    limits = (facts.max_batch, facts.max_extent, None if whole else max_rows(problem, tensors[0][1]))
+    capabilities, options = call.backend.capabilities, call.options
+    limits = (capabilities.max_batch, capabilities.max_extent, None if whole else max_rows(problem, tensors[0][1]))
     if call.padding is None and not call.dropout_p:
         plain = [x for _, x in tensors]
         mask = Mask(None, problem.band)
         # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
         return [
-            (geometry.of(plain), Options(options.scale, problem.causal, mask, None, options.deterministic, geometry.key))
-            for geometry in _geometry(tuple((view, x.shape, x.stride()) for view, x in tensors), limits)
+            (launch_views.of(plain), Options(options.scale, problem.causal, mask, None, options.deterministic, launch_views.key))
+            for launch_views in _launch_views(tuple((view, x.shape, x.stride()) for view, x in tensors), limits)
         ]
     return _masked_launches(problem, tensors, call, batch_and_keys, limits)
 
@@ -111,15 +111,15 @@ def _masked_launches(
     if call.dropout_p:
         B, num_keys = batch_and_keys
         # positions in the whole sequence, so that a cut does not change the position of a query row
-        positions = torch.arange(call.origin, call.origin + num_keys, device=device).repeat(B, 1)
+        positions = torch.arange(call.position_offset, call.position_offset + num_keys, device=device).repeat(B, 1)
         batch = torch.arange(B, device=device)[:, None].repeat(1, num_keys)
         more += [(query_view, positions), (key_view, positions), (key_view, batch)]
         heads = torch.arange(problem.heads.count, device=device) * problem.heads.step + problem.heads.start + call.first_head
     given = [*tensors, *((view, x[..., None]) for view, x in more)]
     base = replace(call.options, causal=problem.causal)
     found = []
-    for geometry in _geometry(tuple((view, x.shape, x.stride()) for view, x in given), limits):
-        views = geometry.of([x for _, x in given])
+    for launch_views in _launch_views(tuple((view, x.shape, x.stride()) for view, x in given), limits):
+        views = launch_views.of([x for _, x in given])
         extra = [x.squeeze(-1) for x in views[num_views:]]
         padding = extra.pop(0) if call.padding is not None else None
         options = replace(base, mask=Mask(padding, problem.band))
@@ -141,12 +141,12 @@ def max_rows(problem: Problem, q: torch.Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _geometry(shapes: tuple[tuple[View, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[Geometry, ...]:
+def _launch_views(shapes: tuple[tuple[View, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[LaunchViews, ...]:
     """Returns the geometry of every launch on views (B, S, L, …) of tensors with these shapes and strides."""
     views = [view.of(torch.empty_strided(shape, stride, device="meta")) for view, shape, stride in shapes]
     max_batch, max_extent, rows = limits
     made = []
     for group in launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows):
         key = tuple((tuple(x.shape), x.stride()) for x in group)
-        made.append(Geometry(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
+        made.append(LaunchViews(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
     return tuple(made)

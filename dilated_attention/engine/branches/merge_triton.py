@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.block_lists import on_device
-from dilated_attention.engine.branches.branch_buffers import Layers, table
+from dilated_attention.engine.branches.branch_buffers import BranchBuffers, table
 
 # (elements of out that a program takes at a time, warps), alone and alongside other work: the fastest of a sweep on an H200
 _MERGE_SIZES, _SUM_SIZES = ((8192, 4), (8192, 8)), ((4096, 8), (8192, 8))
@@ -207,50 +207,58 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     tl.store(pointers[:, None] + columns[None, :], acc.to(grad_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
 
 
-def merge_layers(
-    layers: Layers,
+def merge_buffers(
+    buffers: BranchBuffers,
     out: torch.Tensor,
     lse: torch.Tensor,
     parts: torch.Tensor,
     part_lses: torch.Tensor,
     *,
-    aside: bool = False,
+    is_concurrent: bool = False,
     own: bool = False,
 ) -> None:
-    """Same as ``branch_buffers.merge_layers``, on the flat buffers of all layers.
+    """Same as ``branch_buffers.merge_buffers``, on the flat buffers of all branches.
 
     out (B, N, H, D) has last stride 1, lse (B, N, H) is float32.
 
     Args:
-        aside: run on a few multiprocessors alongside other work, instead of on all of them.
+        is_concurrent: run on a few multiprocessors alongside other work, instead of on all of them.
         own: leave the parts in the state in which ``branch_buffers.count_zero_keys`` leaves them.
     """
-    assert not own or layers.direct is None
+    assert not own or buffers.direct is None
     assert out.stride(-1) == 1 and lse.dtype is torch.float32
     strides = (*out.stride()[:3], *lse.stride())
-    _launch(_merge_kernel, layers, out, (out, lse, parts, part_lses), strides, aside, ZERO_KEYS=layers.zero_keys, OWN=own)
+    _launch(_merge_kernel, buffers, out, (out, lse, parts, part_lses), strides, is_concurrent, ZERO_KEYS=buffers.zero_keys, OWN=own)
 
 
-def sum_layers(layers: Layers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, aside: bool = False) -> None:
-    """Same as ``branch_buffers.sum_layers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and each one's flat buffer."""
+def sum_buffers(
+    buffers: BranchBuffers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, is_concurrent: bool = False
+) -> None:
+    """Same as ``branch_buffers.sum_buffers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and each one's flat buffer."""
     first = grads[0]
     assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
-    _launch(_sum_kernel, layers, first, (*grads, *parts), first.stride()[:3], aside)
+    _launch(_sum_kernel, buffers, first, (*grads, *parts), first.stride()[:3], is_concurrent)
 
 
 def _launch(
-    kernel: Any, layers: Layers, x: torch.Tensor, tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], aside: bool, **flags: bool
+    kernel: Any,
+    buffers: BranchBuffers,
+    x: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    is_concurrent: bool,
+    **flags: bool,
 ) -> None:
     B, N, H, D = x.shape
     assert N < _NO_END
-    step = layers.step
-    elements, num_warps = (_MERGE_SIZES if kernel is _merge_kernel else _SUM_SIZES)[aside]
+    step = buffers.step
+    elements, num_warps = (_MERGE_SIZES if kernel is _merge_kernel else _SUM_SIZES)[is_concurrent]
     rows = max(16, elements // triton.next_power_of_2(D))
     tiles = triton.cdiv(triton.cdiv(N, step), rows) * H
     with on_device(x.device):
-        kernel[(min(tiles, _PROGRAMS_ASIDE) if aside else tiles, B)](
+        kernel[(min(tiles, _PROGRAMS_ASIDE) if is_concurrent else tiles, B)](
             *tensors,
-            table(layers, x.device),
+            table(buffers, x.device),
             N,
             H,
             *strides,
@@ -260,9 +268,9 @@ def _launch(
             BLOCK_D=triton.next_power_of_2(D),
             ROWS=rows,
             # one compiled kernel for all sequences that are no longer than a segment
-            LENGTHS=tuple(w if w < N else _NO_END for w, _ in layers.branches),
-            RATES=tuple(r for _, r in layers.branches),
-            DIRECT=-1 if layers.direct is None else layers.direct,
+            LENGTHS=tuple(w if w < N else _NO_END for w, _ in buffers.branches),
+            RATES=tuple(r for _, r in buffers.branches),
+            DIRECT=-1 if buffers.direct is None else buffers.direct,
             STEP=step,
             num_warps=num_warps,
             **flags,

@@ -150,7 +150,7 @@ def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options
     dout, q, k, v, out, lse = tensors
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
-    native = dlse if backend.facts.lse_grad else None
+    native = dlse if backend.capabilities.lse_grad else None
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, native)
     if dlse is not None and native is None:
         more_dq, more_dk = lse_share(backend.backward, q, k, lse, dlse, options)

@@ -11,16 +11,24 @@ import torch
 
 from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine.branches import fused_merge, sequential
-from dilated_attention.engine.branches.branch_buffers import Layers, make_layers
-from dilated_attention.engine.branches.chunking import LANES, Chunk, Cut, backward_layers_cut, make_cut, make_tiers, transient_budget
+from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
+from dilated_attention.engine.branches.chunking import (
+    CONCURRENT_CHUNKS,
+    Chunk,
+    ChunkSizes,
+    backward_buffers_chunk_sizes,
+    make_chunk_sizes,
+    make_tiers,
+    transient_budget,
+)
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
-from dilated_attention.engine.branches.streams import Lanes
+from dilated_attention.engine.branches.streams import Streams
 from dilated_attention.engine.branches.views import extent
 from dilated_attention.engine.kernels.nested import NestedFamily
-from dilated_attention.engine.kernels.nested_selection import Piece, chunk_family, make_pieces
+from dilated_attention.engine.kernels.nested_selection import SequencePiece, chunk_family, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
@@ -43,11 +51,11 @@ Backward = Callable[[Tensors, Call, torch.Tensor | None, torch.Tensor | None], T
 def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saves: bool = False) -> Forward:
     """Decides how a forward runs on q, k, v like these ``tensors``: the result is a function for all such calls.
 
-    Its argument ``saved`` is a flat buffer of ``prepare.kept_elements`` elements that it fills with the per-branch outputs for the
+    Its argument ``saved`` is a flat buffer of ``prepare.saved_elements`` elements that it fills with the per-branch outputs for the
     backward, given if ``saves``, else None.
     """
     q, k, _ = tensors
-    shares = _shares(pattern, shape, q, k, call, is_backward=False, is_kept=saves)
+    shares = _shares(pattern, shape, q, k, call, is_backward=False, is_saved=saves)
     if shares is not None:
         from dilated_attention.engine.kernels import tiles
 
@@ -66,7 +74,7 @@ def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
         saved: the forward has saved the branches' outputs. Without them, detached mixing recomputes them.
     """
     _, q, k, *_ = tensors
-    shares = _shares(pattern, shape, q, k, call, is_backward=True, is_kept=saved)
+    shares = _shares(pattern, shape, q, k, call, is_backward=True, is_saved=saved)
     if shares is not None:
         from dilated_attention.engine.kernels import tiles
 
@@ -91,16 +99,29 @@ def backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call
 
 
 def _fused_forward(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
+    pattern: DilatedPattern,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    saved_branch_outputs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
-    if kept is not None:
+    if saved_branch_outputs is not None:
         # also for nested branches, without sharing pairs: otherwise the backward would have to recompute the per-branch outputs
-        fused_merge.forward(make_plan(pattern, shape), _kept_layers(pattern, shape), (q, k, v), (out, lse.transpose(1, 2)), call, kept=kept)
+        fused_merge.forward(
+            make_plan(pattern, shape),
+            _saved_buffers(pattern, shape),
+            (q, k, v),
+            (out, lse.transpose(1, 2)),
+            call,
+            saved_branch_outputs=saved_branch_outputs,
+        )
         return out, lse
-    for piece in make_pieces(pattern, H, N) if call.nested else (Piece(0, N, None),):
+    for piece in make_pieces(pattern, H, N) if call.nested else (SequencePiece(0, N, None),):
         where = slice(piece.start, piece.start + piece.length)
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
         run = _nested_piece if piece.split is not None else _plain_piece
@@ -109,25 +130,25 @@ def _fused_forward(
 
 
 def _shares(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_saved: bool
 ) -> tuple[Share, ...] | None:
     """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
     if not runs_on_tiles(pattern, shape, q, call, is_backward):
         return None
     from dilated_attention.engine.kernels import tiles
 
-    return tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_kept=is_kept)
+    return tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
 
 
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
     """Returns the options of the launch that computes a dense call, so that its results need no copy; None for any other call."""
-    facts = call.backend.facts
+    capabilities = call.backend.capabilities
     # backends that write into views given to them copy nothing on the other paths
-    if facts.writes_views or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
+    if capabilities.writes_views or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
         return None
-    if facts.max_batch is not None and tensors[0].shape[0] > facts.max_batch:
+    if capabilities.max_batch is not None and tensors[0].shape[0] > capabilities.max_batch:
         return None
-    if facts.max_extent is not None and any(extent(x) > facts.max_extent for x in tensors):
+    if capabilities.max_extent is not None and any(extent(x) > capabilities.max_extent for x in tensors):
         return None
     return replace(call.options, causal=make_plan(pattern, shape).problems[0].causal)
 
@@ -143,21 +164,21 @@ def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
     return (problem.k_start, problem.k_len) == (0, shape.keys[1])
 
 
-def kept_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
+def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
     """Number of elements of per-branch outputs that a forward over packed documents keeps; 0 where its backward recomputes them."""
     if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
         return 0
     elements = num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
-    return elements if elements * q.element_size() <= kept_budget() else 0
+    return elements if elements * q.element_size() <= saved_budget() else 0
 
 
-def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
     """Computes a stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
 
     def run_tier(branches: DilatedPattern, onto: bool) -> None:
-        def run(chunk: Chunk, beside: bool) -> None:
+        def run(chunk: Chunk, is_concurrent: bool) -> None:
             part = _shape_of(shape, chunk)
             out_, lse_ = _narrow(shape, chunk, out, lse)
 
@@ -166,33 +187,33 @@ def _plain_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: T
 
             fused_merge.forward(
                 make_plan(branches, part),
-                _layers_of(branches, part, chunk, onto),
+                _buffers_of(branches, part, chunk, onto),
                 _narrow(shape, chunk, q, k, v),
                 (out_, lse_),
                 _call_of(call, chunk),
-                beside=beside,
+                is_concurrent=is_concurrent,
                 direct=before if onto else None,
             )
 
-        _in_chunks(forward_cut(branches, shape, q, k), shape, q.device, call, run)
+        _in_chunks(forward_chunk_sizes(branches, shape, q, k), shape, q.device, call, run)
 
-    for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_cut(tier, shape, q, k))):
+    for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, shape, q, k))):
         run_tier(branches, onto=tier > 0)
 
 
-def _layers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> Layers:
+def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> BranchBuffers:
     """Returns the layers of a chunk. With ``onto``, layer 0 is the result so far, which covers every row."""
     if onto:
         branches = branches.with_branches(range(branches.num_branches), part.num_heads, onto_all=True)
-    return make_layers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
+    return make_branch_buffers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
 
 
-def _kept_layers(pattern: DilatedPattern, shape: Shape) -> Layers:
+def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
     """Returns the layers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
-    return replace(make_layers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
+    return replace(make_branch_buffers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
 
 
-def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
     """Computes a stretch whose nested branches are visited together, each pair once; the other branches are merged into that."""
     split = piece.split
     assert split is not None
@@ -205,7 +226,7 @@ def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: 
         return
     others = split.others
 
-    def run(chunk: Chunk, beside: bool) -> None:
+    def run(chunk: Chunk, is_concurrent: bool) -> None:
         part = _shape_of(shape, chunk)
         family = chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1])
         out_, lse_ = _narrow(shape, chunk, out, lse)
@@ -214,11 +235,11 @@ def _nested_piece(pattern: DilatedPattern, piece: Piece, whole: Shape, tensors: 
         def direct(direct_lse: torch.Tensor) -> None:
             _nested_forward(family, views, out_, direct_lse, call)
 
-        layers = make_layers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-        fused_merge.forward(make_plan(others, part), layers, views, (out_, lse_), call, beside=beside, direct=direct)
+        buffers = make_branch_buffers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
+        fused_merge.forward(make_plan(others, part), buffers, views, (out_, lse_), call, is_concurrent=is_concurrent, direct=direct)
 
     # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
-    _in_chunks(forward_cut(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
+    _in_chunks(forward_chunk_sizes(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
 
 
 def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
@@ -229,55 +250,60 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, l
 
 
 def _fused_backward(
-    pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: torch.Tensor | None, kept: torch.Tensor | None
+    pattern: DilatedPattern,
+    shape: Shape,
+    tensors: Tensors,
+    call: Call,
+    dlse: torch.Tensor | None,
+    saved_branch_outputs: torch.Tensor | None,
 ) -> Tensors:
     dout, q, k, v, out, lse = tensors
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    in_layers = has_own_keys(pattern, shape) and (dlse is None or call.backend.facts.lse_grad)
+    in_buffers = has_own_keys(pattern, shape) and (dlse is None or call.backend.capabilities.lse_grad)
     # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
     call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
-    layers_kept: list[torch.Tensor | None] = []
-    if kept is not None and call.detached:
-        layers_kept = _kept_layers(pattern, shape).split(kept, q.shape[0], head_dim=q.shape[3], with_direct=True)
+    saved_buffers: list[torch.Tensor | None] = []
+    if saved_branch_outputs is not None and call.detached:
+        saved_buffers = _saved_buffers(pattern, shape).split(saved_branch_outputs, q.shape[0], head_dim=q.shape[3], with_direct=True)
 
     def run_tier(branches: DilatedPattern, onto: bool) -> None:
-        def run(chunk: Chunk, beside: bool) -> None:
+        def run(chunk: Chunk, is_concurrent: bool) -> None:
             part = _shape_of(shape, chunk)
             dout_, q_, k_, v_, out_, lse_ = _narrow(shape, chunk, dout, q, k, v, out, lse.transpose(1, 2))
             dlse_ = None if dlse is None else _narrow(shape, chunk, dlse.transpose(1, 2))[0]
             grads_ = _narrow(shape, chunk, *grads)
             plan, part_call = make_plan(branches, part), _call_of(call, chunk)
-            if in_layers:
+            if in_buffers:
                 # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
                 lse_ = lse_.masked_fill(lse_ == -torch.inf, torch.inf)
-                layers = _layers_of(branches, part, chunk, onto)
-                own = _own_of(pattern, branches, shape, chunk, layers_kept)
+                buffers = _buffers_of(branches, part, chunk, onto)
+                own = _own_of(pattern, branches, shape, chunk, saved_buffers)
                 views = dout_, q_, k_, v_, out_, lse_
-                fused_merge.backward(plan, layers, views, grads_, part_call, dlse_, beside=beside, onto=onto, own=own)
+                fused_merge.backward(plan, buffers, views, grads_, part_call, dlse_, is_concurrent=is_concurrent, onto=onto, own=own)
             else:
                 for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                     grad.copy_(share)
 
-        _in_chunks(backward_cut(branches, shape, q, k, in_layers), shape, q.device, call, run)
+        _in_chunks(backward_chunk_sizes(branches, shape, q, k, in_buffers), shape, q.device, call, run)
 
-    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_cut(tier, shape, q, k)) if in_layers else [pattern]
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_chunk_sizes(tier, shape, q, k)) if in_buffers else [pattern]
     for tier, branches in enumerate(tiers):
         run_tier(branches, onto=tier > 0)
     return grads
 
 
 def _own_of(
-    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, kept: list[torch.Tensor | None]
+    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, saved_branch_outputs: list[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
     """Selects the kept outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
-    if not kept:
+    if not saved_branch_outputs:
         return None
-    layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), kept, strict=True))
+    layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), saved_branch_outputs, strict=True))
     own = []
     for (length, rate), offsets in zip(branches.branches, branches.offsets(shape.num_heads), strict=True):
-        layer = layer_of[(length, rate), offsets]
-        assert layer is not None
-        own.append(layer[:, chunk.positions[0] // length :, :, slice(*chunk.heads)])
+        buffer = layer_of[(length, rate), offsets]
+        assert buffer is not None
+        own.append(buffer[:, chunk.positions[0] // length :, :, slice(*chunk.heads)])
     return own
 
 
@@ -287,19 +313,21 @@ def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
     return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
 
 
-def forward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None) -> Cut:
-    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_cut``."""
+def forward_chunk_sizes(
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None
+) -> ChunkSizes:
+    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_chunk_sizes``."""
     row_bytes = q.shape[3] * q.element_size() + 4
     return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
 
 
-def backward_cut(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_layers: bool = True) -> Cut:
-    """Returns the chunks of a backward, ``in_layers`` or problem by problem."""
-    if in_layers:
+def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_buffers: bool = True) -> ChunkSizes:
+    """Returns the chunks of a backward, ``in_buffers`` or problem by problem."""
+    if in_buffers:
         B, N, H, D = q.shape
         sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
-        return backward_layers_cut(pattern, **sizes)
-    budget = transient_budget(_input_bytes(q, k)) - LANES * PART_BYTES["cuda"]
+        return backward_buffers_chunk_sizes(pattern, **sizes)
+    budget = transient_budget(_input_bytes(q, k)) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
     # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one layer that covers every row
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
     return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
@@ -312,8 +340,8 @@ def _cut(
     row_bytes: int,
     budget: int,
     waiting: DilatedPattern | None = None,
-) -> Cut:
-    return make_cut(
+) -> ChunkSizes:
+    return make_chunk_sizes(
         pattern,
         waiting=waiting,
         batch=q.shape[0],
@@ -325,7 +353,7 @@ def _cut(
     )
 
 
-def kept_budget() -> int:
+def saved_budget() -> int:
     """Most bytes of per-branch outputs that a call keeps for its backward: the budget of a chunk, whatever the size of the inputs."""
     return transient_budget(0)
 
@@ -343,15 +371,15 @@ def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
     return q.device.type != "cuda" or has_kernels(q)
 
 
-def _in_chunks(cut: Cut, shape: Shape, device: torch.device, call: Call, run: Callable[[Chunk, bool], None]) -> None:
-    pieces = list(cut.chunks(shape.num_heads, shape.queries[1]))
+def _in_chunks(chunk_sizes: ChunkSizes, shape: Shape, device: torch.device, call: Call, run: Callable[[Chunk, bool], None]) -> None:
+    pieces = list(chunk_sizes.chunks(shape.num_heads, shape.queries[1]))
     if len(pieces) == 1:
         run(pieces[0], False)
         return
-    with Lanes(device, min(cut.lanes, len(pieces)) if call.backend.facts.concurrent else 1) as lanes:
+    with Streams(device, min(chunk_sizes.concurrent, len(pieces)) if call.backend.capabilities.concurrent else 1) as streams:
         # alternately, so that one lane's merge is issued while the other lane computes
         for index, chunk in enumerate(pieces):
-            with lanes.lane(index):
+            with streams.stream(index):
                 run(chunk, True)
 
 

@@ -11,13 +11,13 @@ import functools
 import torch
 
 
-class Lanes:
-    """Lanes that run concurrently, each of them in order.
+class Streams:
+    """The current CUDA stream and side streams, each in order.
 
-    Every lane waits for the work issued before ``with``, and work issued after the block waits for every lane.
+    Every stream waits for the work issued before ``with``, and work issued after the block waits for every stream.
 
-    Lane 0 is the current stream. Only memory that outlives the ``with`` block may be passed between lanes. On devices other than CUDA
-    there is a single lane. Streams are joined by events, which a CUDA graph captures.
+    Index 0 is the current stream. Only memory that outlives the ``with`` block may be passed between streams. On devices other than
+    CUDA there is a single one. Streams are joined by events, which a CUDA graph captures.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -25,7 +25,7 @@ class Lanes:
         # reuse the same streams, since torch's allocator keeps a separate memory pool for each stream
         self._side = tuple(_stream(device, index) for index in range(count - 1)) if self._main is not None else ()
 
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> Streams:
         if self._side:
             assert self._main is not None
             start = self._main.record_event()
@@ -41,7 +41,7 @@ class Lanes:
     def __len__(self) -> int:
         return 1 + len(self._side)
 
-    def lane(self, index: int) -> contextlib.AbstractContextManager[object]:
+    def stream(self, index: int) -> contextlib.AbstractContextManager[object]:
         index %= len(self)
         return contextlib.nullcontext() if index == 0 else torch.cuda.stream(self._side[index - 1])
 

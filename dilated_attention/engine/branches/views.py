@@ -36,14 +36,14 @@ class Rows:
         return x.as_strided(size, stride, x.storage_offset() + self.start * s_N + self.head_start * s_H)
 
 
-def query_rows(problem: Problem, origin: int) -> Rows:
-    """Returns the query rows. ``origin`` is the position of row 0 of the tensor."""
-    heads, start = problem.heads, problem.q_start - origin
+def query_rows(problem: Problem, position_offset: int) -> Rows:
+    """Returns the query rows. ``position_offset`` is the position of row 0 of the tensor."""
+    heads, start = problem.heads, problem.q_start - position_offset
     return Rows(start, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count, heads.shift)
 
 
-def key_rows(problem: Problem, origin: int) -> Rows:
-    heads, start = problem.heads, problem.k_start - origin
+def key_rows(problem: Problem, position_offset: int) -> Rows:
+    heads, start = problem.heads, problem.k_start - position_offset
     return Rows(
         start, problem.segments, problem.stride, problem.k_len, problem.step, heads.kv_start, heads.kv_step, heads.kv_count, heads.shift
     )

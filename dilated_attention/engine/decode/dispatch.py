@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, Facts, Hardware, Request, detect, reasons_of
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
 from dilated_attention.backends.base import ALL_FLOATS, accumulation_dtype
 from dilated_attention.backends.flash import flash3_decode
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
-from dilated_attention.engine.oom.requirement import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes
-from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, TensorInfo, Terms, dtype_text, held_bytes
+from dilated_attention.engine.ops.op_hooks import op_hook
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
-TRITON_FACTS = Facts(
+TRITON_FACTS = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=ALL_FLOATS - {torch.float64},
     package="triton",
     install="pip install triton",
-    capabilities=((7, 0), (99, 9)),
+    compute_capabilities=((7, 0), (99, 9)),
     backward=False,
     source="any runs of keys, read where they lie",
 )
-TORCH_FACTS = Facts(
+TORCH_FACTS = Capabilities(
     devices=frozenset({"cpu", "cuda", "mps"}), dtypes=ALL_FLOATS, backward=False, rocm=True, source="gathers a copy of the keys"
 )
 
@@ -63,7 +63,7 @@ def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result
 
 # in order of preference, as measured on an H200 (docs/decoding.md). For dense rows, FlashAttention-3 takes 1.7 times as long with one key
 # head per query head and 32 requests. It is faster, by a fifth at most, for a single request with grouped heads in pages.
-_DECODERS: dict[str, tuple[Facts, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
+_DECODERS: dict[str, tuple[Capabilities, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
     "triton": (TRITON_FACTS, _triton),
     "flash3": (flash3_decode.FACTS, _flash3),
     "torch": (TORCH_FACTS, torch_decode.decode),
@@ -71,7 +71,7 @@ _DECODERS: dict[str, tuple[Facts, Callable[[torch.Tensor, Cached, Runs, float], 
 DECODERS = tuple(_DECODERS)
 
 
-def why_not(name: str, request: Request, *, dense: bool) -> list[str]:
+def reasons_against(name: str, request: AttentionRequest, *, dense: bool) -> list[str]:
     """Returns every reason against decoder ``name``. ``dense``: rows read all of the first positions of the cache."""
     reasons = reasons_of(_DECODERS[name][0], request)
     if name == "flash3" and not dense:
@@ -80,8 +80,8 @@ def why_not(name: str, request: Request, *, dense: bool) -> list[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def explain(request: Request, dense: bool, name: str = "auto") -> Explained:
-    rows = tuple((x, tuple(why_not(x, request, dense=dense)), _DECODERS[x][0].source) for x in DECODERS)
+def explain(request: AttentionRequest, dense: bool, name: str = "auto") -> Explained:
+    rows = tuple((x, tuple(reasons_against(x, request, dense=dense)), _DECODERS[x][0].source) for x in DECODERS)
     chosen = next((x for x, reasons, _ in rows if not reasons and name in ("auto", x)), None)
     what = f"{'dense' if dense else 'sparse'} rows, {str(request.dtype).removeprefix('torch.')}, head_dim {request.head_dim} on {request.hardware.label}"
     return Explained(what, chosen, rows)
@@ -94,13 +94,13 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
 
 
-def request_of(q: torch.Tensor | TensorFacts, num_kv_heads: int, hardware: Hardware | None = None) -> Request:
-    return Request(
+def request_of(q: torch.Tensor | TensorInfo, num_kv_heads: int, hardware: Hardware | None = None) -> AttentionRequest:
+    return AttentionRequest(
         hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
     )
 
 
-def _need(arguments: Mapping[str, Any]) -> Need:
+def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of a call. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
     q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
     (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
@@ -108,7 +108,7 @@ def _need(arguments: Mapping[str, Any]) -> Need:
     chosen = explain(request, is_dense, arguments.get("backend", "auto")).chosen
     keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
 
-    def terms(setting: Setting) -> Terms:
+    def terms(setting: AdjustableSetting) -> Terms:
         e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
         rows = setting.batch * (K if G == 1 else G) * setting.length
         # the values are gathered while the copy of the keys is alive
@@ -117,25 +117,25 @@ def _need(arguments: Mapping[str, Any]) -> Need:
         return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
 
     def kernels(_: int) -> Iterator[str]:
-        if not why_not("triton", request, dense=is_dense):
+        if not reasons_against("triton", request, dense=is_dense):
             yield 'backend="triton" in place of "torch": reads the keys where they lie'
 
     cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys a row"
-    return Need(
+    return MemoryRequirement(
         op="decode_attention",
         is_backward=False,
         device=q.device,
         shapes=f"q {(B, 1, H, D)}, {cache}, in {dtype_text(q.dtype)}, by {chosen}",
         held=held_bytes({"q": q}, q.device),
-        setting=Setting(batch=B, length=keys, dtype=q.dtype),
+        setting=AdjustableSetting(batch=B, length=keys, dtype=q.dtype),
         terms=terms if chosen == "torch" else None,
         least=True,
         can_shorten=False,
-        ways=(kernels,) if chosen == "torch" else (),
+        suggestions=(kernels,) if chosen == "torch" else (),
     )
 
 
-@watched(_need)
+@op_hook(_need)
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
     """Returns (out (B, H, D), lse (B, H)), computed by the most preferred decoder that can, or by the named one.
 

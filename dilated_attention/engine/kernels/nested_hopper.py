@@ -33,7 +33,7 @@ def gluon_forward(
     family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
     *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``why_not`` must be empty.
+    """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``reasons_against`` must be empty.
 
     ``wide``: use query tiles of 256 rows where they fit, at head dim 64. Measured on an H200 with 12 heads, N = 512k: 11.43 ms against
     11.60 ms, causal 8.80 against 7.54, since wider tiles have more of the diagonal. So they are the default only without causality.

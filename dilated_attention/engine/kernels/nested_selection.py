@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends import NESTED_FACTS, Request, reasons_of
+from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
 from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
@@ -40,7 +40,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequencePiece:
     """Positions [start, start + length), treated as a separate sequence. ``split`` is None if it runs branch by branch."""
 
     start: int
@@ -49,13 +49,13 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=256)
-def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[Piece, ...]:
+def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> tuple[SequencePiece, ...]:
     """Cuts the sequence into at most two pieces, in order. The second one runs branch by branch."""
     split = _best_split(pattern, num_heads, num_positions)
     if split is None:
-        return (Piece(0, num_positions, None),)
+        return (SequencePiece(0, num_positions, None),)
     length = _family(pattern, split.family, (0, num_heads), num_heads, num_positions).num_positions
-    pieces = (Piece(0, length, split), Piece(length, num_positions - length, None))
+    pieces = (SequencePiece(0, length, split), SequencePiece(length, num_positions - length, None))
     return pieces if length < num_positions else pieces[:1]
 
 
@@ -66,11 +66,13 @@ def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], 
     return family
 
 
-def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float) -> list[str]:
+def reasons_against(
+    request: AttentionRequest, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float
+) -> list[str]:
     """Returns every reason why the nested kernel cannot run the forward of q, k, v; an empty list if it can."""
     q, k, v = tensors
     num_heads, num_positions = q.shape[2], q.shape[1]
-    reasons = reasons_of(NESTED_FACTS, request)
+    reasons = reasons_of(NESTED_CAPABILITIES, request)
     if num_documents != 1:
         reasons.append("takes one document a call, not packed ones")
     if k.shape[1] != num_positions:
@@ -89,11 +91,11 @@ def why_not(request: Request, pattern: DilatedPattern, tensors: tuple[torch.Tens
     from dilated_attention.engine.kernels import nested_triton
 
     family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
-    return reasons + nested_triton.why_not(family, q, k, v, scale)
+    return reasons + nested_triton.reasons_against(family, q, k, v, scale)
 
 
 def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
-    """Whether visiting shared pairs once is faster than running branch by branch, for a call without reasons in ``why_not``."""
+    """Whether visiting shared pairs once is faster than running branch by branch, for a call without reasons in ``reasons_against``."""
     B, N, H, D = q.shape
     piece = make_pieces(pattern, H, N)[0]
     assert piece.split is not None

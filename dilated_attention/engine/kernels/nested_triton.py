@@ -1,4 +1,4 @@
-"""The forward of nested families on GPUs: ``nested_forward``, its check ``why_not``, and the tile walk as a plain Triton kernel.
+"""The forward of nested families on GPUs: ``nested_forward``, its check ``reasons_against``, and the tile walk as a plain Triton kernel.
 
 On Hopper the Gluon kernel of ``nested_gluon`` runs. The Triton kernel here walks the same tables with ordinary loads. It runs under
 TRITON_INTERPRET=1 on the CPU, where tests compare it with the plain torch twin, and on GPUs as a baseline (half the Gluon kernel's rate).
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.backends import NESTED_FACTS
+from dilated_attention.backends import NESTED_CAPABILITIES
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.engine.kernels.nested import (
     MAX_DESCRIPTORS,
@@ -27,7 +27,7 @@ from dilated_attention.engine.kernels.nested import (
     level_constants,
 )
 
-HEAD_DIMS = tuple(sorted(NESTED_FACTS.head_dims or ()))
+HEAD_DIMS = tuple(sorted(NESTED_CAPABILITIES.head_dims or ()))
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -147,7 +147,7 @@ def triton_forward(
             )  # fmt: skip
 
 
-def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
+def reasons_against(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
     """Returns every reason why ``nested_forward`` cannot take these tensors (or is slower than branch by branch); empty if it can."""
     if q.device.type != "cuda":
         return [f"needs a CUDA GPU, not {q.device.type}"]
@@ -161,7 +161,7 @@ def why_not(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
-    """Returns the reasons of ``why_not`` that concern the family and the tensors, whatever the machine."""
+    """Returns the reasons of ``reasons_against`` that concern the family and the tensors, whatever the machine."""
     reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
     if family.num_levels > MAX_DESCRIPTORS + 1:
         reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
@@ -202,7 +202,7 @@ def nested_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Computes attention over the whole longest segments, each pair once. ``why_not`` must be empty, also with ``out`` in place of q.
+    """Computes attention over the whole longest segments, each pair once. ``reasons_against`` must be empty, also for ``out`` as q.
 
     q (B, N, H, D), k, v (B, N, Hk, D) → written into out (B, N, H, D) in q's dtype and lse (B, H, N) float32 (natural log), positions
     0 … family.num_positions − 1; the rest is left as it is.

@@ -44,18 +44,18 @@ def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: 
 
 
 def make_shares(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_kept: bool
+    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_saved: bool
 ) -> tuple[Share, ...]:
     """Returns the shares that run one after another (``tiles_layout.ranges_of``), each with the data its launches have in common.
 
     Args:
-        is_kept: the per-branch outputs are kept from forward to backward.
+        is_saved: the per-branch outputs are kept from forward to backward.
     """
     B, _, H, D = q.shape
-    keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_kept
+    keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_saved
     precision = float32_precision() if q.dtype is torch.float32 else "ieee"
     group = H // shape.num_kv_heads
-    ranges = ranges_of(pattern, shape, B, D, q.dtype, is_backward=is_backward, detached=call.detached, is_kept=is_kept)
+    ranges = ranges_of(pattern, shape, B, D, q.dtype, is_backward=is_backward, detached=call.detached, is_saved=is_saved)
     shares = []
     for batch, heads in ranges:
         found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
@@ -67,26 +67,26 @@ def make_shares(
 
 
 def forward(
-    shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kept: torch.Tensor | None
+    shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved_branch_outputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``kept`` is filled with the per-branch outputs for ``backward``."""
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``saved_branch_outputs`` receives the branches' outputs for ``backward``."""
     k, v = without_padding(k, v, call.padding)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in shares:
-        _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, kept)
+        _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, saved_branch_outputs)
     return out, lse
 
 
 def backward(
-    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None, kept: torch.Tensor | None
+    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved_branch_outputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
         tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
         dlse: gradient of lse (B, H, Nq).
-        kept: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
+        saved_branch_outputs: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
@@ -97,7 +97,7 @@ def backward(
         lse_, dlse_ = _rows_of(share, lse), None if dlse is None else _rows_of(share, dlse)
         parts = None
         if call.detached and p.call.walk.num_branches > 1:
-            parts = kept
+            parts = saved_branch_outputs
             if parts is None:
                 parts = q.new_empty(p.batch * p.num_heads * p.part_rows * p.head_dim)
                 _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call, parts)
@@ -141,9 +141,9 @@ def _words(call: Call, share: Share) -> Words | None:
         p.num_heads,
         p.num_queries,
         p.device,
-        origin=call.origin + p.q_first,
+        position_offset=call.position_offset + p.q_first,
         num_keys=p.num_keys,
-        key_origin=call.origin,
+        key_position_offset=call.position_offset,
         first_head=call.first_head + share.heads[0],
         first_batch=share.batch[0],
     )

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, Request, registry, tuning_table
-from dilated_attention.engine.branches.chunking import backward_layers_cut
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
+from dilated_attention.engine.branches.chunking import backward_buffers_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import fits
@@ -38,8 +38,8 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
     """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward kept."""
     both = call.detached and call.needs_grad
     if call.named or call.request is None:
-        return call.backend.facts.whole_calls
-    if call.backend.facts.whole_calls and not both:
+        return call.backend.capabilities.whole_calls
+    if call.backend.capabilities.whole_calls and not both:
         return True
     if q.device.type != "cuda":
         return False
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 def choices_of(
     pattern: DilatedPattern,
     shape: Shape,
-    request: Request,
+    request: AttentionRequest,
     batch: int,
     *,
     needs_grad: bool,
@@ -76,8 +76,8 @@ def choices_of(
     for is_backward in (False, True)[: 1 + needs_grad]:
         asked = replace(request, needs_grad=is_backward, extent=0)
         chosen = registry.select(asked, backend)
-        if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.facts.whole_calls and not both):
-            found.append(Choice(chosen.name, chosen.facts.whole_calls))
+        if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.capabilities.whole_calls and not both):
+            found.append(Choice(chosen.name, chosen.capabilities.whole_calls))
             continue
         is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, tuning_table.generation)
         times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
@@ -85,7 +85,7 @@ def choices_of(
     return tuple(found)
 
 
-def whole_shape(request: Request, num_positions: int) -> Shape:
+def whole_shape(request: AttentionRequest, num_positions: int) -> Shape:
     """Returns the shape of the self-attention of one sequence."""
     whole = 0, num_positions
     return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
@@ -93,7 +93,7 @@ def whole_shape(request: Request, num_positions: int) -> Shape:
 
 def tiles_passes(
     pattern: DilatedPattern,
-    request: Request,
+    request: AttentionRequest,
     batch: int,
     num_positions: int,
     needs_grad: bool,
@@ -120,12 +120,19 @@ def tiles_passes(
 
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
-    pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str | None, is_backward: bool, nested: bool, _: int
+    pattern: DilatedPattern,
+    shape: Shape,
+    request: AttentionRequest,
+    batch: int,
+    library: str | None,
+    is_backward: bool,
+    nested: bool,
+    _: int,
 ) -> bool:
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
-    if any(tiles.why_not(request) for request in passes):
+    if any(tiles.reasons_against(request) for request in passes):
         return False
     if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, library is None) for request in passes):
         return False
@@ -140,7 +147,7 @@ def _is_faster(
     return mine <= theirs
 
 
-def _operations(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> float:
+def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
     pairs = sum(pattern.pairs(end - start, shape.num_heads, is_causal=shape.is_causal) for start, end in shape.documents)
     pairs = pairs * (shape.queries[1] - shape.queries[0]) // max(1, shape.keys[1])
     if shape.window is not None and None not in shape.window:
@@ -150,19 +157,19 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: Request, batch: 
     return (10 if request.needs_grad else 4) * request.head_dim * pairs * batch
 
 
-def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> float:
+def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
     rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     return _operations(pattern, shape, request, batch) / rate / 1e9 + 0.1
 
 
-def _library_ms(pattern: DilatedPattern, shape: Shape, request: Request, batch: int, library: str, nested: bool) -> float:
+def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     launches = _launches(pattern, shape, request, batch)
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
 
 
-def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: int) -> int:
+def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> int:
     """Estimates the number of kernel launches of a library."""
     # every document has separate launches, and planning many documents takes longer than the estimate is worth
     few = len(shape.documents) <= 8
@@ -172,12 +179,12 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: Request, batch: in
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
     N, H, D = shape.queries[1], shape.num_heads, request.head_dim
     sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
-    cut = backward_layers_cut(pattern, batch=batch, **sizes)
+    cut = backward_buffers_chunk_sizes(pattern, batch=batch, **sizes)
     accumulated = 4 * D * batch * H * sum(-(-N // rate) for _, rate in pattern.branches)
     return problems * -(-N // cut.positions) * -(-H // cut.heads) + accumulated // PART_BYTES["cuda"]
 
 
-def _rate(name: str, request: Request) -> float | None:
+def _rate(name: str, request: AttentionRequest) -> float | None:
     """Returns the TFLOP/s measured on this machine, or else the shipped figure, or None."""
     tables = (tuning_table.measured_here(request.hardware), tuning_table.shipped(request.hardware.architecture))
     for table in tables:

@@ -18,7 +18,7 @@ from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
-class Layout(NamedTuple):
+class TilesLayout(NamedTuple):
     """The layout of some query heads: walk, offset of each branch and head, and whether query heads of one key head read the same keys."""
 
     walk: Walk
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
+def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> TilesLayout:
     """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are kept, so no branch is direct."""
     rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
     documents = tuple(document for document in shape.documents if document[0] < document[1])
@@ -36,7 +36,7 @@ def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: R
     shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
     direct = everywhere[0] if everywhere and not keeps_parts else -1
     key_direct = everywhere[0] if everywhere and shared else -1
-    return Layout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)
+    return TilesLayout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)
 
 
 def num_places(pattern: DilatedPattern, shape: Shape) -> int:
@@ -53,17 +53,17 @@ def ranges_of(
     *,
     is_backward: bool,
     detached: bool,
-    is_kept: bool,
+    is_saved: bool,
 ) -> tuple[tuple[Range, Range], ...]:
     """Returns (batch entries, query heads) that run at a time: all if the waiting results fit the budget, else heads of one batch entry.
 
     Args:
         detached: mixing is detached.
-        is_kept: the per-branch outputs are kept from forward to backward. Both passes then run everything at once.
+        is_saved: the per-branch outputs are kept from forward to backward. Both passes then run everything at once.
     """
     H = shape.num_heads
-    row_bytes, budget = _of_head(pattern, shape, batch, head_dim, dtype, is_backward, detached, is_kept)
-    if is_kept or batch * H * row_bytes <= budget:
+    row_bytes, budget = _of_head(pattern, shape, batch, head_dim, dtype, is_backward, detached, is_saved)
+    if is_saved or batch * H * row_bytes <= budget:
         return (((0, batch), (0, H)),)
     group = H // shape.num_kv_heads
     count = min(H, max(1, budget // max(1, group * row_bytes)) * group)
@@ -77,12 +77,12 @@ def fits(pattern: DilatedPattern, shape: Shape, head_dim: int, dtype: torch.dtyp
 
 
 def _of_head(
-    pattern: DilatedPattern, shape: Shape, batch: int, head_dim: int, dtype: torch.dtype, is_backward: bool, detached: bool, is_kept: bool
+    pattern: DilatedPattern, shape: Shape, batch: int, head_dim: int, dtype: torch.dtype, is_backward: bool, detached: bool, is_saved: bool
 ) -> tuple[int, int]:
     """Returns (bytes of waiting results per head, budget in bytes)."""
     H, Hk = shape.num_heads, shape.num_kv_heads
     own = detached and pattern.num_branches > 1
-    spans = make_spans(layout_of(pattern, shape, own if is_backward else is_kept, (0, H)).walk, False)
+    spans = make_spans(layout_of(pattern, shape, own if is_backward else is_saved, (0, H)).walk, False)
     width = head_dim * dtype.itemsize
     lengths = [end - start for start, end in (shape.queries, shape.keys)]
     budget = transient_budget(batch * (lengths[0] * H + 2 * lengths[1] * Hk) * width)
@@ -101,25 +101,25 @@ def tiles_scratch(
     *,
     is_backward: bool,
     detached: bool = False,
-    is_kept: bool = False,
+    is_saved: bool = False,
     dropout: bool = False,
 ) -> int:
     """Returns the peak bytes that a pass on tiles allocates in addition to its inputs, its results and kept outputs."""
     own = detached and pattern.num_branches > 1
-    ranges = ranges_of(pattern, shape, batch, head_dim, dtype, is_backward=is_backward, detached=detached, is_kept=is_kept)
+    ranges = ranges_of(pattern, shape, batch, head_dim, dtype, is_backward=is_backward, detached=detached, is_saved=is_saved)
     most = 0
     # all batch entries take the same amount
     for (first, last), heads in dict.fromkeys(((0, b[1] - b[0]), h) for b, h in ranges):
-        layout = layout_of(pattern, shape, own if is_backward else is_kept, heads)
+        layout = layout_of(pattern, shape, own if is_backward else is_saved, heads)
         queries, keys = make_spans(layout.walk, False), make_spans(layout.walk, True)
         B, H = last - first, heads[1] - heads[0]
         key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
         extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
-        forward = scratch_bytes(extent.forward(dtype, is_kept=is_kept or (own and is_backward)))
+        forward = scratch_bytes(extent.forward(dtype, is_saved=is_saved or (own and is_backward)))
         size = forward
         if is_backward:
             size = scratch_bytes(extent.backward(dtype, dropout=dropout))
-            if own and not is_kept:
+            if own and not is_saved:
                 # the per-branch outputs are recomputed, along with a result and an lse that are not used
                 rows = B * H * (shape.queries[1] - shape.queries[0])
                 size = extent.own_outputs() * dtype.itemsize + max(size, forward + rows * (head_dim * dtype.itemsize + 4))

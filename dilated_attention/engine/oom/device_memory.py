@@ -15,7 +15,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryInfo:
     """The current state of a device's memory, in bytes.
 
     Args:
@@ -47,9 +47,9 @@ class Room:
         return f"{self.device}: {kept}; {free} more are free of {size_text(self.total)} ({self.bound})"
 
 
-def room_of(device: torch.device) -> Room:
+def memory_info(device: torch.device) -> MemoryInfo:
     """Returns the current figures. For a GPU this calls the driver, so use it for reports and not in every call of an op."""
-    return _gpu_room(device) if device.type == "cuda" else _cpu_room()
+    return _gpu_memory(device) if device.type == "cuda" else _cpu_memory()
 
 
 def size_text(size: float) -> str:
@@ -60,7 +60,7 @@ def size_text(size: float) -> str:
     return f"{size:,.0f} bytes" if unit == 0 else f"{size:,.2f} {_UNITS[unit]}"
 
 
-def _gpu_room(device: torch.device) -> Room:
+def _gpu_memory(device: torch.device) -> MemoryInfo:
     index = torch.cuda.current_device() if device.index is None else device.index
     free, total = torch.cuda.mem_get_info(index)
     allocated, reserved = torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index)
@@ -71,10 +71,10 @@ def _gpu_room(device: torch.device) -> Room:
             max(0, allowed - reserved),
             f"this process is allowed {size_text(allowed)}, torch.cuda.set_per_process_memory_fraction",
         )
-    return Room(device=f"cuda:{index}", total=total, free=free, allocated=allocated, reserved=reserved, bound=bound)
+    return MemoryInfo(device=f"cuda:{index}", total=total, free=free, allocated=allocated, reserved=reserved, bound=bound)
 
 
-def _cpu_room() -> Room:
+def _cpu_memory() -> MemoryInfo:
     status, machine = _table("/proc/self/status"), _table("/proc/meminfo")
     resident, total = status.get("VmRSS", 0), machine.get("MemTotal", 0)
     bounds = [(machine["MemAvailable"], "available on the machine")] if "MemAvailable" in machine else []
@@ -90,7 +90,7 @@ def _cpu_room() -> Room:
                 bounds.append((max(0, soft - used), f"the limit of {size_text(soft)} of {name}"))
         bounds += _of_container()
     free, bound = min(bounds, default=(None, "the system does not tell"))
-    return Room(device="cpu", total=total, free=free, allocated=resident, reserved=resident, bound=bound)
+    return MemoryInfo(device="cpu", total=total, free=free, allocated=resident, reserved=resident, bound=bound)
 
 
 def _of_container() -> list[tuple[int, str]]:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention.engine.oom.device_memory import Room, room_of, size_text
-from dilated_attention.engine.oom.requirement import Need, dtype_text, largest, terms_text
+from dilated_attention.engine.oom.device_memory import MemoryInfo, memory_info, size_text
+from dilated_attention.engine.oom.requirement import MemoryRequirement, dtype_text, largest, terms_text
 
 # estimates count tensors, but kernels need a little more, and the allocator rounds blocks up
 MARGIN = 0.95
@@ -28,7 +28,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORE
 _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def is_shortage(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether one of torch's allocators raised the error. The CPU allocator has no error type, so the message is checked.
 
     It is False for an error that has already been explained.
@@ -38,7 +38,7 @@ def is_shortage(error: RuntimeError) -> bool:
     return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error) and not hasattr(error, "_told")
 
 
-def explain(error: RuntimeError, need_of: Callable[[], Need]) -> None:
+def explain(error: RuntimeError, requirement_of: Callable[[], MemoryRequirement]) -> None:
     """Puts an explanation of the shortage in front of the error's message, in place.
 
     First it releases what the failed call holds, since its frames end here anyway. So the figures show what others hold, and a handler
@@ -49,7 +49,7 @@ def explain(error: RuntimeError, need_of: Callable[[], Need]) -> None:
     place = _place(error)
     _let_go(error)
     try:
-        text = _text(own, place, need_of())
+        text = _text(own, place, requirement_of())
     except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
         text = f"out of memory in {place}; more cannot be said ({type(failed).__name__}: {failed})"
     # a single argument, since some libraries read args[0]
@@ -87,39 +87,40 @@ def asked_bytes(text: str) -> int | None:
     return None if found is None else int(float(found[1]) * _BYTES[found[2]])
 
 
-def ways_out(need: Need, room: Room, asked: int | None) -> list[str]:
+def suggestions_for(requirement: MemoryRequirement, memory: MemoryInfo, asked: int | None) -> list[str]:
     """Returns sentences, each with a setting that would fit into the available memory according to the estimate."""
-    ways = list(_in_pieces(need, room, asked))
-    if need.terms is None or room.left is None:
-        return ways
+    suggestions = list(_in_pieces(requirement, memory, asked))
+    if requirement.terms is None or memory.left is None:
+        return suggestions
     # the call's own tensors count as available, since their size changes with the setting
-    there = int(MARGIN * (room.left + need.held))
-    now = need.setting
+    there = int(MARGIN * (memory.left + requirement.held))
+    now = requirement.setting
 
     def fits(**changes: object) -> bool:
-        return need.bytes_at(replace(now, **changes)) <= there  # type: ignore[arg-type]
+        return requirement.bytes_at(replace(now, **changes)) <= there  # type: ignore[arg-type]
 
     def with_bytes(text: str, **changes: object) -> str:
-        return f"{text}: {'at least' if need.least else 'about'} {size_text(need.bytes_at(replace(now, **changes)))}"  # type: ignore[arg-type]
+        size = size_text(requirement.bytes_at(replace(now, **changes)))  # type: ignore[arg-type]
+        return f"{text}: {'at least' if requirement.least else 'about'} {size}"
 
     if now.detached and fits(detached=False):
-        ways.append(with_bytes('mixture_grad="exact" in place of "detached"', detached=False))
-    if need.can_shorten and now.dtype.itemsize > 2 and fits(dtype=torch.bfloat16):
-        ways.append(with_bytes(f"bfloat16 in place of {dtype_text(now.dtype)}", dtype=torch.bfloat16))
+        suggestions.append(with_bytes('mixture_grad="exact" in place of "detached"', detached=False))
+    if requirement.can_shorten and now.dtype.itemsize > 2 and fits(dtype=torch.bfloat16):
+        suggestions.append(with_bytes(f"bfloat16 in place of {dtype_text(now.dtype)}", dtype=torch.bfloat16))
     batch = largest(lambda batch: fits(batch=batch), now.batch)
     if batch is not None:
-        ways.append(with_bytes(f"{batch} in place of {now.batch} sequences at once", batch=batch))
-    length = largest(lambda length: fits(length=length), now.length, step=max(1, now.length // 256)) if need.can_shorten else None
+        suggestions.append(with_bytes(f"{batch} in place of {now.batch} sequences at once", batch=batch))
+    length = largest(lambda length: fits(length=length), now.length, step=max(1, now.length // 256)) if requirement.can_shorten else None
     if length is not None:
-        ways.append(with_bytes(f"{length:,} in place of {now.length:,} positions", length=length))
-    for way in need.ways:
-        ways += way(there)
-    return ways
+        suggestions.append(with_bytes(f"{length:,} in place of {now.length:,} positions", length=length))
+    for way in requirement.suggestions:
+        suggestions += way(there)
+    return suggestions
 
 
-def _in_pieces(need: Need, room: Room, asked: int | None) -> Iterator[str]:
-    kept = room.reserved - room.allocated
-    if need.device.type == "cuda" and asked is not None and kept >= asked:
+def _in_pieces(requirement: MemoryRequirement, memory: MemoryInfo, asked: int | None) -> Iterator[str]:
+    kept = memory.reserved - memory.allocated
+    if requirement.device.type == "cuda" and asked is not None and kept >= asked:
         how = "" if "expandable_segments:True" in allocator_settings() else "; PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
         yield f"torch has {size_text(kept)} reserved that no tensor holds, in pieces too small or of other streams{how}"
 
@@ -130,21 +131,22 @@ def allocator_settings() -> str:
     return ",".join(os.environ.get(name, "") for name in names).strip(",")
 
 
-def _text(own: str, place: str, need: Need) -> str:
-    asked, room = asked_bytes(own), room_of(need.device)
-    lines = [f"{need.name} ran out of memory: it asked for {'more' if asked is None else size_text(asked)} in {place}"]
-    lines.append(f"  call: {need.shapes}")
-    if need.terms is not None:
-        how = "at least" if need.least else "about"
-        lines.append(f"  needs: {how} {terms_text(need.terms(need.setting))}; of that {size_text(need.held)} lay there before the call")
-    lines.append(f"  memory: {room}")
-    ways = ways_out(need, room, asked)
-    if ways:
+def _text(own: str, place: str, requirement: MemoryRequirement) -> str:
+    asked, memory = asked_bytes(own), memory_info(requirement.device)
+    lines = [f"{requirement.name} ran out of memory: it asked for {'more' if asked is None else size_text(asked)} in {place}"]
+    lines.append(f"  call: {requirement.shapes}")
+    if requirement.terms is not None:
+        how = "at least" if requirement.least else "about"
+        terms, held = terms_text(requirement.terms(requirement.setting)), size_text(requirement.held)
+        lines.append(f"  needs: {how} {terms}; of that {held} lay there before the call")
+    lines.append(f"  memory: {memory}")
+    suggestions = suggestions_for(requirement, memory, asked)
+    if suggestions:
         # cached free blocks of this call's sizes get split for smaller tensors, and the remainders are unusable
-        lines.append("  would fit, after torch.cuda.empty_cache():" if need.device.type == "cuda" else "  would fit:")
-        lines += [f"    {way}" for way in ways]
-    elif need.terms is not None and room.left is not None:
-        others = max(0, room.allocated - need.held)
+        lines.append("  would fit, after torch.cuda.empty_cache():" if requirement.device.type == "cuda" else "  would fit:")
+        lines += [f"    {way}" for way in suggestions]
+    elif requirement.terms is not None and memory.left is not None:
+        others = max(0, memory.allocated - requirement.held)
         lines.append(f"  would fit: no part of this call, while {size_text(others)} are held beside it: free some of that")
     return "\n".join(lines)
 

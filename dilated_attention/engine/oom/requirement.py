@@ -15,7 +15,7 @@ Terms = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class AdjustableSetting:
     """The settings of a call that a user can change to make it take less memory.
 
     Args:
@@ -32,7 +32,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class MemoryRequirement:
     """The memory need of one call of an operation. It holds no tensors.
 
     Args:
@@ -48,7 +48,7 @@ class Need:
         needs_grad: a backward will follow, or this is one.
         lse_gradient: this is a backward that received a gradient of lse.
         can_shorten: whether fewer positions or another dtype would help.
-        ways: further ways to need less memory than smaller settings: functions of the bytes available to the call that return sentences.
+        suggestions: further ways to save memory, as functions of the bytes available to the call that return sentences.
     """
 
     op: str
@@ -56,13 +56,13 @@ class Need:
     device: torch.device
     shapes: str
     held: int
-    setting: Setting
-    terms: Callable[[Setting], Terms] | None = None
+    setting: AdjustableSetting
+    terms: Callable[[AdjustableSetting], Terms] | None = None
     least: bool = False
     needs_grad: bool = False
     lse_gradient: bool = False
     can_shorten: bool = True
-    ways: tuple[Callable[[int], Iterable[str]], ...] = ()
+    suggestions: tuple[Callable[[int], Iterable[str]], ...] = ()
 
     @property
     def pass_name(self) -> str:
@@ -72,13 +72,13 @@ class Need:
     def name(self) -> str:
         return f"the {self.pass_name} of {self.op}"
 
-    def bytes_at(self, setting: Setting) -> int:
+    def bytes_at(self, setting: AdjustableSetting) -> int:
         assert self.terms is not None
         return sum(size for _, size in self.terms(setting))
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorInfo:
     """Describes a tensor without holding its memory. ``held``: bytes of its storage, which are fewer than its shape implies if expanded."""
 
     shape: tuple[int, ...]
@@ -88,20 +88,20 @@ class TensorFacts:
 
 
 def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an op's arguments with ``TensorFacts`` in place of the tensors, so that a stored call keeps no memory alive."""
+    """Returns an op's arguments with ``TensorInfo`` in place of the tensors, so that a stored call keeps no memory alive."""
 
-    def facts(x: Any) -> Any:
+    def info(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
-            return TensorFacts(tuple(x.shape), x.dtype, x.device, held)
-        return [facts(one) for one in x] if isinstance(x, (list, tuple)) else x
+            return TensorInfo(tuple(x.shape), x.dtype, x.device, held)
+        return [info(one) for one in x] if isinstance(x, (list, tuple)) else x
 
-    return {name: facts(x) for name, x in arguments.items()}
+    return {name: info(x) for name, x in arguments.items()}
 
 
-def tensors_of(arguments: Mapping[str, Any]) -> dict[str, TensorFacts]:
+def tensors_of(arguments: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Returns the tensors among an op's arguments, by name."""
-    return {name: x for name, x in arguments.items() if isinstance(x, TensorFacts)}
+    return {name: x for name, x in arguments.items() if isinstance(x, TensorInfo)}
 
 
 def held_bytes(arguments: Mapping[str, Any], device: torch.device) -> int:
@@ -116,7 +116,7 @@ def shapes_text(arguments: Mapping[str, Any], names: tuple[str, ...] = ("q", "k"
 
 
 class Training(TypedDict):
-    """The fields of a ``Need`` that concern gradients."""
+    """The fields of a ``MemoryRequirement`` that concern gradients."""
 
     is_backward: bool
     needs_grad: bool

@@ -8,17 +8,27 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import Request, detect
+from dilated_attention.backends import AttentionRequest, detect
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.strategy import FUSED_DEVICES, kept_budget
+from dilated_attention.engine.branches.strategy import FUSED_DEVICES, saved_budget
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.oom.requirement import Need, Setting, TensorFacts, Terms, dtype_text, held_bytes, of_training, shapes_text
+from dilated_attention.engine.oom.requirement import (
+    AdjustableSetting,
+    MemoryRequirement,
+    TensorInfo,
+    Terms,
+    dtype_text,
+    held_bytes,
+    of_training,
+    shapes_text,
+)
 from dilated_attention.engine.ops.prepare import pattern_of
 from dilated_attention.pattern import DilatedPattern
 
-# ways to need less memory that higher-level modules add: each takes the call's arguments and returns an entry of ``Need.ways``
-more_ways: list[Callable[[Mapping[str, Any]], Callable[[int], Iterable[str]]]] = []
+# ways to save memory that higher-level modules add: each takes the call's arguments and returns an entry of
+# ``MemoryRequirement.suggestions``
+more_suggestions: list[Callable[[Mapping[str, Any]], Callable[[int], Iterable[str]]]] = []
 
 
 def pattern_among(arguments: Mapping[str, Any]) -> DilatedPattern:
@@ -28,12 +38,12 @@ def pattern_among(arguments: Mapping[str, Any]) -> DilatedPattern:
     return pattern_of(lengths, rates, x["head_offsets"], offsets, x["branch_heads"], x["tail"])
 
 
-def setting_of(arguments: Mapping[str, Any]) -> Setting:
+def setting_of(arguments: Mapping[str, Any]) -> AdjustableSetting:
     q, k = arguments["q"], arguments["k"]
-    return Setting(batch=q.shape[0], length=k.shape[1], dtype=q.dtype, detached=arguments.get("detached", False))
+    return AdjustableSetting(batch=q.shape[0], length=k.shape[1], dtype=q.dtype, detached=arguments.get("detached", False))
 
 
-def dilated_need(arguments: Mapping[str, Any]) -> Need:
+def dilated_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``dilated_attention`` and ``attention``. For self-attention it is the engine's own estimate."""
     x = arguments
     q, k = x["q"], x["k"]
@@ -45,10 +55,10 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
     exact = whole and (plain or q.device.type == "cpu")
     needs_grad = x["needs_grad"] or "dout" in x
 
-    def terms(setting: Setting) -> Terms:
+    def terms(setting: AdjustableSetting) -> Terms:
         if not exact:
             return results(setting, q, k, needs_grad)
-        kept = kept_bytes(pattern, setting, q, k) if setting.detached and needs_grad else 0
+        saved = saved_bytes(pattern, setting, q, k) if setting.detached and needs_grad else 0
         estimate = attention_memory(
             pattern,
             setting.length,
@@ -63,11 +73,11 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
             key_padding_mask=x["key_padding_mask"] is not None,
             tiles=_on_tiles(x, pattern, setting, needs_grad),
             detached=setting.detached,
-            kept=kept,
+            saved_bytes=saved,
         )
         return max(estimate.forward, estimate.backward, key=lambda side: sum(size for _, size in side))
 
-    return Need(
+    return MemoryRequirement(
         op="attention" if is_dense else "dilated_attention",
         **of_training(x),
         device=q.device,
@@ -76,17 +86,17 @@ def dilated_need(arguments: Mapping[str, Any]) -> Need:
         setting=setting_of(x),
         terms=terms,
         least=not exact or bool(x["dropout_p"]),
-        ways=tuple(way(x) for way in more_ways),
+        suggestions=tuple(way(x) for way in more_suggestions),
     )
 
 
-def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, needs_grad: bool) -> tuple[bool, bool]:
+def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: AdjustableSetting, needs_grad: bool) -> tuple[bool, bool]:
     """Whether the forward and the backward of an op would run on the tile-table kernels at a given setting."""
     q, k = x["q"], x["k"]
     # the estimate for a GPU may be requested on a machine without one
     if q.device.type != "cuda" or not torch.cuda.is_available():
         return False, False
-    request = Request(
+    request = AttentionRequest(
         hardware=detect(q.device),
         dtype=setting.dtype,
         head_dim=q.shape[3],
@@ -101,24 +111,24 @@ def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Setting, n
     return tiles_passes(pattern, request, setting.batch, setting.length, needs_grad, detached=setting.detached, backend=x["backend"])
 
 
-def kept_bytes(pattern: DilatedPattern, setting: Setting, q: TensorFacts, k: TensorFacts) -> int:
-    """Returns the bytes that a forward with detached mixing keeps for its backward on a GPU (see ``prepare.kept_elements``)."""
+def saved_bytes(pattern: DilatedPattern, setting: AdjustableSetting, q: TensorInfo, k: TensorInfo) -> int:
+    """Returns the bytes that a forward with detached mixing keeps for its backward on a GPU (see ``prepare.saved_elements``)."""
     if q.device.type not in FUSED_DEVICES or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
         return 0
     N = setting.length
     rows = sum(-(-N // w) * -(-min(N, w) // r) for w, r in pattern.branches)
     size = setting.batch * q.shape[2] * q.shape[3] * rows * setting.dtype.itemsize
-    return size if size <= kept_budget() else 0
+    return size if size <= saved_budget() else 0
 
 
-def blocks_need(arguments: Mapping[str, Any]) -> Need:
+def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``block_sparse_attention``, with or without dilated branches: the tensors allocated whichever kernel runs."""
     x = arguments
     q, k = x["q"], x["k"]
     both = "segment_lengths" in x
     needs_grad = x["needs_grad"] or "dout" in x
 
-    def terms(setting: Setting) -> Terms:
+    def terms(setting: AdjustableSetting) -> Terms:
         found = results(setting, q, k, needs_grad)
         if not both:
             return found
@@ -127,7 +137,7 @@ def blocks_need(arguments: Mapping[str, Any]) -> Need:
         a = accumulation_dtype(setting.dtype).itemsize
         return (*found, ("of the other part", (Q + 2 * K) * a if needs_grad else Q * setting.dtype.itemsize))
 
-    return Need(
+    return MemoryRequirement(
         op="block_sparse_dilated_attention" if both else "block_sparse_attention",
         **of_training(x),
         device=q.device,
@@ -139,42 +149,42 @@ def blocks_need(arguments: Mapping[str, Any]) -> Need:
     )
 
 
-def choice_need(arguments: Mapping[str, Any]) -> Need:
+def selection_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of choosing blocks by content, without an estimate of its size. Scores exist for only some rows at a time."""
     x = arguments
     q = x["q"]
-    return Need(
+    return MemoryRequirement(
         op="the choice of blocks by content",
         is_backward=False,
         device=q.device,
         shapes=f"{shapes_text(x, ('q', 'k'))}, pattern {_shortened(x['spec'])}",
         held=held_bytes(x, q.device),
-        setting=Setting(batch=q.shape[0], length=x["k"].shape[1], dtype=q.dtype),
+        setting=AdjustableSetting(batch=q.shape[0], length=x["k"].shape[1], dtype=q.dtype),
     )
 
 
-def rows_need(op: str) -> Callable[[Mapping[str, Any]], Need]:
+def rows_requirement(op: str) -> Callable[[Mapping[str, Any]], MemoryRequirement]:
     """Returns the need function of an op that treats every row (…, K) of x independently. It gives shapes but no estimate."""
 
-    def need(arguments: Mapping[str, Any]) -> Need:
+    def requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         x = arguments
         first = x["x"] if x.get("x") is not None else x["y"]
         rows = math.prod(first.shape[:-1])
         weights = [w.shape for w in x.get("weights", ())]
         shapes = f"x {first.shape} in {dtype_text(first.dtype)}" + (f", weights {weights}" if weights else "")
-        return Need(
+        return MemoryRequirement(
             op=op,
             is_backward="dys" in x,
             device=first.device,
             shapes=shapes,
             held=held_bytes(x, first.device),
-            setting=Setting(batch=1, length=rows, dtype=first.dtype),
+            setting=AdjustableSetting(batch=1, length=rows, dtype=first.dtype),
         )
 
-    return need
+    return requirement
 
 
-def results(setting: Setting, q: TensorFacts, k: TensorFacts, needs_grad: bool) -> Terms:
+def results(setting: AdjustableSetting, q: TensorInfo, k: TensorInfo, needs_grad: bool) -> Terms:
     """Returns the inputs and results alone, which any kernel needs; in training, those of the backward."""
     Q, K = _elements(setting, q, k)
     e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
@@ -184,7 +194,7 @@ def results(setting: Setting, q: TensorFacts, k: TensorFacts, needs_grad: bool) 
     return (("q, k, v", (Q + 2 * K) * e), ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * e))
 
 
-def _elements(setting: Setting, q: TensorFacts, k: TensorFacts) -> tuple[int, int]:
+def _elements(setting: AdjustableSetting, q: TensorInfo, k: TensorInfo) -> tuple[int, int]:
     """Returns the number of elements of q and of k at a setting. The ratio of queries to keys stays that of q and k."""
     rows = setting.length * q.shape[1] // max(1, k.shape[1])
     return setting.batch * rows * math.prod(q.shape[2:]), setting.batch * setting.length * math.prod(k.shape[2:])

@@ -13,16 +13,16 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.blocks.run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.merge import merge_onto
-from dilated_attention.engine.oom.requirements import blocks_need
+from dilated_attention.engine.oom.requirements import blocks_requirement
 from dilated_attention.engine.ops.block_sparse import as_new, new_gradients, new_like, new_lse, new_results
 from dilated_attention.engine.ops.gradients import register_gradients
-from dilated_attention.engine.ops.op_hooks import watched
-from dilated_attention.engine.ops.prepare import Settings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
+from dilated_attention.engine.ops.op_hooks import op_hook
+from dilated_attention.engine.ops.prepare import CallSettings, document_ranges, kernel_ready, pattern_of, prepare, without_autocast
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_dilated_attention", mutates_args=())
-@watched(blocks_need)
+@op_hook(blocks_requirement)
 def block_sparse_dilated_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,7 +52,7 @@ def block_sparse_dilated_attention_op(
         return new_like(q), new_lse(q).fill_(-torch.inf)
     q, k, v = (kernel_ready(x) for x in (q, k, v))
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings([], is_causal, scale, dropout_p, False, deterministic, needs_grad, backend, "native")
+    settings = CallSettings([], is_causal, scale, dropout_p, False, deterministic, needs_grad, backend, "native")
     shape, call = prepare(False, (q, k, v), pattern, settings, key_padding_mask, documents, seed, query_offset)
     masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
     with without_autocast(q):
@@ -64,7 +64,7 @@ def block_sparse_dilated_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_dilated_attention_backward", mutates_args=())
-@watched(blocks_need)
+@op_hook(blocks_requirement)
 def block_sparse_dilated_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -98,7 +98,7 @@ def block_sparse_dilated_attention_backward_op(
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
     dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
     pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    settings = Settings([], is_causal, scale, dropout_p, False, deterministic, needs_grad, backend, "native")
+    settings = CallSettings([], is_causal, scale, dropout_p, False, deterministic, needs_grad, backend, "native")
     shape, call = prepare(True, (q, k, v, dout), pattern, settings, key_padding_mask, documents, seed, query_offset)
     masks = BlockMasks(key_padding_mask, documents, seed, query_offset, kept)
     tensors = (dout, q, k, v, out, lse)
@@ -110,7 +110,7 @@ def block_sparse_dilated_attention_backward_op(
     return dq, dk, dv
 
 
-def _block_settings(settings: Settings) -> BlockSettings:
+def _block_settings(settings: CallSettings) -> BlockSettings:
     """Returns the blocks' settings. ``backend="nested"`` concerns only pairs that branches share, so the blocks then use "auto"."""
     backend = "auto" if settings.backend == NESTED else settings.backend
     return BlockSettings(settings.is_causal, settings.scale, settings.dropout_p, settings.deterministic, settings.needs_grad, backend)

@@ -14,15 +14,15 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.blocks.run import BlockMasks, BlockSettings, blocks_backward, blocks_forward
-from dilated_attention.engine.oom.requirements import blocks_need
+from dilated_attention.engine.oom.requirements import blocks_requirement
 from dilated_attention.engine.ops.gradients import register_gradients
-from dilated_attention.engine.ops.op_hooks import watched
+from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
 from dilated_attention.pattern import pattern_from_spec
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_attention", mutates_args=())
-@watched(blocks_need)
+@op_hook(blocks_requirement)
 def block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,7 +56,7 @@ def block_sparse_attention_op(
 
 
 @torch.library.custom_op("dilated_attention::block_sparse_attention_backward", mutates_args=())
-@watched(blocks_need)
+@op_hook(blocks_requirement)
 def block_sparse_attention_backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

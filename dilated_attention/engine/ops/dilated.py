@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.ops.gradients import register_gradients
-from dilated_attention.engine.ops.prepare import Settings, kept_elements, pattern_of
+from dilated_attention.engine.ops.prepare import CallSettings, pattern_of, saved_elements
 from dilated_attention.engine.ops.resolve import resolve
 
 
@@ -40,7 +40,7 @@ def dilated_attention_op(
     backend: str,
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (out (B, Nq, H, D), lse (B, H, Nq), the per-branch outputs kept for the backward (``prepare.kept_elements``), maybe empty).
+    """Returns (out (B, Nq, H, D), lse (B, H, Nq), the per-branch outputs kept for the backward (``prepare.saved_elements``), maybe empty).
 
     ``window`` is [] or [left, right], with −1 for unbounded. The caller checks the arguments.
     """
@@ -108,8 +108,8 @@ def _(
     kept = 0
     if detached and needs_grad:
         pattern = pattern_of(tuple(lengths), tuple(rates), head_offsets, tuple(offset_list), branch_heads, tail)
-        settings = Settings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
-        kept = kept_elements(q, k, pattern, settings, cu_seqlens, query_offset)
+        settings = CallSettings(window, is_causal, scale, dropout_p, detached, deterministic, needs_grad, backend, precision)
+        kept = saved_elements(q, k, pattern, settings, cu_seqlens, query_offset)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     return _new_like(q), lse, q.new_empty(kept)
 

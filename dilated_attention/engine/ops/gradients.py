@@ -3,8 +3,8 @@
     forward(q, k, v, *masks, *settings) -> (out, lse, *extra)
     backward(dout, dlse, q, k, v, out, lse, *extra, *masks, *settings) -> (dq, dk, dv)
 
-If no tracer, transform or profiler needs to see the op (``eager.py``), a call runs outside the dispatcher: ``Outside`` implements it
-and autograd records ``Attention``. Otherwise the op runs as torch.library defines it. torch.library defines nothing for ``grad``,
+If no tracer, transform or profiler needs to see the op (``eager.py``), a call runs outside the dispatcher: ``DirectCall`` implements it
+and autograd records ``DirectAttention``. Otherwise the op runs as torch.library defines it. torch.library defines nothing for ``grad``,
 ``vjp``, ``vmap`` and the like, so under these the op is an autograd function that this module makes. Forward mode is refused,
 because a tangent would otherwise be dropped silently.
 """
@@ -24,7 +24,7 @@ from dilated_attention.pattern import BlockPattern, pattern_from_spec
 Optional = torch.Tensor | None
 
 
-class Outside(ABC):
+class DirectCall(ABC):
     """One call outside the dispatcher: the op's implementations, and the backward op for a backward that must be visible as an op.
 
     ``inputs`` are the op's tensors, q, k and v first; ``outputs`` are out, lse, and what else the backward needs.
@@ -48,11 +48,11 @@ class Outside(ABC):
         return out, lse
 
 
-class Attention(torch.autograd.Function):
+class DirectAttention(torch.autograd.Function):
     """The autograd function of a call outside the dispatcher, the same one for every op."""
 
     @staticmethod
-    def forward(ctx: Any, call: Outside, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, call: DirectCall, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         outputs = call.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *outputs)
@@ -73,10 +73,10 @@ class Attention(torch.autograd.Function):
 
 
 # not Attention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so
-_record = super(torch.autograd.Function, Attention).apply
+_record = super(torch.autograd.Function, DirectAttention).apply
 
 
-class _OpCall(Outside):
+class _OpCall(DirectCall):
     """A call that runs the functions which the op and its backward op were defined from."""
 
     def __init__(self, ops: tuple[Any, Any], arguments: tuple[Any, ...], pattern: BlockPattern) -> None:

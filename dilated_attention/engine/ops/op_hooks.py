@@ -13,44 +13,46 @@ from typing import Any, ParamSpec, TypeVar
 # torch.library resolves annotations such as torch.Tensor in the globals of the function it is given, which is the one made here
 import torch  # noqa: F401
 
-from dilated_attention.engine.oom.requirement import Need, without_memory
+from dilated_attention.engine.oom.requirement import MemoryRequirement, without_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NeedOf = Callable[[Mapping[str, Any]], Need]
+RequirementOf = Callable[[Mapping[str, Any]], MemoryRequirement]
 
 # functions that receive the memory need of every call while they are in this list; a running profile adds one
-watchers: list[Callable[[Need], None]] = []
+watchers: list[Callable[[MemoryRequirement], None]] = []
 
 
-def watched(need_of: NeedOf, named: Callable[..., Mapping[str, Any]] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def op_hook(
+    requirement_of: RequirementOf, named: Callable[..., Mapping[str, Any]] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates an op's implementation. If memory runs out inside, the error's message explains the shortage (``oom/report.py``).
 
     Args:
-        need_of: returns what a call needs, given its arguments by name, with ``TensorFacts`` in place of tensors. It is called only when
-            memory has run out or a profile runs.
+        requirement_of: returns what a call needs, given its arguments by name, with ``TensorInfo`` in place of tensors. It is called only
+            when memory has run out or a profile runs.
         named: returns those arguments by name, if the function's own parameters differ from them. None: the function's own.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
-        def need(*args: Any, **kwargs: Any) -> Need:
+        def requirement(*args: Any, **kwargs: Any) -> MemoryRequirement:
             arguments = named(*args, **kwargs) if named is not None else signature.bind(*args, **kwargs).arguments
-            return need_of(without_memory(arguments))
+            return requirement_of(without_memory(arguments))
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if watchers:
                 for watcher in list(watchers):
-                    watcher(need(*args, **kwargs))
+                    watcher(requirement(*args, **kwargs))
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
-                from dilated_attention.engine.oom.report import explain, is_shortage
+                from dilated_attention.engine.oom.report import explain, is_out_of_memory
 
-                if is_shortage(error):
-                    explain(error, functools.partial(need, *args, **kwargs))
+                if is_out_of_memory(error):
+                    explain(error, functools.partial(requirement, *args, **kwargs))
                 raise
 
         return run

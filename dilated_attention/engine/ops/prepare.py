@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import NESTED, BackendUnavailable, Options, Request, detect, registry
+from dilated_attention.backends import NESTED, AttentionRequest, BackendUnavailable, Options, detect, registry
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import has_kernels
@@ -26,7 +26,7 @@ WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
 
 
-class Settings(NamedTuple):
+class CallSettings(NamedTuple):
     """The non-tensor arguments of an op. ``window`` is [] or [left, right], with −1 for unbounded."""
 
     window: list[int]
@@ -61,7 +61,7 @@ def prepare(
     is_backward: bool,
     views: tuple[torch.Tensor, ...],
     pattern: DilatedPattern,
-    settings: Settings,
+    settings: CallSettings,
     padding: torch.Tensor | None = None,
     documents: tuple[Range, ...] | None = None,
     seed: torch.Tensor | None = None,
@@ -84,7 +84,7 @@ def prepare(
     documents = ((0, Nk),) if documents is None else documents
     longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
     window = settings.window
-    request = Request(
+    request = AttentionRequest(
         hardware=detect(q.device),
         dtype=q.dtype,
         head_dim=D,
@@ -113,9 +113,9 @@ def prepare(
         documents=documents,
         is_causal=settings.is_causal,
         window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
-        window_block=None if chosen.facts.native_window else WINDOW_BLOCK,
+        window_block=None if chosen.capabilities.native_window else WINDOW_BLOCK,
         shifted_heads=padding is None and settings.dropout_p == 0,
-        aligned_last=chosen.facts.aligned_last,
+        aligned_last=chosen.capabilities.aligned_last,
     )
     call = Call(
         backend=chosen,
@@ -134,13 +134,15 @@ def prepare(
     return shape, call
 
 
-def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: Settings) -> bool:
+def is_nested(
+    request: AttentionRequest, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: CallSettings
+) -> bool:
     """Whether the forward visits each pair that nested branches share only once: it does where it can, unless another kernel was named."""
     q, k, v = views[:3]
     backend = settings.backend
     if backend != NESTED and (backend != "auto" or q.device.type not in strategy.FUSED_DEVICES):
         return False
-    reasons = nested_selection.why_not(request, pattern, (q, k, v), len(shape.documents), settings.scale)
+    reasons = nested_selection.reasons_against(request, pattern, (q, k, v), len(shape.documents), settings.scale)
     if reasons and backend == NESTED:
         raise BackendUnavailable(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
@@ -153,13 +155,13 @@ def is_nested(request: Request, pattern: DilatedPattern, views: tuple[torch.Tens
 
 
 @functools.lru_cache(maxsize=256)
-def _tell_nested(request: Request) -> None:
+def _tell_nested(request: AttentionRequest) -> None:
     """Reports the choice once per kind of call, since training repeats the same calls."""
     registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
 
 
-def kept_elements(
-    q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: Settings, cu_seqlens: torch.Tensor | None, query_offset: int
+def saved_elements(
+    q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, cu_seqlens: torch.Tensor | None, query_offset: int
 ) -> Any:
     """Number of elements of per-branch outputs that the forward keeps for a detached backward; 0 where the backward recomputes them.
 
@@ -178,7 +180,7 @@ def kept_elements(
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
-    return elements if elements * q.element_size() <= strategy.kept_budget() else 0
+    return elements if elements * q.element_size() <= strategy.saved_budget() else 0
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:

@@ -1,6 +1,6 @@
 """Resolves a call of dilated attention once for all calls like it, and runs it: what is decided about a call is decided here.
 
-A ``Resolved`` is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and of the
+A ``ResolvedCall`` is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and of the
 registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides; so each pass chooses
 its backend and the way it runs (``branches/strategy.py``) when tensors of these strides come for the first time.
 """
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention.backends import hardware, registry, tuning_table
-from dilated_attention.backends.base import Facts, accumulation_dtype
+from dilated_attention.backends.base import Capabilities, accumulation_dtype
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.oom.requirements import dilated_need
-from dilated_attention.engine.ops.gradients import Optional, Outside
-from dilated_attention.engine.ops.op_hooks import watched
-from dilated_attention.engine.ops.prepare import Settings, document_ranges, kept_elements, kernel_ready, pattern_of, prepare
+from dilated_attention.engine.oom.requirements import dilated_requirement
+from dilated_attention.engine.ops.gradients import DirectCall, Optional
+from dilated_attention.engine.ops.op_hooks import op_hook
+from dilated_attention.engine.ops.prepare import CallSettings, document_ranges, kernel_ready, pattern_of, prepare, saved_elements
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -41,34 +41,34 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-class Pass(NamedTuple):
+class ResolvedPass(NamedTuple):
     """How one pass runs on tensors of given strides.
 
     Args:
         run: ``strategy.Forward`` or ``strategy.Backward``.
         saved: number of elements of per-branch outputs that a forward saves for the backward.
-        facts: what the backend declared when this was decided.
+        capabilities: what the backend declared when this was decided.
     """
 
     call: Call
     run: Any
     saved: int
-    facts: Facts
+    capabilities: Capabilities
 
 
-def _forward_arguments(resolved: Resolved, *tensors: Any) -> dict[str, Any]:
+def _forward_arguments(resolved: ResolvedCall, *tensors: Any) -> dict[str, Any]:
     return dict(zip((*_TENSORS, *_ARGUMENTS), (*tensors, *resolved.arguments), strict=True))
 
 
 def _backward_arguments(
-    resolved: Resolved, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
+    resolved: ResolvedCall, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> dict[str, Any]:
     names = ("dout", "dlse", *_TENSORS[:3], "out", "lse", "kept", *_TENSORS[3:], *_ARGUMENTS)
     return dict(zip(names, (dout, dlse, *inputs[:3], *outputs, *inputs[3:], *resolved.arguments), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class Resolved(Outside):
+class ResolvedCall(DirectCall):
     """The record of one kind of call. Calling it runs a call outside the dispatcher; the ops use its two passes.
 
     Args:
@@ -82,16 +82,16 @@ class Resolved(Outside):
     """
 
     pattern: DilatedPattern
-    settings: Settings
+    settings: CallSettings
     query_offset: int
     arguments: tuple[Any, ...]
     device_type: str
     documents: tuple[Range, ...] | None = None
     outside: bool = False
-    passes: dict[tuple[tuple[int, ...], ...], Pass] = field(default_factory=dict)
-    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Resolved]] = field(default_factory=dict)
+    passes: dict[tuple[tuple[int, ...], ...], ResolvedPass] = field(default_factory=dict)
+    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], ResolvedCall]] = field(default_factory=dict)
 
-    def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> Resolved:
+    def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> ResolvedCall:
         """Returns the record of calls with this very tensor, unchanged since, because the bounds of documents are data.
 
         The tensor is read once, which synchronizes with the GPU if it is on one.
@@ -111,11 +111,11 @@ class Resolved(Outside):
             self.packed[key] = weakref.ref(cu_seqlens), found
         return found
 
-    @watched(dilated_need, _forward_arguments)
+    @op_hook(dilated_requirement, _forward_arguments)
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: Optional, cu_seqlens: Optional, seed: Optional
     ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns (out (B, Nq, H, D), lse (B, H, Nq), the branches' outputs saved for the backward (``prepare.kept_elements``) or None).
+        """Returns (out (B, Nq, H, D), lse (B, H, Nq), the branches' outputs saved for the backward (``prepare.saved_elements``) or None).
 
         Raises:
             BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
@@ -132,7 +132,7 @@ class Resolved(Outside):
                 return *run(q, k, v, call, saved), saved
         return *run(q, k, v, call, saved), saved
 
-    @watched(dilated_need, _backward_arguments)
+    @op_hook(dilated_requirement, _backward_arguments)
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
         (q, k, v, padding, _, seed), (out, lse, saved) = inputs, outputs
@@ -150,17 +150,17 @@ class Resolved(Outside):
         arguments = _backward_arguments(self, dout, dlse, inputs, outputs)
         return torch.ops.dilated_attention.dilated_attention_backward(*arguments.values())
 
-    def _ready(self, tensors: Tensors, padding: Optional, seed: Optional, *, is_saved: bool = False) -> tuple[Tensors, Pass]:
+    def _ready(self, tensors: Tensors, padding: Optional, seed: Optional, *, is_saved: bool = False) -> tuple[Tensors, ResolvedPass]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         ``tensors`` are q, k, v, and in a backward dout and out.
         """
         found = self.passes.get(tuple([x.stride() for x in tensors])) if self._aligned(tensors) else None
-        if found is None or found.facts is not found.call.backend.facts:
+        if found is None or found.capabilities is not found.call.backend.capabilities:
             tensors = tuple(kernel_ready(x) for x in tensors)
             strides = tuple([x.stride() for x in tensors])
             found = self.passes.get(strides)
-            if found is None or found.facts is not found.call.backend.facts:
+            if found is None or found.capabilities is not found.call.backend.capabilities:
                 found = self._make(tensors, padding, seed, is_saved)
                 if len(self.passes) >= _MOST_PASSES:
                     self.passes.clear()
@@ -175,7 +175,7 @@ class Resolved(Outside):
             return True
         return all_aligned([x.data_ptr() for x in tensors])
 
-    def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> Pass:
+    def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> ResolvedPass:
         """Chooses the backend of a pass and the way it runs."""
         q, k, v, *of_backward = tensors
         shape, call = prepare(
@@ -185,23 +185,25 @@ class Resolved(Outside):
         kept = replace(call, padding=None, seed=0)
         if of_backward:
             dout, out = of_backward
-            return Pass(kept, strategy.choose_backward(self.pattern, shape, (dout, q, k, v, out), call, saved=is_saved), 0, call.backend.facts)
+            backward = strategy.choose_backward(self.pattern, shape, (dout, q, k, v, out), call, saved=is_saved)
+            return ResolvedPass(kept, backward, 0, call.backend.capabilities)
         elements = 0
         if self.settings.detached and self.settings.needs_grad:
             if self.outside:
-                elements = strategy.kept_of_documents(self.pattern, shape, q, call)
+                elements = strategy.saved_elements_of_documents(self.pattern, shape, q, call)
             elif self.documents is None:
-                elements = kept_elements(q, k, self.pattern, self.settings, None, self.query_offset)
-        return Pass(kept, strategy.choose_forward(self.pattern, shape, tensors, call, saves=elements > 0), elements, call.backend.facts)
+                elements = saved_elements(q, k, self.pattern, self.settings, None, self.query_offset)
+        forward = strategy.choose_forward(self.pattern, shape, tensors, call, saves=elements > 0)
+        return ResolvedPass(kept, forward, elements, call.backend.capabilities)
 
 
-def find(key: Hashable, dtype: torch.dtype) -> Resolved | None:
+def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:
     """Returns the record that ``remember`` stored for calls with this key, while the state it was resolved in still holds."""
-    found: Resolved | None = registry.cached.get(_now(key, dtype))
+    found: ResolvedCall | None = registry.cached.get(_now(key, dtype))
     return found
 
 
-def remember(key: Hashable, dtype: torch.dtype, resolved: Resolved) -> None:
+def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:
     registry.remember(_now(key, dtype), resolved)
 
 
@@ -212,16 +214,16 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     return key, state, tuning_table.generation, hardware.generation
 
 
-def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, arguments: tuple[Any, ...]) -> Resolved:
+def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, arguments: tuple[Any, ...]) -> ResolvedCall:
     """Returns the record of a call with checked arguments. ``arguments``: those that follow the op's tensors, as plain Python types."""
     lengths, rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset, *rest = arguments
     lists = (tuple(lengths), tuple(rates), tuple(offset_list), tuple(window))
     others = (head_offsets, branch_heads, tail, is_causal, scale, query_offset, *rest)
-    key = (Resolved, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None)
+    key = (ResolvedCall, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
         pattern = pattern_of(lists[0], lists[1], head_offsets, lists[2], branch_heads, tail)
-        settings = Settings(list(window), is_causal, scale, *rest)
-        found = Resolved(pattern, settings, query_offset, arguments, q.device.type)
+        settings = CallSettings(list(window), is_causal, scale, *rest)
+        found = ResolvedCall(pattern, settings, query_offset, arguments, q.device.type)
         remember(key, q.dtype, found)
     return found

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.decode_step import Chunk, Step, Use
+from dilated_attention.models.kv_cache.decode_step import CachePass, Chunk, Step
 from dilated_attention.models.kv_cache.storage import Storage
 
 
@@ -25,7 +25,7 @@ class Cache(Storage):
     fails while its end is being recorded, its requests are refused until they are freed.
     """
 
-    def begin(self, batch: int, num_tokens: int, requests: slice | None = None) -> Use:
+    def begin(self, batch: int, num_tokens: int, requests: slice | None = None) -> CachePass:
         """Begins a pass over ``num_tokens`` new positions of ``requests`` (default: all), whose number must be ``batch``."""
         chosen = self._chosen(requests)
         if batch != len(chosen):
@@ -56,7 +56,7 @@ class Cache(Storage):
                 self.reserve(request, self.lengths[request] + 1)
         return self.row_keys.prepare([self._position(request) for request in range(self.num_requests)])
 
-    def step(self) -> Use:
+    def step(self) -> CachePass:
         """Returns a pass of one position for every request, after ``prepare_step``.
 
         It runs on the device only, so a CUDA graph may capture it.
@@ -152,7 +152,7 @@ class Requests:
     cache: Cache
     requests: slice
 
-    def begin(self, batch: int, num_tokens: int) -> Use:
+    def begin(self, batch: int, num_tokens: int) -> CachePass:
         return self.cache.begin(batch, num_tokens, self.requests)
 
     def as_one(self) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Tables = tuple[Table, Table]
 
 
-class Use(ABC):
+class CachePass(ABC):
     """A pass. What all layers share is computed once, at its beginning."""
 
     def __init__(self, cache: Storage, requests: slice, count: int) -> None:
@@ -45,8 +45,8 @@ class Use(ABC):
                 "other pass between its beginning and its end: begin a new one"
             )
 
-    def layer(self, index: int) -> LayerUse:
-        return LayerUse(self, index)
+    def layer(self, index: int) -> LayerCachePass:
+        return LayerCachePass(self, index)
 
     def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
@@ -75,20 +75,20 @@ class Use(ABC):
 
 
 @dataclass(frozen=True)
-class LayerUse:
+class LayerCachePass:
     """One layer's view of a pass."""
 
-    use: Use
+    cache_pass: CachePass
     index: int
 
     def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
-        return self.use.rotation(module, dtype)
+        return self.cache_pass.rotation(module, dtype)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
     ) -> torch.Tensor:
-        cache = self.use.cache
-        expected = (self.use.batch, self.use.count)
+        cache = self.cache_pass.cache
+        expected = (self.cache_pass.batch, self.cache_pass.count)
         if tuple(k.shape[:2]) != expected:
             raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
         q, k, v = autocast(q, k, v)
@@ -97,10 +97,10 @@ class LayerUse:
                 f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; make the cache with dtype={k.dtype}, "
                 f"device={str(k.device)!r}"
             )
-        return self.use.attend(self.index, q, k, v, tables, attention)
+        return self.cache_pass.attend(self.index, q, k, v, tables, attention)
 
 
-class Step(Use):
+class Step(CachePass):
     """A pass over one new position of every request, each at its own position.
 
     Nothing here depends on the lengths on the host, so a CUDA graph may replay it.
@@ -148,7 +148,7 @@ def scale_of(attention: Any, head_dim: int) -> float:
     return head_dim**-0.5 if scale is None else scale
 
 
-class Chunk(Use):
+class Chunk(CachePass):
     """A pass over ``count`` new positions of some requests, from ``start`` on.
 
     It runs the layer's forward attention over the cached keys and the chunk's own.
@@ -180,7 +180,7 @@ class Chunk(Use):
             q, k = rotate(q, tables[0]), rotate(k, tables[1])
         held = self._held(layer, k, v)
         # a ring layer provides its single-process attention; a model shared between processes has been refused
-        attend = getattr(attention, "alone", attention)
+        attend = getattr(attention, "forward_unsharded", attention)
         out: torch.Tensor = attend(q, *held, is_causal=True, query_offset=self.before)
         cached = self.cache.cached(layer, self.requests)
         # if a later layer fails, the pass must leave no trace: slots that rows from its start on read are overwritten only after all layers

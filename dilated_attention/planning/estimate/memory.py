@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dilated_attention.backends import BackendUnavailable, reasons_of, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
-from dilated_attention.backends.selection import NESTED_FACTS
+from dilated_attention.backends.selection import NESTED_CAPABILITIES
 from dilated_attention.engine.branches.strategy import FUSED_DEVICES
 from dilated_attention.engine.kernels.nested_selection import MIN_OPERATIONS, chunk_family, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
@@ -80,7 +80,9 @@ def is_nested(problem: Problem) -> bool:
     pattern = problem.pattern
     if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
         return False
-    if reasons_of(NESTED_FACTS, problem.request(backward=False, length=0)) or (pattern.tail == "zero_keys" and not problem.is_causal):
+    if reasons_of(NESTED_CAPABILITIES, problem.request(backward=False, length=0)) or (
+        pattern.tail == "zero_keys" and not problem.is_causal
+    ):
         return False
     piece = make_pieces(pattern, problem.num_heads, problem.num_positions)[0]
     if piece.split is None:

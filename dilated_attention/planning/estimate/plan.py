@@ -127,7 +127,7 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
     flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
     least = least_bytes(problem)
     found = exchange_of(problem) if problem.world_size > 1 else NO_EXCHANGE
-    passes, why_not = passes_of(problem, found, least)
+    passes, reasons_against = passes_of(problem, found, least)
     memory = memory_of(problem)
     fits = _excess(problem, machine.memory) <= 0
     longest = longest_of(problem, machine.memory) if find_longest else N * fits
@@ -152,7 +152,7 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
         memory=memory,
         exchange=found,
         passes=passes,
-        no_time=why_not,
+        no_time=reasons_against,
         device=machine.name,
         device_memory=machine.memory,
         device_source=machine.source,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import Hardware, Request, detect
+from dilated_attention.backends import AttentionRequest, Hardware, detect
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
@@ -85,10 +85,10 @@ class Problem:
     def of_length(self, num_positions: int) -> Problem:
         return replace(self, num_positions=num_positions)
 
-    def request(self, *, backward: bool, length: int, blocks: str | None = None) -> Request:
+    def request(self, *, backward: bool, length: int, blocks: str | None = None) -> AttentionRequest:
         """Returns the request to a backend; ``blocks`` is the kind of masks in lists of blocks."""
         pattern = self.pattern
-        return Request(
+        return AttentionRequest(
             hardware=self.hardware,
             dtype=self.dtype,
             head_dim=self.head_dim,

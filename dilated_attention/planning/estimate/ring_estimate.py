@@ -9,12 +9,12 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import cost as block_cost
-from dilated_attention.distributed.block_exchange.plan import BlockJob, columns_of, joined, needs_of
-from dilated_attention.distributed.comm.comm_volume import Bytes, Sizes, heads_bytes
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, joined, needs_of
+from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
-from dilated_attention.distributed.exchange.comm_schedule import Script, make_script
-from dilated_attention.distributed.exchange.plan import Job
-from dilated_attention.distributed.exchange.sharding_plan import make_route, why_no_heads
+from dilated_attention.distributed.exchange.comm_schedule import CommSchedule, make_schedule
+from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
 from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
@@ -81,11 +81,11 @@ def ring_memory(problem: Problem) -> MemoryEstimate:
             launch += 8 * problem.num_positions * B * Hk * D // exchange.steps
     else:
         # the engine runs on the rank's own rows; then the parts are merged into its results
-        home = attention_memory(
+        local_ranges = attention_memory(
             problem.pattern, n, H, D, batch_size=B, num_kv_heads=Hk, dtype=problem.dtype, device_type=problem.device_type,
             is_causal=problem.is_causal, needs_grad=problem.training,
         )  # fmt: skip
-        forward, backward = list(home.forward), list(home.backward)
+        forward, backward = list(local_ranges.forward), list(local_ranges.backward)
         if exchange.name == "ring":
             forward.append(("out in the dtype of sums", Q * a if e != a else 0))
             backward.append(("dq, dk, dv in the dtype of sums", (Q + 2 * K) * a if e != a else 0))
@@ -142,10 +142,10 @@ def ring_blocks_memory(problem: Problem) -> MemoryEstimate:
     return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
 
 
-def _question(problem: Problem) -> cost.Question:
+def _question(problem: Problem) -> cost.ExchangeRequest:
     assert isinstance(problem.pattern, DilatedPattern)
     memory = 2**36 if problem.gpu is None else problem.gpu.memory >> 30 << 30
-    return cost.Question(
+    return cost.ExchangeRequest(
         size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size, num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize, is_causal=problem.is_causal,
         is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False, needs_grad=problem.training,
@@ -162,9 +162,9 @@ def _ranks(problem: Problem) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=256)
 def _of_branches(problem: Problem) -> Exchange:
     question = _question(problem)
-    name = problem.exchange if problem.exchange != "auto" else cost.offers(question)[0].exchange
+    name = problem.exchange if problem.exchange != "auto" else cost.exchange_estimates(question)[0].exchange
     a = accumulation_dtype(problem.dtype).itemsize
-    sizes = Sizes(problem.num_heads, problem.num_kv_heads, problem.head_dim, problem.batch_size, problem.itemsize, a)
+    sizes = CommSizes(problem.num_heads, problem.num_kv_heads, problem.head_dim, problem.batch_size, problem.itemsize, a)
     if name == "all_to_all":
         assert isinstance(problem.pattern, DilatedPattern)
         reason = why_no_heads(problem.num_heads, problem.num_kv_heads, problem.world_size, problem.pattern.branch_heads)
@@ -172,7 +172,7 @@ def _of_branches(problem: Problem) -> Exchange:
             raise ValueError(f"exchange is 'all_to_all' and {reason}; take exchange='auto'")
         found = [heads_bytes(problem.num_positions, problem.world_size, rank, problem.layout, sizes) for rank in _ranks(problem)]
         return Exchange(name=name, bytes=_most(found), steps=1, held=(0, 0))
-    route = make_route(
+    sharding = make_sharding_plan(
         problem.num_positions, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
     )
     whole = (0, problem.num_positions)
@@ -181,28 +181,27 @@ def _of_branches(problem: Problem) -> Exchange:
     alike = steps // 2 if steps % 2 == 0 else 1
     shape = Shape(problem.num_heads // alike, problem.num_kv_heads // alike, whole, whole, (whole,), problem.is_causal)
     assert isinstance(problem.pattern, DilatedPattern)
-    ranges = tuple(route.ranges(rank) for rank in range(problem.world_size))
-    job = Job(problem.pattern, shape, ranges, route.exchange, steps // alike)
-    ahead = cost.steps_ahead(job, problem.batch_size, problem.head_dim, problem.itemsize)
+    ranges = tuple(sharding.ranges(rank) for rank in range(problem.world_size))
+    ring_problem = RingProblem(problem.pattern, shape, ranges, sharding.exchange, steps // alike)
+    prefetch_depth = cost.choose_prefetch_depth(ring_problem, problem.batch_size, problem.head_dim, problem.itemsize)
     times = _rows_alike(problem, name)
     if times > 1:
         # in dense attention, every hop of a longer sequence matches that of a shorter one, scaled in its rows
-        unit = make_route(
+        unit = make_sharding_plan(
             problem.num_positions // times, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
         )
         part = (0, problem.num_positions // times)
-        job = replace(
-            job, shape=replace(shape, queries=part, keys=part, documents=(part,)), holdings=tuple(unit.ranges(r) for r in range(problem.world_size))
-        )
-    scripts = [make_script(job, rank) for rank in _ranks(problem)]
-    moved = [Bytes(*(times * alike * x for x in astuple(_bytes_of(script, problem, a)))) for script in scripts]
-    held = [tuple(times * x for x in _held(script, problem, ahead, a, alike)) for script in scripts]
+        shape = replace(shape, queries=part, keys=part, documents=(part,))
+        ring_problem = replace(ring_problem, shape=shape, shards=tuple(unit.ranges(r) for r in range(problem.world_size)))
+    schedules = [make_schedule(ring_problem, rank) for rank in _ranks(problem)]
+    moved = [Bytes(*(times * alike * x for x in astuple(_bytes_of(schedule, problem, a)))) for schedule in schedules]
+    held = [tuple(times * x for x in _held(schedule, problem, prefetch_depth, a, alike)) for schedule in schedules]
     most = _most(moved)
-    if not route.stays:
+    if not sharding.stays:
         # striped rows are put in order and back; the number of bytes is the same for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
-    return Exchange(name=name, bytes=most, steps=alike * len(scripts[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
+    return Exchange(name=name, bytes=most, steps=alike * len(schedules[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
 
 
 def _rows_alike(problem: Problem, exchange: str) -> int:
@@ -230,10 +229,10 @@ def _share_size(problem: Problem, a: int) -> int:
     return problem.itemsize if problem.device_type == "cuda" else a
 
 
-def _bytes_of(script: Script, problem: Problem, a: int) -> Bytes:
+def _bytes_of(schedule: CommSchedule, problem: Problem, a: int) -> Bytes:
     row = 2 * problem.batch_size * problem.head_dim
     sent = received = back_sent = back_received = 0
-    for step in script.steps:
+    for step in schedule.steps:
         heads = {index: size[1] for index, size in enumerate(step.sizes) if size is not None}
         sent += sum(part.count * heads[part.buffer] for _, part in step.sends)
         received += sum(part.count * heads[part.buffer] for _, part in step.receives)
@@ -244,17 +243,17 @@ def _bytes_of(script: Script, problem: Problem, a: int) -> Bytes:
     return Bytes(sent * size, received * size, sent * size + back_sent * share, received * size + back_received * share)
 
 
-def _held(script: Script, problem: Problem, ahead: int, a: int, times: int) -> tuple[int, int]:
+def _held(schedule: CommSchedule, problem: Problem, prefetch_depth: int, a: int, times: int) -> tuple[int, int]:
     """Returns the bytes of buffers alive at the same time, forward and backward; the script's steps are repeated ``times`` times."""
     row = 2 * problem.batch_size * problem.head_dim
     buffers, shares = [], []
-    for step in script.steps:
+    for step in schedule.steps:
         buffers.append(sum(size[0] * size[1] for size in step.sizes if size is not None) * row * problem.itemsize)
         parts = sum(launch.problem.k_len * launch.keys.heads for launch in step.step.launches)
         came = sum(len(owed.peers) * owed.rows.length * owed.rows.heads for owed in step.owed)
         shares.append((parts + came) * row * _share_size(problem, a))
     buffers, shares = buffers * times, shares * times
-    at_once = len(buffers) if len(buffers) <= ahead else ahead
+    at_once = len(buffers) if len(buffers) <= prefetch_depth else prefetch_depth
     forward = max(sum(buffers[i : i + at_once]) for i in range(len(buffers)))
     backward = max(sum(buffers[i : i + at_once]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(buffers)))
     return forward, backward
@@ -295,13 +294,13 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
     pattern, W = problem.pattern, problem.world_size
     assert isinstance(pattern, BlockPattern)
     N, Hk = problem.num_positions, problem.num_kv_heads
-    holdings = tuple(joined(spans(N, rank, W, problem.layout)) for rank in range(W))
-    job = BlockJob(pattern, ((0, N),), holdings, problem.num_heads, Hk, problem.is_causal)
-    needs, columns = needs_of(job, torch.device("cpu")), columns_of(job)
-    load = block_cost.load_of(job, needs, problem.batch_size, problem.head_dim, problem.itemsize)
+    shards = tuple(joined(spans(N, rank, W, problem.layout)) for rank in range(W))
+    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
+    needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
+    load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
     memory = 2**36 if problem.gpu is None else problem.gpu.memory
     way = block_cost.choose(load, memory)
-    ahead = min(len(way.steps), block_cost.steps_ahead(load, way.steps))
+    prefetch_depth = min(len(way.steps), block_cost.choose_prefetch_depth(load, way.steps))
     # rows (reader, holder) of each block, for the heads of each step
     counts = torch.zeros((W, columns.starts.shape[0]), dtype=torch.int64)
     for rank, positions in enumerate(columns.positions):
@@ -327,8 +326,8 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
         Bytes(int(s) * size, int(r) * size, int(s) * size + int(r) * row * share, int(r) * size + int(s) * row * share)
         for s, r in zip(sent.tolist(), received.tolist(), strict=True)
     ]
-    forward = max(sum(held[i : i + ahead]) for i in range(len(held)))
-    backward = max(sum(held[i : i + ahead]) + share * sum(shares[max(0, i - 1) : i + 1]) for i in range(len(held)))
+    forward = max(sum(held[i : i + prefetch_depth]) for i in range(len(held)))
+    backward = max(sum(held[i : i + prefetch_depth]) + share * sum(shares[max(0, i - 1) : i + 1]) for i in range(len(held)))
     return Exchange(name="blocks", bytes=_most(found), steps=len(way.steps), held=(int(forward), int(backward)))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.strategy import kept_budget
+from dilated_attention.engine.branches.strategy import saved_budget
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
 from dilated_attention.models.loss import CHUNK_BYTES, summed_cross_entropy
@@ -160,7 +160,7 @@ def _kept_bytes(problem: Problem) -> int:
     N = problem.num_positions
     rows = sum(-(-N // w) * -(-min(N, w) // r) for w, r in pattern.branches)
     size = problem.batch_size * problem.num_heads * problem.head_dim * rows * problem.itemsize
-    return size if size <= kept_budget() else 0
+    return size if size <= saved_budget() else 0
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels over a table of tiles, which replace those of ``tiles/run.py`` if ``why_not`` gives no reason."""
+"""Launches of the Hopper kernels over a table of tiles, which replace those of ``tiles/run.py`` if ``reasons_against`` gives no reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
-from dilated_attention.backends.tiles.launch import Launch
+from dilated_attention.backends.tiles.launch import KernelLaunch
 
 _KERNELS = {"forward": forward_kernel.forward_kernel, "query": query_kernel.query_kernel, "key": key_kernel.key_kernel}
 
@@ -40,7 +40,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> Launch:
+def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch:
     """Builds the launch of a Hopper kernel.
 
     Args:
@@ -52,7 +52,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
-    return Launch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
+    return KernelLaunch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
@@ -60,7 +60,7 @@ def sizes(which: str, head_dim: int) -> HopperSizes | None:
     return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
-def why_not(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
+def reasons_against(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
     """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
     reasons = []
     if flags.get("DROPOUT") and p.shared and p.group > 1:
