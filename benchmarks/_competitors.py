@@ -17,7 +17,10 @@ from dilated_attention.backends import Options, registry
 from dilated_attention.engine.reference_rows import partners
 
 MODULE = "torchscale/component/dilated_attention.py"
-HOW_TO_GET_IT = "other projects' sources are not in this repository: git clone https://github.com/microsoft/torchscale and give that folder as --torchscale"
+HOW_TO_GET_IT = (
+    "other projects' sources are not in this repository: git clone https://github.com/microsoft/torchscale and give that "
+    "folder as --torchscale"
+)
 
 
 class _Kernel(torch.autograd.Function):

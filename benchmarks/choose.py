@@ -2,8 +2,8 @@
 
     python benchmarks/choose.py --lengths 131072 1048576 --shapes 16x128 --density 0.1 --save choose.jsonl
 
-A line a case: block means, choice (means included), lists, and both together, medians of torch.cuda events in ms; kept blocks over all blocks that
-a row sees; peak memory beside q and k. ``--profile`` also prints the kernels of one call.
+A line a case: block means, choice (means included), lists, and both together, medians of torch.cuda events in ms; kept blocks over all
+blocks that a row sees; peak memory beside q and k. ``--profile`` also prints the kernels of one call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def check(pattern: TopBlocks, is_causal: bool) -> None:
     torch_choose.choose_rows(true, scores, weights, part, columns, share)
     assert torch.equal(found, true), f"{pattern}: {int((found != true).sum())} words differ"
     deltas = _partial_deltas(*block) if is_causal else range(0)
-    for a, b in zip(bitmask_triton.write_lists(found, block, columns, 0, deltas), _write_lists(true, block, columns, 0, deltas), strict=True):
+    for a, b in zip(
+        bitmask_triton.write_lists(found, block, columns, 0, deltas), _write_lists(true, block, columns, 0, deltas), strict=True
+    ):
         assert (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
 
 

@@ -5,8 +5,9 @@
 
 A *step* is a whole model (12 layers, 12 heads of 64, 768 wide) through ``models.Stepper``: replay of a CUDA graph, the likeliest token, the
 next step, Python's part included. Steps are taken 16 at a time at 16 places spread over the last 32,768 positions before the context,
-since what a row reads depends on its place in its segments; caches hold random numbers. *Attention* is one layer's alone, from a graph of its
-own, with the bytes that its rows read over the time. FlashAttention-3 takes part where its library is loaded: FLASH3_LIBRARY, FLASH3_CUDART.
+since what a row reads depends on its place in its segments; caches hold random numbers. *Attention* is one layer's alone, from a graph of
+its own, with the bytes that its rows read over the time. FlashAttention-3 takes part where its library is loaded: FLASH3_LIBRARY,
+FLASH3_CUDART.
 
 ``--check`` first sets single rows beside float64 over the keys that the definition names, and steps beside the full forward.
 """

@@ -3,8 +3,8 @@
     python benchmarks/fragmentation.py                               # all kinds and settings, 200 lengths each, on a GPU
     python benchmarks/fragmentation.py --save fragmentation.jsonl    # and one JSON line a row
 
-Each row is a process of its own, as settings are read once. A step is q, k, v made anew at a random length, forward and backward; figures are
-those of ``profile_memory`` over all steps. "tensors alone" makes and drops tensors of those lengths without any attention: what torch's
+Each row is a process of its own, as settings are read once. A step is q, k, v made anew at a random length, forward and backward; figures
+are those of ``profile_memory`` over all steps. "tensors alone" makes and drops tensors of those lengths without any attention: what torch's
 allocator does by itself with lengths that vary. "longest first" begins with the longest length, in torch's own setting.
 """
 
@@ -97,7 +97,8 @@ def main() -> None:
         return
     print(f"{machine()}\n{args.count} lengths from {args.shortest} to {args.longest}, 1 x {args.heads} heads of {args.head_dim}, bfloat16")
     print(
-        f"{'kind':<20}{'setting':<16}{'in tensors':>12}{'reserved':>12}{'ratio':>8}{'unused pieces':>15}{'GPU asked':>11}{'retries':>9}{'s':>8}"
+        f"{'kind':<20}{'setting':<16}{'in tensors':>12}{'reserved':>12}{'ratio':>8}{'unused pieces':>15}{'GPU asked':>11}{'retries':>9}"
+        f"{'s':>8}"
     )
     for kind in kinds:
         for setting in settings:
@@ -106,7 +107,10 @@ def main() -> None:
             asked = {name: getattr(args, name) for name in SIZES}
             record = {**found, **asked, "script": "fragmentation", **machine(), "kind": kind, "setting": setting}
             sizes = "".join(f"{found[name] / 2**20:>8,.0f} MiB" for name in ("peak_allocated", "peak_reserved"))
-            counts = f"{found['peak_inactive_split'] / 2**20:>11,.0f} MiB{found['device_allocs']:>11}{found['retries']:>9}{found['seconds']:>8.1f}"
+            counts = (
+                f"{found['peak_inactive_split'] / 2**20:>11,.0f} "
+                f"MiB{found['device_allocs']:>11}{found['retries']:>9}{found['seconds']:>8.1f}"
+            )
             print(f"{kind:<20}{setting:<16}{sizes}{found['fragmentation']:>8.2f}{counts}", flush=True)
             save(args.save, record)
 

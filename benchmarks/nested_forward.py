@@ -56,7 +56,8 @@ def main() -> None:
         for is_causal in (False, True):
             for positions in (2**16 + 100, max(args.positions)):
                 say(
-                    f"check {heads}x{head_dim} causal={is_causal} N={positions}: {check(variants[0][2], positions, heads, head_dim, is_causal)}"
+                    f"check {heads}x{head_dim} causal={is_causal} N={positions}: "
+                    f"{check(variants[0][2], positions, heads, head_dim, is_causal)}"
                 )
     for positions in args.positions:
         for heads, head_dim in shapes:
@@ -142,7 +143,8 @@ def measure(
     ms = time_ms(lambda: run(family, q, k, v, is_causal, head_dim**-0.5, out, lse, **options))
     flops = 4 * head_dim * heads * family.pairs() / (2 if is_causal else 1)
     return {
-        "variant": name, "N": positions, "heads": f"{heads}x{head_dim}", "causal": is_causal, "ms": round(ms, 2), "floor_ms": round(floor, 2),
+        "variant": name, "N": positions, "heads": f"{heads}x{head_dim}", "causal": is_causal, "ms": round(ms, 2),
+        "floor_ms": round(floor, 2),
         "floor/ms": round(floor / ms, 3), "TFLOP/s": round(flops / ms / 1e9), "levels_ms": levels_ms(run, options, inputs, is_causal),
     }  # fmt: skip
 

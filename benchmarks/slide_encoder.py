@@ -200,7 +200,8 @@ def check(original: Original, args: argparse.Namespace) -> None:
             theirs, half = original(*x).float(), mine(*x).float()
     errors = [float((y - exact).norm() / exact.norm()) for y in (theirs, half)]
     print(
-        f"slide's vector of {min(args.tiles)} tiles, off ours in float32: the original {errors[0]:.1e}, ours as the original ran {errors[1]:.1e}"
+        f"slide's vector of {min(args.tiles)} tiles, off ours in float32: the original {errors[0]:.1e}, ours as the original ran "
+        f"{errors[1]:.1e}"
     )
     save(args.save, {"what": "parity", "tiles": min(args.tiles), "original": errors[0], "ours": errors[1], **machine()})
 

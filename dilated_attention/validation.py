@@ -31,7 +31,8 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     for index, what in ((0, "batch size"), (3, "head_dim")):
         if q.shape[index] != k.shape[index]:
             raise ValueError(
-                f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be equal"
+                f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be "
+                "equal"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -54,7 +55,10 @@ def check_plain(name: str, x: torch.Tensor) -> None:
     if x.layout is _STRIDED and not x.is_nested and not x.is_quantized and (type(x) is torch.Tensor or not _is_spread(x)):
         return
     if x.is_nested:
-        out = "sequences of different lengths lie one after the other in (1, sum of lengths, heads, head_dim), with cu_seqlens=; or pad them with .to_padded_tensor() and a key_padding_mask"
+        out = (
+            "sequences of different lengths lie one after the other in (1, sum of lengths, heads, head_dim), with cu_seqlens=; or pad "
+            "them with .to_padded_tensor() and a key_padding_mask"
+        )
         raise TypeError(f"{name} is a nested tensor; {out}")
     if x.layout is not _STRIDED:
         raise TypeError(f"{name} is a sparse tensor of layout {x.layout}; expected a dense one: convert it with .to_dense()")
@@ -82,7 +86,8 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     lowest, highest = held.tiny, held.max * math.log(2)
     if not lowest <= scale <= highest:
         raise ValueError(
-            f"scale is {shown(scale)}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels hold "
+            f"scale is {shown(scale)}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels "
+            "hold "
             f"scale · log2(e) in {held.dtype}, which ends at {held.max:.2g}, and produce NaN from others"
         )
     return float(scale)

@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the docstrings: lines that begin with >>> are code, where Markdown would see quotations in quotations."""
+"""An extension of griffe, which reads the docstrings: lines that begin with >>> are code, where Markdown would see nested quotations."""
 
 from __future__ import annotations
 

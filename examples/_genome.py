@@ -105,7 +105,8 @@ class Chromosome:
         return self._hide(window[:-1], masked.to(window.device))
 
     def held_out(self, length: int, share: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of them.
+        """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of
+        them.
 
         Half of a window is scored or less, and what is before it is read only (with masks: what is around it).
         """
@@ -186,7 +187,8 @@ class GenomeLM(LongNetLM):
         factory = {name: options.get(name) for name in ("device", "dtype")}
         self.embedding = KmerEmbedding(k, config.embed_dim, **factory)  # type: ignore[assignment]
         assert self.output is not None
-        # a text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short run
+        # a text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short
+        # run
         nn.init.normal_(self.output.weight, std=0.1 * config.embed_dim**-0.5)
 
 

@@ -14,7 +14,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 class Muon(torch.optim.Optimizer):
-    """p ← (1 − lr·wd)·p − lr·0.2·sqrt(max(rows, columns))·UVᵀ, for the momentum's USVᵀ; as torch.optim.Muon(adjust_lr_fn="match_rms_adamw").
+    """p ← (1 − lr·wd)·p − lr·0.2·sqrt(max(rows, columns))·UVᵀ, for the momentum's USVᵀ; as
+    torch.optim.Muon(adjust_lr_fn="match_rms_adamw").
 
     Differs from it in this: matrices of one shape go together, a few launches instead of a few for each; a matrix that FSDP2 has sharded
     is gathered once and orthogonalised whole on every process, instead of through a sharded product at each round; and on a CPU the

@@ -3,9 +3,9 @@
     python examples/block_sparse.py                              # 16,384 bytes; a minute and a half on 2 CPU cores
     python examples/block_sparse.py --length 131072              # on a GPU; --document book.txt for a text of your own
 
-Attention of random weights looks at everything alike and leaves nothing to choose. So a small byte-level model with dense causal attention is first
-trained on the document's beginning. Then its layers read the document's end, which is new to them, with the same weights and inputs: dense, in
-blocks that ``TopBlocks`` chooses, in as many blocks at random, and in the window of as many pairs before each byte.
+Attention of random weights looks at everything alike and leaves nothing to choose. So a small byte-level model with dense causal attention
+is first trained on the document's beginning. Then its layers read the document's end, which is new to them, with the same weights and
+inputs: dense, in blocks that ``TopBlocks`` chooses, in as many blocks at random, and in the window of as many pairs before each byte.
 A row of the table: the kept share of the causal pairs, time of all layers' attention with the choosing, the relative error
 ‖sparse − dense‖ / ‖dense‖ of its output, and the model's loss with all layers sparse. Writes ``runs/block_sparse.png``.
 Last line: ``done: 10 % chosen is … times as fast as dense, output off by …, at random by …``

@@ -4,9 +4,9 @@
     python examples/hf_long_document.py --length 131072         # on a GPU; --document book.txt for a text of your own
 
 Two models of bytes with equal random weights are trained for the same time, one on each implementation: on short windows of the document's
-beginning, then on longer ones, and last on ones as long as what is read. Then each reads the document's end, which is new to it, in one piece,
-and the dilated one writes on from there by ``generate()``, from its cache. A row of the table: steps of training, time and peak memory of
-reading, and the loss. The model is saved and loaded: its config carries the segments.
+beginning, then on longer ones, and last on ones as long as what is read. Then each reads the document's end, which is new to it, in one
+piece, and the dilated one writes on from there by ``generate()``, from its cache. A row of the table: steps of training, time and peak
+memory of reading, and the loss. The model is saved and loaded: its config carries the segments.
 Last line: ``done: dilated reads … bytes … times as fast as sdpa, at … bits per byte to …``
 """
 
@@ -112,7 +112,8 @@ def main() -> None:
     print(f"\nit writes on, {args.write} bytes in {seconds:.1f} s: {bytes(written[0, prompt.shape[1] :].tolist())!r}")
     (dense, bits_dense), (dilated, bits) = found["sdpa"], found["dilated"]
     print(
-        f"done: dilated reads {args.length} bytes {dense / dilated:.1f} times as fast as sdpa, at {bits:.3f} bits per byte to {bits_dense:.3f}"
+        f"done: dilated reads {args.length} bytes {dense / dilated:.1f} times as fast as sdpa, at {bits:.3f} bits per byte to "
+        f"{bits_dense:.3f}"
     )
 
 

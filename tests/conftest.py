@@ -39,7 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes about 3 s or more on one core; make test-fast leaves it out")
     config.addinivalue_line("markers", "distributed: starts processes or needs several; set here by folder and by what the test calls")
     config.addinivalue_line("markers", "sweep: a further case of a test with many; set here, so that make test-fast runs a few of each")
-    config.addinivalue_line("markers", "kernel(*parameters): cases with equal values of these share compiled kernels, so one process runs them")
+    config.addinivalue_line(
+        "markers", ("kernel(*parameters): cases with equal values of these share compiled kernels, so one process runs them")
+    )
     config.addinivalue_line("markers", "gpus: needs two CUDA GPUs or more; skipped without, but with DILATED_GPUS_ON_CPU=1 tried over gloo")
     # of pytest-xdist, which a run may leave out
     config.addinivalue_line("markers", "xdist_group(name): tests that one worker of --dist loadgroup runs")

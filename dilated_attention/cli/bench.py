@@ -27,12 +27,18 @@ _OUTPUT = Path("bench-results")
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure: suites of benchmarks, or which backend is fastest here (tune)")
     suites = parser.add_subparsers(dest="suite", required=True)
-    tuning = suites.add_parser("tune", usage="%(prog)s [options]", help="measure every usable backend; what is fastest is preferred from then on (also: bench --tune)")
+    tuning = suites.add_parser(
+        "tune",
+        usage="%(prog)s [options]",
+        help=("measure every usable backend; what is fastest is preferred from then on (also: bench --tune)"),
+    )
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run, parser=tuning)
     for name, suite in SUITES.items():
         _add_suite(suites.add_parser(name, usage="%(prog)s [options]", help=suite.about, description=f"{suite.about}."), suite())
-    everything = suites.add_parser("all", usage="%(prog)s [options]", help="every suite above but tune and regression, one after another, each with its defaults")
+    everything = suites.add_parser(
+        "all", usage="%(prog)s [options]", help=("every suite above but tune and regression, one after another, each with its defaults")
+    )
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
 
@@ -177,7 +183,8 @@ def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
         print("written: " + ", ".join(str(path) for path in outcome.written))
     if outcome.broken:
         print(
-            f"processes could not go on together ({outcome.broken}); {len(outcome.left_out)} groups are left, with which the same command goes on",
+            f"processes could not go on together ({outcome.broken}); {len(outcome.left_out)} groups are left, with which the same command "
+            "goes on",
             file=sys.stderr,
         )
     elif outcome.left_out:

@@ -24,7 +24,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
     parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
     parser.add_argument("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
-    parser.add_argument("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help="key/value heads; default: as many as query heads")
+    parser.add_argument(
+        "--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=("key/value heads; default: as many as query heads")
+    )
     parser.add_argument("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     parser.add_argument("--precision", choices=PRECISIONS, default="native")
     parser.add_argument(

@@ -28,7 +28,9 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
         usage="%(prog)s what --length N [N ...] [options]",
-        help="what attention of a kind, or a model, takes: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits",
+        help=(
+            "what attention of a kind, or a model, takes: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits"
+        ),
         description="Formulas and fake tensors: nothing is allocated. Times are estimates and say what they are made of.",
     )
     names = ", ".join((*KINDS, *MODEL_PRESETS))

@@ -31,7 +31,15 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
     )
     shown = parser.add_subparsers(dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:")
-    _add_pattern(shown.add_parser("dilated", usage="%(prog)s --segment-lengths W [W ...] --dilation-rates R [R ...] [options]", help="dilated attention, by its branches"), "dilated", length=64)
+    _add_pattern(
+        shown.add_parser(
+            "dilated",
+            usage=("%(prog)s --segment-lengths W [W ...] --dilation-rates R [R ...] [options]"),
+            help="dilated attention, by its branches",
+        ),
+        "dilated",
+        length=64,
+    )
     _add_pattern(
         shown.add_parser(
             "block_sparse",
@@ -44,7 +52,9 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     for preset in MODEL_PRESETS:
         model = shown.add_parser(preset, help="a model")
         model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
-        model.add_argument("--memory", type=gib, metavar="GIB", help="GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+        model.add_argument(
+            "--memory", type=gib, metavar="GIB", help=("GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+        )
         add_json(model)
         model.set_defaults(run=_model, parser=model)
 

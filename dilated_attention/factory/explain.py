@@ -218,7 +218,10 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
     """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
     if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).reasons_against(request):
         return ""
-    rule = "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the library is a slow one"
+    rule = (
+        "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the "
+        "library is a slow one"
+    )
     if pattern is None or num_positions is None:
         return f"{rule}, as in short ones; pattern= and num_positions= give the estimates"
     shape = tiles_choice.whole_shape(request, num_positions)

@@ -194,7 +194,8 @@ def checked_pattern(pattern: Any) -> BlockPattern:
         return pattern
     if not isinstance(pattern, BlockMask):
         raise TypeError(
-            f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. LocalWindow(512), "
+            f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. "
+            "LocalWindow(512), "
             "or a BlockMask of torch.nn.attention.flex_attention"
         )
     if torch.compiler.is_compiling():

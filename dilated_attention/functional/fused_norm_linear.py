@@ -163,12 +163,16 @@ def _backward(
             from dilated_attention.functional import fused_norm_linear_triton
 
             dz = dy @ joined if needs_input or needs_norm else None
-            z, dx, dgate, sums = fused_norm_linear_triton.prepare_backward(rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights, wide)
+            z, dx, dgate, sums = fused_norm_linear_triton.prepare_backward(
+                rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights, wide
+            )
             dnorm: list[torch.Tensor | None] = [*sums]
             dweight = None if z is None else dy.t() @ z
             del z, dz
         else:
-            dx, dgate, dnorm, dweight = fused_norm_linear_torch.backward(dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide)
+            dx, dgate, dnorm, dweight = fused_norm_linear_torch.backward(
+                dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide
+            )
         dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
     grads: list[torch.Tensor] = []
     if needs_input:

@@ -19,12 +19,15 @@ from dilated_attention.pattern.checks import as_int_tuple
 
 # patterns of names, and why models that contain them are refused
 REFUSED = {
-    r"\.[AB]\.(.*\.)?(weight|bias)$": "it is a multiway model, with one set of weights for each of two kinds of tokens; such a split does not exist here",
+    r"\.[AB]\.(.*\.)?(weight|bias)$": (
+        "it is a multiway model, with one set of weights for each of two kinds of tokens; such a split does not exist here"
+    ),
     r"(^|\.)moe_layer\.": "it has mixture-of-experts layers; only dense feed-forward layers exist here",
     r"(^|\.)encoder_attn": "its decoder attends to an encoder's output; only stacks of self-attention exist here",
     r"relative_(position|attention_bias)": "it adds relative position biases to its scores; attention kernels here take none",
     r"(^|\.)layernorm_embedding\.": "it normalises embeddings (layernorm_embedding); such a norm does not exist here",
-    r"(^|\.)embed_positions\.": "it adds learned or sinusoidal positions to token embeddings (embed_positions), which start at 2 as in fairseq; "
+    r"(^|\.)embed_positions\.": "it adds learned or sinusoidal positions to token embeddings (embed_positions), which start at 2 "
+    "as in fairseq; "
     "models here have rotary positions, XPOS or none",
     r"flat_param": "its weights are flattened by FSDP; save a full state dict first",
     r"\.ffn\.gate\.": "its feed-forward layers are gated linear units; those of LongNet are not",
@@ -130,7 +133,8 @@ def stack_config(weights: Weights, *, num_heads: int | None, is_causal: bool, is
     has_sub_norm, has_last_norm = norms.pop(), "layer_norm.weight" in weights
     if not (has_sub_norm or has_last_norm or is_pre_norm):
         raise ValueError(
-            "there is neither layer_norm nor inner_attn_ln, as in models with norms behind each layer (post-norm, deepnorm), whose residual "
+            "there is neither layer_norm nor inner_attn_ln, as in models with norms behind each layer (post-norm, deepnorm), whose "
+            "residual "
             "connections differ; those do not exist here. If norms come first in this model, say is_pre_norm=True"
         )
     if is_causal and not has_last_norm:
@@ -205,7 +209,8 @@ def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if branch := shifted_branch(pattern, length):
         w, r = branch
         warnings.warn(
-            f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is shifted from "
+            f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is shifted "
+            "from "
             "the second segment on, an error that is not reproduced here, so these weights give another result there",
             stacklevel=3,
         )

@@ -148,7 +148,8 @@ def make_attention(
     where = ring.arguments()
     if (ring.exchange, ring.ranks_per_node) != ("auto", None):
         raise ValueError(
-            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from process to process "
+            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from "
+            "process to process "
             "and have neither: leave them out"
         )
     return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})

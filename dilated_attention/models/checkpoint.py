@@ -130,7 +130,8 @@ def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             )
         if hasattr(weight, "full_tensor"):
             raise ValueError(
-                f"{name} is sharded over processes (a {type(weight).__name__}); gather the weights with torch.distributed.checkpoint.state_dict."
+                f"{name} is sharded over processes (a {type(weight).__name__}); gather the weights with "
+                "torch.distributed.checkpoint.state_dict."
                 "get_model_state_dict and full_state_dict=True, load them into a model of one process, and save that"
             )
         x = weight.contiguous()

@@ -217,7 +217,8 @@ class LongNetConfig(ModelConfig):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 owner = "'rotary' or 'xpos'" if name == "rotary_base" else "'xpos'"
                 raise ValueError(
-                    f"{name} is {getattr(self, name)} and positions is {self.positions!r}, which has none; leave it out, or use positions={owner}"
+                    f"{name} is {getattr(self, name)} and positions is {self.positions!r}, which has none; leave it out, or use "
+                    f"positions={owner}"
                 )
 
     def _check_heads(self) -> None:
@@ -230,7 +231,8 @@ class LongNetConfig(ModelConfig):
             raise ValueError(f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; use a multiple of {self.num_heads}")
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(
-                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more heads"
+                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more "
+                "heads"
             )
         if self.num_heads % (self.num_kv_heads or 1):
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads = {self.num_heads}")
@@ -264,7 +266,8 @@ class LongNetConfig(ModelConfig):
                     raise ValueError(f"{name} is {getattr(self, name)!r} and attention is {self.attention!r}, which has none; leave it out")
         if self.kind == "block_sparse" and not isinstance(self.block_pattern, BlockPattern):
             raise (ValueError if self.block_pattern is None else TypeError)(
-                f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, such as LocalWindow((1023, 0))"
+                f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, "
+                "such as LocalWindow((1023, 0))"
             )
 
     @property

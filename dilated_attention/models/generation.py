@@ -78,7 +78,9 @@ class Sampling:
         token, highest = self.pick(logits)
         if logits.device.type == "cpu" and not bool(highest.isfinite().all()):
             row = int((~highest.isfinite()).nonzero()[0, 0])
-            raise ValueError(f"logits have {float(highest[row])} in row {row}; expected finite numbers, of which one at least is more than -inf")
+            raise ValueError(
+                f"logits have {float(highest[row])} in row {row}; expected finite numbers, of which one at least is more than -inf"
+            )
         return token
 
     def pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,7 +292,8 @@ def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int
     if spoilt is None:
         cause = f"no parameter of it is NaN or inf, so that numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
     raise ValueError(
-        f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite numbers, and {cause}"
+        f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite "
+        f"numbers, and {cause}"
     )
 
 

@@ -139,7 +139,8 @@ class Summary:
             f"attention: {config.attention}, {_described(config)}{', causal' if config.is_causal else ''}",
             f"parameters: {self.num_parameters:,} ({self.num_parameters - self.embedding_parameters:,} without embeddings)",
             "",
-            f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  {'KV cache':>9}",
+            f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  "
+            f"{'KV cache':>9}",
         ]
         plain = footprint(config, self.num_parameters)
         saved = footprint(config, self.num_parameters, checkpoint_activations=True)

@@ -28,7 +28,12 @@ def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, igno
     Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it. Compiled, mapped and
     fake tensors have no values to check.
     """
-    if vocab_size is None or torch.compiler.is_compiling() or type(tokens) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+    if (
+        vocab_size is None
+        or torch.compiler.is_compiling()
+        or type(tokens) is not torch.Tensor
+        or torch._C._are_functorch_transforms_active()
+    ):
         return
     if tokens.device.type == "meta" or not (waits or tokens.device.type == "cpu") or not tokens.numel():
         return
@@ -44,6 +49,7 @@ def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, igno
             return
     but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")
     raise ValueError(
-        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: check the tokenizer, or make the model with a "
+        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: check the tokenizer, or make the model "
+        "with a "
         "larger vocab_size"
     )

@@ -230,6 +230,7 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
     for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
         if value != default:
             raise ValueError(
-                f"{name} is {shown(value)} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio instead of pattern"
+                f"{name} is {shown(value)} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
+                "instead of pattern"
             )
     return checked_pattern(pattern)

@@ -31,7 +31,12 @@ def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
     num_positions, cell = as_int("num_positions", num_positions, minimum=0), as_int("cell", cell, minimum=1)
     num_heads, cells = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS), -(-num_positions // cell)
     if num_heads * cells**2 > MAX_MASK:
-        raise ValueError(f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger cells or fewer heads")
+        raise ValueError(
+
+                f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger "
+                "cells or fewer heads"
+
+        )
     if num_positions > _MOST_POSITIONS:
         raise ValueError(f"num_positions is {num_positions:,}; each is looked at, expected at most {_MOST_POSITIONS:,}")
     if num_positions <= _DENSE_POSITIONS or not isinstance(pattern, (DilatedPattern, BlockPattern)):

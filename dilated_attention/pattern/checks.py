@@ -88,7 +88,8 @@ def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
 def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
     if not isinstance(value, str):
         raise TypeError(
-            f"{name} is {shown(value)} ({type(value).__name__}); expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}"
+            f"{name} is {shown(value)} ({type(value).__name__}); expected one of "
+            f"{', '.join(map(repr, allowed))}{' ' + also if also else ''}"
         )
     if value not in allowed:
         raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}")

@@ -69,7 +69,8 @@ class DilatedPattern(Pattern):
             raise ValueError("segment_lengths is empty; at least one branch is needed, e.g. segment_lengths=[2048], dilation_rates=[1]")
         if len(lengths) != len(rates):
             raise ValueError(
-                f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} and dilation_rates has {len(rates)} {shown(list(rates))}; "
+                f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} and dilation_rates has {len(rates)} "
+                f"{shown(list(rates))}; "
                 "each branch needs one of both: give lists of equal length"
             )
         if len(lengths) > MAX_BRANCHES:
@@ -118,7 +119,8 @@ class DilatedPattern(Pattern):
             for head, value in enumerate(values):
                 if not 0 <= value < rate:
                     raise ValueError(
-                        f"head_offsets[{branch}][{head}] is {shown(value)}; expected at least 0 and below {rate}, as dilation rate {rate} leaves {rate} offsets"
+                        f"head_offsets[{branch}][{head}] is {shown(value)}; expected at least 0 and below {rate}, as dilation rate {rate} "
+                        f"leaves {rate} offsets"
                     )
             rows.append(values)
         if len({len(row) for row in rows}) > 1:
@@ -244,7 +246,9 @@ class DilatedPattern(Pattern):
         and adds to dq, dk, dv. The log-sum-exp takes 4 bytes per row.
         """
         num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
-        head_dim, itemsize = (as_int(name, x, minimum=1, maximum=MAX_LENGTH) for name, x in (("head_dim", head_dim), ("itemsize", itemsize)))
+        head_dim, itemsize = (
+            as_int(name, x, minimum=1, maximum=MAX_LENGTH) for name, x in (("head_dim", head_dim), ("itemsize", itemsize))
+        )
         kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1, maximum=MAX_HEADS)
         forward = backward = 0
         for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
@@ -294,7 +298,8 @@ def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_cau
     running = 1 if pattern.branch_heads == "split" else pattern.num_branches
     if num_positions * len(offsets_of_head) << running > _MOST_STEPS:
         raise ValueError(
-            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up to where all segments end together, with "
+            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up to where all segments end "
+            "together, with "
             f"{len(offsets_of_head):,} different heads: which pairs several branches share is counted in 2**branches · positions · heads "
             f"steps, expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
         )

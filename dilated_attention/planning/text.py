@@ -24,7 +24,13 @@ def flops_text(flops: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
-    for unit, size, least in (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 0.9995), ("ms", 1e-3, 0.9995e-3)):
+    for unit, size, least in (
+        ("days", 86400.0, 172800.0),
+        ("h", 3600.0, 7200.0),
+        ("min", 60.0, 120.0),
+        ("s", 1.0, 0.9995),
+        ("ms", 1e-3, 0.9995e-3),
+    ):
         if seconds >= least:
             return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} µs"

@@ -248,7 +248,8 @@ def _untold(ledger: Ledger | None, peak: int) -> tuple[str, ...]:
     if abs(off) <= UNTOLD * peak:
         return ()
     return (
-        f"whose memory the peak is, exactly: by the events of torch's profiler it is {size_text(abs(off))} {'more' if off > 0 else 'less'} than by its "
+        f"whose memory the peak is, exactly: by the events of torch's profiler it is {size_text(abs(off))} "
+        f"{'more' if off > 0 else 'less'} than by its "
         "allocator, as some frees are not among them",
     )
 

@@ -149,7 +149,8 @@ def check_backend(
         for result in measured:
             if not result.passes:
                 raise AssertionError(
-                    f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, {name!r}, {dtype})"
+                    f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, "
+                    f"{name!r}, {dtype})"
                 )
             ratio = result.error / result.bound if result.bound else 0.0
             report.worst[result.name] = max(report.worst.get(result.name, 0.0), ratio)

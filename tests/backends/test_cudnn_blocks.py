@@ -245,7 +245,8 @@ def test_parts_with_the_whole_softmax_add_up_and_rows_of_plus_inf_give_nothing(n
     out, lse = BACKEND.forward_blocks(*tensors, problem.lists, problem.options)
     lse[:, :, 5:70] = torch.inf
     shares = [
-        BACKEND.backward_blocks(problem.dout, *tensors, out, lse, lists_from_dense(problem.mask & half, case.q_block, case.k_block), problem.options)
+        BACKEND.backward_blocks(problem.dout, *tensors, out, lse, lists_from_dense(problem.mask & half, case.q_block, case.k_block),
+        problem.options)
         for half in (first, ~first)
     ]  # fmt: skip
     dout = problem.dout.clone()

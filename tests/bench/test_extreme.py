@@ -1,4 +1,4 @@
-"""bench extreme: the longest sequence that fits, each length in a process of its own with its own limits, and rows checked against float64."""
+"""bench extreme: the longest sequence that fits, each length in a process of its own with its own limits, rows checked against float64."""
 
 from __future__ import annotations
 

@@ -109,7 +109,10 @@ def test_work_of_branches_and_window_grows_with_the_length() -> None:
 
 
 def as_rank(rank: int, world: int, arguments: list[str], spoiled: bool = False) -> tuple[int, str]:
-    """(exit code, error) of the command as one of ``world`` processes; ``spoiled``: rank 1 computes one thing wrong and fails at another."""
+    """(exit code, error) of the command as one of ``world`` processes.
+
+    ``spoiled``: rank 1 computes one thing wrong and fails at another.
+    """
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in names.items()})

@@ -72,7 +72,8 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
         assert values["samples_per_s"] == pytest.approx(1000 * case["B"] / values["ms"], rel=1e-3)
         assert values["tokens_per_s"] == pytest.approx(case["N"] * values["samples_per_s"], rel=1e-3)
         assert 0 < values["low_ms"] <= values["ms"] <= values["high_ms"]
-        # random tokens of a vocabulary of 1,024, logits of variance 1; so short a context is whole to the window, while branches count near keys twice
+        # random tokens of a vocabulary of 1,024, logits of variance 1; so short a context is whole to the window, while branches count near
+        # keys twice
         assert values["loss"] == pytest.approx(math.log(1024) + 0.5, abs=0.2)
         tolerance = 0.05 if row.name == "dilated" else 1e-4
         assert values["loss"] == pytest.approx(first.setdefault((case["model"], case["N"]), values["loss"]), rel=tolerance)

@@ -87,7 +87,11 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
         (["dense", "--length", "1k", "--window", "5"], 2, "--window given, which dense does not take"),
         (["ring_dilated", "--length", "1k"], 2, "ring_dilated needs --segment-lengths, --dilation-rates; e.g."),
         (["ring_block_sparse", "--length", "1k"], 2, "ring_block_sparse needs --window or --density"),
-        (["dense", "--length", "1k", "--world-size", "4"], 2, "--world-size is 4 and kind is 'dense', which one process computes; take one of ring"),
+        (
+            ["dense", "--length", "1k", "--world-size", "4"],
+            2,
+            ("--world-size is 4 and kind is 'dense', which one process computes; take one of ring"),
+        ),
         (["dense", "--length", "1k", "--kv-heads", "5"], 2, "--kv-heads is 5; expected a divisor of --heads = 12"),
         (["dense", "--length", "1k", "--checkpoint"], 2, "--checkpoint given, which is of models"),
         (["longnet-tiny", "--length", "1k", "--heads", "4"], 2, "--heads given, which is of a kind of attention"),

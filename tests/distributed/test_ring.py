@@ -65,7 +65,9 @@ def test_random_calls_reach_everything() -> None:
     every = [spread for world in spreads for spread in spreads[world]]
     cases = [spread.case for spread in every]
     dilated = [case for case in cases if case.pattern != WHOLE]
-    assert {(s.layout, s.exchange) for s in every} == {(a, b) for a in ring_cases.LAYOUTS for b in ("auto", "all_gather", "ring", "all_to_all", "2d")}  # fmt: skip
+    assert {(s.layout, s.exchange) for s in every} == {
+        (a, b) for a in ring_cases.LAYOUTS for b in ("auto", "all_gather", "ring", "all_to_all", "2d")
+    }
     assert {(case.heads, case.kv_heads) for case in cases} >= set(HEADS)
     assert {case.padding for case in cases} == {"none", "some", "row", "all"}
     assert {case.pattern.tail for case in dilated} == {"mask", "zero_keys"} and {case.mixture_grad for case in dilated} == {

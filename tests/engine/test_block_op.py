@@ -378,7 +378,8 @@ def test_counted_flops_know_documents_offsets_and_choices() -> None:
     assert counted(block_sparse_attention, inputs, top, is_causal=True) == chosen.flops(200, 2, 8, is_causal=True)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------------------------------
+# --- bad input
+# ------------------------------------------------------------------------------------------------------------------------------
 
 OF_BRANCHES = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
 SHARED = [case for case in BAD_CALLS if not set(case[1]) & (OF_BRANCHES | {"mixture_grad", "precision"})]
@@ -450,7 +451,8 @@ def test_nested_is_about_branches() -> None:
         block_sparse_attention(**tensors(), pattern=WINDOW, backend="nested")
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------------------
+# --- launches
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 class OneByOne(MathBackend):

@@ -129,7 +129,8 @@ def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
             # blocks that the row would see if the sequence did not end in it
             missing = (first + q_block - 1) // k_block - last // k_block if is_causal else 0
             seen += missing
-            take = max(0, (pattern.blocks or max(1, math.ceil(pattern.share * seen - 1e-9))) - len(forced) - missing)  # type: ignore[operator]
+            share = math.ceil(pattern.share * seen - 1e-9)  # type: ignore[operator]
+        take = max(0, (pattern.blocks or max(1, share)) - len(forced) - missing)
         found[b, h, row - rows.start, forced + best[:take]] = True
     return found
 
@@ -447,7 +448,8 @@ def test_what_has_no_tensors_has_no_mask() -> None:
         (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 8, 1, 4)), ValueError, "query_offset is 0"),
         (lambda: TopBlocks(1).choose(*(torch.randn(2, 8, 1, 4),) * 2).density(8), ValueError, r"chosen\[b\]"),
         (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) anew"),
-        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError, "with these queries"),
+        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError,
+        "with these queries"),
     ],
 )  # fmt: skip
 def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:

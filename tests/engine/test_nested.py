@@ -1,6 +1,8 @@
-"""Nested families: the rule, the tile tables through the plain-torch twin, the kernels' walk interpreted on the CPU, the Hopper kernel on a GPU.
+"""Nested families: the rule, the tile tables through the plain-torch twin, the kernels' walk interpreted on the CPU, the Hopper kernel on a
+GPU.
 
-Gluon does not interpret: ``nested_gluon`` is compared with float64 on an H200 only. ``nested_triton`` walks the same tables and does interpret.
+Gluon does not interpret: ``nested_gluon`` is compared with float64 on an H200 only. ``nested_triton`` walks the same tables and does
+interpret.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that runs out inside our ops: the error keeps its type and torch's words, and says what was asked for, needed, there, and what fits."""
+"""Memory that runs out inside our ops: the error keeps its type and torch's words, and says what was needed, is there and fits."""
 
 from __future__ import annotations
 
@@ -352,7 +352,8 @@ def test_a_rank_that_runs_out_is_named_by_the_others() -> None:
     finally:
         pool.close()
     assert own.startswith(
-        "OutOfMemoryError: the forward of ring_attention ran out of memory: it asked for 2.00 GiB in _inputs (distributed/exchange/context_parallel.py)"
+        "OutOfMemoryError: the forward of ring_attention ran out of memory: it asked for 2.00 GiB in _inputs "
+        "(distributed/exchange/context_parallel.py)"
     )
     assert "on rank 1 of 2" in own and "keys of other ranks" in own and "over 4 ranks in place of 2" in own
     assert other.startswith("RingError: rank 0: forward, hop 1: K and V: receiving") and "rank 1 has not reported" in other

@@ -1,4 +1,4 @@
-"""The account of calls on a table of tiles: against the formulas, against what the launches allocate, and where plans and needs ask for it."""
+"""The account of calls on a table of tiles: against the formulas, against what the launches allocate, and where plans ask for it."""
 
 from __future__ import annotations
 

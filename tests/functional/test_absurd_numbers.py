@@ -212,4 +212,6 @@ def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:
 
 def test_a_seed_of_numpy_is_that_of_python() -> None:
     q = torch.randn(1, 300, 2, 8)
-    assert torch.equal(block_sparse_attention(q, q, q, Sparsity(0.5, seed=np.int64(3))), block_sparse_attention(q, q, q, Sparsity(0.5, seed=3)))
+    assert torch.equal(
+        block_sparse_attention(q, q, q, Sparsity(0.5, seed=np.int64(3))), block_sparse_attention(q, q, q, Sparsity(0.5, seed=3))
+    )

@@ -58,7 +58,8 @@ class NoOps(TorchDispatchMode):
 # (what is wrong, arguments of dilated_attention, exception, words of its text)
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     # tensors
-    ("q is a list", tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", "batch, sequence, heads, head_dim")),  # type: ignore[arg-type]
+    ("q is a list", tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", ("batch, sequence, heads, head_dim"))),
+    # type: ignore[arg-type]
     ("k is None", tensors(k=None), TypeError, ("k is a NoneType",)),  # type: ignore[arg-type]
     ("v is numpy", tensors(v=np.zeros((2, 8, 2, 8))), TypeError, ("v is a ndarray",)),  # type: ignore[arg-type]
     ("q has 3 dimensions", tensors(q=torch.zeros(2, 8, 32)), ValueError, ("q has shape (2, 8, 32)", "4 dimensions")),
@@ -288,7 +289,8 @@ def test_windows(window: Any, kind: type[Exception], words: tuple[str, ...]) -> 
         refused(attention, arguments, kind, words)
 
 
-# --- values that are read where the work is planned: nothing of the result is allocated yet -------------------------------------------------
+# --- values that are read where the work is planned: nothing of the result is allocated yet
+# -------------------------------------------------
 
 
 @pytest.fixture
@@ -352,7 +354,8 @@ def test_backends_are_refused_before_results_are_allocated(no_results: None) -> 
         dilated_attention(**arguments)
 
 
-# --- patterns by themselves ------------------------------------------------------------------------------------------------------------------
+# --- patterns by themselves
+# ------------------------------------------------------------------------------------------------------------------
 
 OF_A_PATTERN = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
 PATTERN_CASES = [case for case in BAD_CALLS if case[1] and set(case[1]) <= OF_A_PATTERN and "for 4 heads" not in case[3][0]]

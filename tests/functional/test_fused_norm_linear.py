@@ -172,7 +172,9 @@ def test_opcheck(norm: str) -> None:
     scale = None if layers.norm is None else layers.norm.weight
     shift = layers.norm.bias if norm == "layer" else None
     weights, biases = [linear.weight for linear in layers.linears], [linear.bias for linear in layers.linears]
-    torch.library.opcheck(fused_norm_linear.norm_linear_op, (x, gate, scale, shift, weights, biases, "swiglu", norm, 1e-5, torch.float32, False))
+    torch.library.opcheck(
+        fused_norm_linear.norm_linear_op, (x, gate, scale, shift, weights, biases, "swiglu", norm, 1e-5, torch.float32, False)
+    )
     if norm != "none":
         arguments = (x, None, scale, shift, weights, biases, "none", norm, 1e-5, torch.bfloat16, True)
         torch.library.opcheck(fused_norm_linear.norm_linear_op, arguments, rtol=1e-2, atol=1e-2)
@@ -195,7 +197,16 @@ def gradients(model: nn.Module, x: torch.Tensor, **options: Any) -> list[torch.T
     return [y.detach(), *grads]
 
 
-@pytest.mark.parametrize("changes", [{}, {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False}, {"sub_norm": False, "positions": "rotary"}, {"ffn": "relu", "positions": "rotary"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False},
+        {"sub_norm": False, "positions": "rotary"},
+        {"ffn": "relu", "positions": "rotary"},
+    ],
+    ids=str,
+)
 def test_a_stack_equals_its_plain_layers(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = LongNetEncoder(config(**changes)).to(DEVICE)

@@ -50,7 +50,8 @@ def takes(name: str, problem: Problem, *, needs_grad: bool) -> list[str]:
     case = problem.case
     request = AttentionRequest(
         hardware=detect(torch.device("cuda")), dtype=case.dtype, head_dim=case.head_dim, num_heads=case.heads, num_kv_heads=case.kv_heads,
-        needs_grad=needs_grad, key_mask=problem.padding is not None, blocks=(case.q_block, case.k_block), block_masks=problem.lists.mask_kind,
+        needs_grad=needs_grad, key_mask=problem.padding is not None, blocks=(case.q_block, case.k_block),
+        block_masks=problem.lists.mask_kind,
     )  # fmt: skip
     return registry.get(name).reasons_against(request)
 

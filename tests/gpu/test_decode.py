@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the kernels against float64 over the same cache, FlashAttention-3's paged one, and steps replayed from a CUDA graph."""
+"""Decoding on a GPU: the kernels against float64 over the same cache, FlashAttention-3's paged one, steps replayed from a CUDA graph."""
 
 from __future__ import annotations
 

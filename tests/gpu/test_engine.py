@@ -20,7 +20,15 @@ def make(n: int, heads: int, dim: int, *, grad: bool = True, batch: int = 1) -> 
     return [torch.randn(batch, n, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(4)]
 
 
-@pytest.mark.parametrize(("n", "heads", "dim", "rates", "causal"), [(40_000, 12, 64, PAPER, False), (40_000, 12, 64, PAPER, True), (300_000, 16, 128, GEOMETRIC, True), (70_000, 16, 64, GEOMETRIC, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "heads", "dim", "rates", "causal"),
+    [
+        (40_000, 12, 64, PAPER, False),
+        (40_000, 12, 64, PAPER, True),
+        (300_000, 16, 128, GEOMETRIC, True),
+        (70_000, 16, 64, GEOMETRIC, False),
+    ],
+)
 def test_sampled_rows_of_long_sequences(n: int, heads: int, dim: int, rates: list[int], causal: bool) -> None:
     """Ragged ends, several chunks, both passes, against float64."""
     q, k, v, dout = make(n, heads, dim)

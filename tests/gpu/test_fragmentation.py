@@ -1,7 +1,7 @@
 """200 random lengths, forward and backward, do not fragment torch's allocator with expandable segments: reserved ≤ 1.2 × peak in tensors.
 
-Each kind in a process of its own, as the allocator reads its settings once. In torch's own setting tensors of varied lengths alone fragment it,
-without any attention; benchmarks/fragmentation.py has the figures of every setting.
+Each kind in a process of its own, as the allocator reads its settings once. In torch's own setting tensors of varied lengths alone fragment
+it, without any attention; benchmarks/fragmentation.py has the figures of every setting.
 """
 
 from __future__ import annotations

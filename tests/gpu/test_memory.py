@@ -17,7 +17,12 @@ from dilated_attention.pattern import LocalWindow
 from dilated_attention.profiling import profile_memory
 from tests.helpers.gpu_cases import bare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison, pytest.mark.alone]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.no_poison,
+    pytest.mark.alone,
+]
 
 GIB = 2**30
 LENGTHS, RATES = (2048, 8192, 32768), (1, 4, 16)

@@ -1,4 +1,4 @@
-"""Pytest plugin that writes each test's outcome to GPU_SUITE_LOG at once, a line of JSON each: a run that is stopped keeps what it found."""
+"""Pytest plugin that writes each test's outcome to GPU_SUITE_LOG at once, one line of JSON each, so a stopped run keeps what it found."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ SKIPS = (
     NamedSkip("tests/gpus/", r"^needs [34] GPUs$", "a world of more processes than there are GPUs"),
     NamedSkip("flash3_fp8", r"needs a Hopper GPU and fa3-fwd", "an optional package, and kernels of compute capability 9.0"),
     NamedSkip("gpu/test_tiles_gluon", r"needs a Hopper GPU", "kernels of compute capability 9.0"),
-    NamedSkip("test_estimated_times", r"^no rate was measured on", "plans of GPUs without a table take assumed rates, which nothing is held to"),
+    NamedSkip(
+        "test_estimated_times", r"^no rate was measured on", ("plans of GPUs without a table take assumed rates, which nothing is held to")
+    ),
     NamedSkip("", r"^others hold|are free on this GPU", "another program holds this GPU's memory or time"),
     NamedSkip("", r"needs compute capability|on compute capability", "another generation of GPUs"),
 )

@@ -51,7 +51,11 @@ def digest(tensors: Any) -> str:
 
 
 def dtype_of(index: int, device: str) -> torch.dtype:
-    return (torch.bfloat16, torch.float16, torch.float32)[index % 3] if device == "cuda" else (torch.float32, torch.bfloat16, torch.float64)[index % 3]
+    return (
+        (torch.bfloat16, torch.float16, torch.float32)[index % 3]
+        if device == "cuda"
+        else (torch.float32, torch.bfloat16, torch.float64)[index % 3]
+    )
 
 
 def tensors(rng: random.Random, dtype: torch.dtype, device: str, batch: int = 1) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -172,7 +176,13 @@ def rings(count: int) -> Iterator[tuple[str, str]]:
         yield name, " ".join(rank[name] for rank in ranks)
 
 
-KINDS = {"dilated": (dilated, 6), "block": (block_sparse, 3), "block_dilated": (block_dilated, 1), "decode": (decode, 1), "module": (module, 1)}
+KINDS = {
+    "dilated": (dilated, 6),
+    "block": (block_sparse, 3),
+    "block_dilated": (block_dilated, 1),
+    "decode": (decode, 1),
+    "module": (module, 1),
+}
 KINDS["model"] = (model, 0)
 
 

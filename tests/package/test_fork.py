@@ -1,4 +1,4 @@
-"""Forked children, such as workers of a DataLoader: no lock of the package that another thread held stops them, no cache is half changed."""
+"""Forked children, such as workers of a DataLoader: no lock that another thread held stops them, no cache is half changed."""
 
 from __future__ import annotations
 

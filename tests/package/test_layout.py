@@ -19,9 +19,13 @@ Edges = dict[str, set[str]]
 # Exceptions, each with its reason. A line whose import is gone fails the tests, so that the lists only shrink.
 # imports without which there would be no circle
 KNOWN_IMPORTS = {
-    ("pattern.blocks.base", "pattern.blocks.compose"): "| and & of every block pattern make a Union or an Intersection, which are block patterns",
+    ("pattern.blocks.base", "pattern.blocks.compose"): (
+        "| and & of every block pattern make a Union or an Intersection, which are block patterns"
+    ),
     ("pattern.blocks.base", "pattern.blocks.window"): "causal() of every block pattern is its intersection with Causal, a block pattern",
-    ("pattern.blocks.base", "pattern.blocks.kept_blocks"): "pairs() and mask_bytes() count the lists, which are made from a pattern's other methods",
+    ("pattern.blocks.base", "pattern.blocks.kept_blocks"): (
+        "pairs() and mask_bytes() count the lists, which are made from a pattern's other methods"
+    ),
 }
 # imports against the order of BELOW
 KNOWN_UPWARDS = {
@@ -123,7 +127,7 @@ def siblings(one: Path, two: Path) -> tuple[str, str] | None:
 
 
 def test_circles_are_found() -> None:
-    """The test of the test: lazy imports and those for type checkers close a circle, and importing a submodule is not importing its folder."""
+    """The test of the test: lazy imports and those for type checkers close a circle, importing a submodule is not importing its folder."""
     modules = ["p", "p.a", "p.b"]
     lazy = "def f():\n    from p.b import name\nif TYPE_CHECKING:\n    import p.a\n"
     assert sorted(imported(ast.parse(lazy), modules)) == ["p.a", "p.b"]
@@ -152,7 +156,7 @@ def test_modules_import_in_no_circle() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    """pattern ← backends ← engine ← distributed ← functional ← modules ← models; nobody but the front, ``cli`` and ``bench`` is above BELOW."""
+    """pattern ← backends ← engine ← distributed ← functional ← modules ← models; only the front, ``cli`` and ``bench`` are above BELOW."""
     above = {ROOT.name, "__main__", "cli", "bench"}
     upwards = set()
     for name, others in graph().items():

@@ -208,7 +208,8 @@ def test_advice_about_activations_is_followed() -> None:
 
 def gpu_profile(**changes: object) -> MemoryProfile:
     plain = MemoryProfile(
-        device="cuda:0", hardware="a GPU", seconds=1.0, peak_allocated=10 * GIB, allocated_before=GIB, allocated_after=GIB, peak_reserved=11 * GIB,
+        device="cuda:0", hardware="a GPU", seconds=1.0, peak_allocated=10 * GIB, allocated_before=GIB, allocated_after=GIB,
+        peak_reserved=11 * GIB,
         reserved_before=GIB, reserved_after=11 * GIB, inactive_split=0, peak_inactive_split=GIB, retries=0, refused=0, device_allocs=5,
         device_frees=0, total=80 * GIB,
     )  # fmt: skip

@@ -80,7 +80,9 @@ def test_what_fits_of_plain_attention_leaves_room_for_what_its_allocator_cannot_
     plan = plan_attention("standard", num_positions=4096, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33)
     matrix = 8 * 4096**2 * 2
     assert plan.memory.reserve == matrix and 4 * matrix < plan.peak < 5 * matrix and "pieces" in str(plan)
-    longest = plan_attention("standard", num_positions=plan.longest, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33)
+    longest = plan_attention(
+        "standard", num_positions=plan.longest, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33
+    )
     assert longest.fits and longest.peak < 0.82 * USABLE * 2**33
     forward = plan_attention("standard", num_positions=4096, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", training=False)
     assert forward.memory.reserve == 0 and "pieces" not in str(forward)

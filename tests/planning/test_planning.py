@@ -1,4 +1,4 @@
-"""``plan_attention`` and ``plan_model``: figures that follow from the definition, the longest sequence, times beside measured ones, errors."""
+"""``plan_attention`` and ``plan_model``: figures that follow from the definition, the longest sequence, times against measured ones."""
 
 from __future__ import annotations
 
@@ -265,7 +265,8 @@ def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(ro
         assert dense.passes[index].seconds * 1e3 == pytest.approx(row[name]["dense"]["ms"], rel=0.25)
 
 
-@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4-ring.jsonl") if re.search(r"dense-32/8-\d+-\w+ \w+ \| ours all_gather auto$", r.get("key", ""))], ids=lambda r: r["key"])  # fmt: skip
+@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4-ring.jsonl") if re.search((r"dense-32/8-\d+-\w+ \w+ \| ours "
+    r"all_gather auto$"), r.get("key", ""))], ids=lambda r: r["key"])  # fmt: skip
 def test_times_of_four_h200s_are_near_what_they_took(row: dict[str, Any]) -> None:
     length, causality, which = re.match(r"dense-32/8-(\d+)-(\w+) (\w+)", row["key"]).groups()  # type: ignore[union-attr]
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "is_causal": causality == "causal", "training": which == "training"}
@@ -431,7 +432,11 @@ def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -
 
 
 def test_no_plan_tells_a_figure_with_an_exponent() -> None:
-    for found in (plan("dense", 2**25, num_heads=32, head_dim=128), plan("dense", 2**8), plan_model("llama-1b", num_positions=2**20, gpu="H100")):
+    for found in (
+        plan("dense", 2**25, num_heads=32, head_dim=128),
+        plan("dense", 2**8),
+        plan_model("llama-1b", num_positions=2**20, gpu="H100"),
+    ):
         assert not re.search(r"\de[+-]?\d", str(found)), str(found)
 
 

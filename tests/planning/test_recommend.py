@@ -136,7 +136,7 @@ def _reduced(config: dict[str, Any], most: int = 256) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("use_case", "extra"), [(case, extra) for case, extra in CASES if case != "huggingface"])
 def test_the_recommended_line_is_built_as_it_is_and_runs_small(use_case: str, extra: dict[str, Any], mesh: Any) -> None:
-    """Every argument of the line is accepted at its full width, without memory; and with little width and few positions it computes something."""
+    """Every argument of the line is accepted at its full width, without memory; with small sizes it computes something."""
     ran = set()
     for answer in _answers(use_case, extra):
         if answer.code in ran:
@@ -206,7 +206,9 @@ def test_lines_for_transformers_run() -> None:
 def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
     kinds = {n: recommend("training", n, gpu="H200").kind for n in (100, 4096, 8191, 8192, 2**20)}
     assert kinds == {100: "dense", 4096: "dense", 8191: "dense", 8192: "dilated", 2**20: "dilated"}
-    assert "cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward" in recommend("training", 4096, gpu="H200").setting("kind").reason
+    assert ("cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward") in recommend(
+        "training", 4096, gpu="H200"
+    ).setting("kind").reason
     asked = recommend("training", 2**20, gpu="H200", attention="dense")
     assert asked.kind == "dense" and asked.setting("kind").reason.startswith("asked for")
     with pytest.raises(KeyError, match="no setting is called 'branches'; there are kind"):

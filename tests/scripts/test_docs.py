@@ -1,7 +1,8 @@
-"""README and docs/ as far as a machine can tell: their code runs on a CPU, links and named files exist, command lines parse, the site builds.
+"""README and docs/ as far as a machine can tell: their code runs on a CPU, links and named files exist, command lines parse, the site
+builds.
 
-A block of Python that cannot run here stands under a mark, ``<!-- not run: why -->``. Where the reason is that it needs several processes, the
-mark names the test that runs it, or the same calls, elsewhere.
+A block of Python that cannot run here stands under a mark, ``<!-- not run: why -->``. Where the reason is that it needs several processes,
+the mark names the test that runs it, or the same calls, elsewhere.
 """
 
 from __future__ import annotations

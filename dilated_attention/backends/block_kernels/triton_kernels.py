@@ -114,7 +114,8 @@ def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, 
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr,
+    heavy_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
     num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr, NEGATIVE: tl.constexpr,
@@ -225,7 +226,8 @@ def rows_kernel(
 def dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, offset_ptr, delta_ptr,
     starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
-    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
+    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch,
+    padding_key,
     num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
@@ -292,7 +294,8 @@ def dq_kernel(
 def dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, offset_ptr, delta_ptr,
     starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
-    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch, padding_key,
+    dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch,
+    padding_key,
     num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, num_rows, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,

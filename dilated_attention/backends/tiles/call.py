@@ -64,7 +64,8 @@ class Prepared:
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
             raise ValueError(
-                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions of a head; the tiles count to {MAX_PLACES:,}: "
+                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions of a head; the tiles count to "
+                f"{MAX_PLACES:,}: "
                 'use backend="auto", or shorter sequences'
             )
         self.key_part_rows = key_spans.num_places

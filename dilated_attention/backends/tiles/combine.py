@@ -95,7 +95,8 @@ def merge_kernel(
 
 @triton.jit
 def _sum(
-    grad_at, parts_ptr, spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, first_head, part_head, part_heads, positions, documents, starts, inside,
+    grad_at, parts_ptr, spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, first_head, part_head, part_heads, positions, documents,
+    starts, inside,
     first, offset_heads, part_rows, num_shared,
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip

@@ -17,7 +17,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 WIDTH = tl.constexpr(8)
 # integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
-    "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows", "q_part_rows",
+    "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
+    "q_part_rows",
     "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold",
 ]  # fmt: skip
 

@@ -30,7 +30,9 @@ class SdpaCpuBackend(GatheringBackend):
         window=True,
         block_sizes=BLOCK_SIZES,
         block_masks=frozenset({"none", "interval", "bits"}),
-        source="measured on torch 2.13, CPU: strided views as fast as contiguous ones; random blocks at 10 % density 7 times as fast as dense",
+        source=(
+            "measured on torch 2.13, CPU: strided views as fast as contiguous ones; random blocks at 10 % density 7 times as fast as dense"
+        ),
     )
 
     def raw_forward(

@@ -1,4 +1,7 @@
-"""One file per suite, with a separate ``_report`` file where its tables are long. A new suite needs a file here and a line in ``regression.COMPARED``."""
+"""One file per suite, with a separate ``_report`` file where its tables are long.
+
+A new suite needs a file here and a line in ``regression.COMPARED``.
+"""
 
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.regression import COMPARED, Regression

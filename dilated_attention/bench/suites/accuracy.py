@@ -51,7 +51,9 @@ class Accuracy(Suite):
         parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
         parser.add_argument("--head-dim", type=size, default=64, help="default 64")
         parser.add_argument("--steps", type=size, help="of training in each dtype; default 30, on a CPU 8")
-        parser.add_argument("--backends", nargs="+", choices=backends(), help="default: all; each is compiled anew for every dtype and mask")
+        parser.add_argument(
+            "--backends", nargs="+", choices=backends(), help=("default: all; each is compiled anew for every dtype and mask")
+        )
         parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
 
     def settings(self, session: Session) -> dict[str, Any]:
@@ -160,7 +162,8 @@ def _error_tables(kind: str, dtype: str, rows: list[Row]) -> list[Table]:
             body.append([name, *("–" if worst[key] < 0 else figure(worst[key]) for key in RESULTS), told])
     what = f"{kind}, {dtype}"
     caption = (
-        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: largest absolute error, as a share of the "
+        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: largest absolute error, as a share "
+        "of the "
         f"bound 2 · that of {PLAIN} in the same dtype + one rounding; ! is beyond it."
     )
     if dtype == "fp8":
@@ -198,8 +201,10 @@ def _loss_table(kind: str, rows: list[Row]) -> Table:
             body.append([name, f"{mine[0].values['loss']:.5f}", f"{mine[-1].values['loss']:.5f}",
                          *(figure(x) for x in (sum(differences) / len(differences), max(differences)))])  # fmt: skip
     caption = (
-        "nats a token. The model of preset longnet-tiny from the same weights on the same data: float16 and bfloat16 by autocast with float32 weights; "
-        "fp8: no training, the forward of the float32 run's weights with attention in 8 bits. Differences from float32 grow as trainings part."
+        "nats a token. The model of preset longnet-tiny from the same weights on the same data: float16 and bfloat16 by autocast with "
+        "float32 weights; "
+        "fp8: no training, the forward of the float32 run's weights with attention in 8 bits. Differences from float32 grow as trainings "
+        "part."
     )
     positions = f"{rows[0].case['N']:,} tokens" if rows else ""
     columns = ["dtype", "first loss", "last loss", "mean difference", "largest difference"]

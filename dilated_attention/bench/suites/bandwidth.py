@@ -211,7 +211,8 @@ def _attention_table(label: str, rows: Sequence[Row], roof: Roof) -> Table:
         cells.append([f"{row.name}, {row.case['pass']}", figure(v["flops"] / 1e9), figure(v["least_bytes"] / 1e6), *figures, bound, share])
     columns = ("", "GFLOP", "least MB", "ms", "FLOP/byte", "TFLOP/s", "GB/s", "roof", "share of roof")
     caption = (
-        "FLOP: 4·D a pair forward, 10·D backward, of pairs that the pattern keeps. Least MB: what any implementation must read and write once. "
+        "FLOP: 4·D a pair forward, 10·D backward, of pairs that the pattern keeps. Least MB: what any implementation must read and write "
+        "once. "
         "Roof: the lower of the measured product rate and of FLOP/byte times the measured copy."
     )
     return Table(label, columns, cells, "\n".join(filter(None, [caption, absent(rows, "ms")])))
@@ -248,7 +249,8 @@ def _roofline(results: Results, which: str, roof: Roof) -> list[Plot]:
         label = f"data sheet: {figure(roof.datasheet_copy)} GB/s, {figure(stated)} TFLOP/s"
         lines.append(_roof_line(label, roof.datasheet_copy, stated, first, last))
     note = "Right of the bend products are the limit, left of it memory. A contender has a point for each shape."
-    return [Plot(name=f"roofline-{which}", title=f"Roofline, {which}, {dtype}", x_label="FLOPs for each byte that must be moved", y_label="TFLOP/s",
+    return [Plot(name=f"roofline-{which}", title=f"Roofline, {which}, {dtype}", x_label=("FLOPs for each byte that must be "
+        "moved"), y_label="TFLOP/s",
                  lines=lines, log_x=True, log_y=True, note=note)]  # fmt: skip
 
 

@@ -95,8 +95,14 @@ class Extreme(Suite):
             cells = [f"{longest.case['N']:,}", figure(v["bytes_per_token"]), figure(v["peak_bytes"] / 2**30), figure(v["ms"] / 1000)]
             rows.append([name, which, *cells, figure(v["tokens_per_s"] / 1e6), _ending(tried, longest)])
         held = results.settings
-        shape = f"{held['heads']} head{'s' * (held['heads'] > 1)} of {held['head_dim']}, {held['dtype']}, {'causal' if held['causal'] else 'full'}"
-        caption = f"Of one sequence of {shape}. Bytes are the peak of the call, inputs and results included. Sampled rows of every length are checked against float64."
+        shape = (
+            f"{held['heads']} head{'s' * (held['heads'] > 1)} of {held['head_dim']}, {held['dtype']}, "
+            f"{'causal' if held['causal'] else 'full'}"
+        )
+        caption = (
+            f"Of one sequence of {shape}. Bytes are the peak of the call, inputs and results included. Sampled rows of every length "
+            "are checked against float64."
+        )
         longest_table = Table("longest sequence", columns, rows, caption)
         return [longest_table, *self._tried(results)]
 

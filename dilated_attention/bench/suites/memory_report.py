@@ -104,7 +104,8 @@ def _model_tables(results: Results) -> list[Table]:
         full = bool(rows) and bool(rows[0].case["full"])
         what = "Llama-7B's shape" if full else "Llama-7B's proportions at a sixteenth of its width"
         caption = (
-            f"A model of {what}, one sequence. {some} layers are measured; those of {model_memory.LAYERS} are these and what each layer more takes, "
+            f"A model of {what}, one sequence. {some} layers are measured; those of {model_memory.LAYERS} are these and what each layer "
+            "more takes, "
             f"by {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
         )
         tables.append(
@@ -119,8 +120,10 @@ def _model_tables(results: Results) -> list[Table]:
     if rows:
         named = [replace(row, name=f"{row.name}, {row.case['work']}") for row in rows]
         caption = (
-            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: float32 weights and AdamW, bfloat16 "
-            f"autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; {figure(MOST_POSITIONS)} is as far as is looked."
+            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: float32 weights and "
+            "AdamW, bfloat16 "
+            f"autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; {figure(MOST_POSITIONS)} is as far as "
+            "is looked."
         )
         tables.append(pivot(named, "longest", across="GB", title="longest sequence of a 7B model on one GPU, by GB", caption=caption))
     return tables
@@ -165,7 +168,8 @@ def _fits_plots(results: Results) -> list[Plot]:
             mine = {row.case["GB"]: row.values["longest"] for row in rows if row.name == name}
             lines.append(Line(name, range(len(sizes)), [mine.get(gib, 0) for gib in sizes]))
         if lines:
-            plots.append(Plot(name=f"fits-{which}", title=f"Longest sequence that fits, {which}, one layer's attention", x_label="memory of the GPU",
+            plots.append(Plot(name=f"fits-{which}", title=f"Longest sequence that fits, {which}, one layer's attention",
+                x_label="memory of the GPU",
                               y_label="positions", lines=lines, bars=[f"{gib} GB" for gib in sizes], log_y=True))  # fmt: skip
     return plots
 

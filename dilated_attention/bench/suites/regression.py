@@ -111,11 +111,13 @@ class Regression(Suite):
         there = hardware_of(baseline.machine)
         if there != here:
             raise ValueError(
-                f"{path} is of other hardware, {there}; this is {here}: times of both say nothing about the code. Make one here with --save-baseline"
+                f"{path} is of other hardware, {there}; this is {here}: times of both say nothing about the code. Make one here with "
+                "--save-baseline"
             )
         if baseline.settings != self.settings(session):
             raise ValueError(
-                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; use the same --suites, --size and --dtypes"
+                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; use the same --suites, --size and "
+                "--dtypes"
             )
         return Check(baseline, options.threshold, options.rounds or 1, only)
 

@@ -121,7 +121,8 @@ def _over_processes(results: Results, mode: str) -> Table | None:
     caption = [
         "ms: the median of the slowest process; alone: TFLOP/s of the same kernel on one process, "
         + ("on the whole sequence" if mode == "strong" else "on as many positions as each has")
-        + ", in the same run; efficiency: TFLOP/s of each process over that; against one: tokens per second over those of one process's run; "
+        + ", in the same run; efficiency: TFLOP/s of each process over that; against one: tokens per second "
+        "over those of one process's run; "
         "received and sent by the process with most"
     ]
     missing = [f"{row.name}, W={row.case['W']}, {'causal' if row.case['causal'] else 'full'}: {row.note}" for row in rows if row.note]

@@ -122,7 +122,8 @@ def _message(session: Session, store: Store) -> str:
     else:
         calls = {}
     return (
-        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on this "
+        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
+        "this "
         "group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
     )
 

@@ -209,7 +209,8 @@ class Wire:
             # after a timeout the other ranks report soon, too; after a lost connection the peer is known
             blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
-                f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look at the "
+                f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look "
+                "at the "
                 f"output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
             )
         self.session.told = True
@@ -237,7 +238,8 @@ class Wire:
         blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
-            f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it could "
+            f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it "
+            "could "
             f"run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
         )
 

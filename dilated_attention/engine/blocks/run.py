@@ -210,7 +210,8 @@ def select_backend(request: AttentionRequest, settings: BlockSettings) -> Backen
     """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(
-            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: visits the pairs of nested branches, not lists of blocks\n"
+            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: visits the pairs of nested branches, not lists of "
+            "blocks\n"
             "  backend='auto' takes the fastest that can"
         )
     chosen = registry.select(request, settings.backend)

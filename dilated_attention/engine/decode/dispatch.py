@@ -83,7 +83,10 @@ def reasons_against(name: str, request: AttentionRequest, *, dense: bool) -> lis
 def explain(request: AttentionRequest, dense: bool, name: str = "auto") -> Explained:
     rows = tuple((x, tuple(reasons_against(x, request, dense=dense)), _DECODERS[x][0].source) for x in DECODERS)
     chosen = next((x for x, reasons, _ in rows if not reasons and name in ("auto", x)), None)
-    what = f"{'dense' if dense else 'sparse'} rows, {str(request.dtype).removeprefix('torch.')}, head_dim {request.head_dim} on {request.hardware.label}"
+    what = (
+        f"{'dense' if dense else 'sparse'} rows, {str(request.dtype).removeprefix('torch.')}, head_dim {request.head_dim} on "
+        f"{request.hardware.label}"
+    )
     return Explained(what, chosen, rows)
 
 

@@ -294,11 +294,15 @@ def row_keys(
             return WindowKeys(None, max_length, device)
         return DilatedKeys(pattern, num_heads, num_kv_heads, max_length, device)
     if not isinstance(pattern, BlockPattern):
-        raise TypeError(f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a DilatedPattern, a block pattern, or None for dense")
+        raise TypeError(
+            f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a DilatedPattern, a block pattern, or None for dense"
+        )
     if not pattern.is_prefix_stable:
         raise ValueError(
-            f"pattern is {shown(pattern)}, in which the keys of a position depend on the length of the sequence (or are not known not to): decoded tokens "
-            "would differ from the forward's. Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with square blocks"
+            f"pattern is {shown(pattern)}, in which the keys of a position depend on the length of the sequence (or are not known not "
+            "to): decoded tokens "
+            "would differ from the forward's. Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with "
+            "square blocks"
         )
     if type(pattern) is Causal:
         return WindowKeys(None, max_length, device)

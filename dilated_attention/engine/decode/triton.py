@@ -189,7 +189,8 @@ def merge_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def append_kernel(
     q_ptr, k_ptr, v_ptr, q_cos_ptr, q_sin_ptr, k_cos_ptr, k_sin_ptr, positions_ptr, out_ptr, to_k_ptr, to_v_ptr, table_ptr,
-    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, to_k_block, to_k_slot, to_k_head, to_v_block, to_v_slot, to_v_head,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, to_k_block, to_k_slot, to_k_head, to_v_block, to_v_slot,
+    to_v_head,
     table_batch, slots, fixed, num_heads, num_kv_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr, PAGED: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip

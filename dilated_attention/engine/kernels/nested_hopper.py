@@ -30,7 +30,8 @@ def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescr
 
 
 def gluon_forward(
-    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
+    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor,
+    lse: torch.Tensor,
     *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``reasons_against`` must be empty.

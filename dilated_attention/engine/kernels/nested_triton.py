@@ -128,7 +128,8 @@ def nested_pointer_kernel(
 
 
 def triton_forward(
-    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor, lse: torch.Tensor,
+    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor,
+    lse: torch.Tensor,
     *, tile_rows: int = 128, tile_keys: int = 64, num_warps: int = 8, num_stages: int = 2,
 ) -> None:  # fmt: skip
     """Launches the Triton kernel. Arguments are those of ``nested_forward``."""
@@ -180,7 +181,8 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _by_tma(x):
             reasons.append(
-                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in 16 bytes"
+                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in "
+                "16 bytes"
             )
     return reasons
 

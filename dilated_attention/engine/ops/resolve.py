@@ -36,7 +36,8 @@ _MOST_PACKED = 4
 # the op's arguments by name: its tensors, and what follows them
 _TENSORS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed")
 _ARGUMENTS = (
-    "segment_lengths", "dilation_rates", "head_offsets", "offset_list", "branch_heads", "tail", "window", "is_causal", "scale", "query_offset",
+    "segment_lengths", "dilation_rates", "head_offsets", "offset_list", "branch_heads", "tail", "window", "is_causal", "scale",
+    "query_offset",
     "dropout_p", "detached", "deterministic", "needs_grad", "backend", "precision",
 )  # fmt: skip
 
@@ -178,9 +179,7 @@ class ResolvedCall(DirectCall):
     def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> ResolvedPass:
         """Chooses the backend of a pass and the way it runs."""
         q, k, v, *of_backward = tensors
-        shape, call = prepare(
-            bool(of_backward), tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset
-        )
+        shape, call = prepare(bool(of_backward), tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset)
         # the mask and the seed belong to a single call, so the record holds neither
         kept = replace(call, padding=None, seed=0)
         if of_backward:

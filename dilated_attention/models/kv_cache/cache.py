@@ -36,7 +36,8 @@ class Cache(Storage):
         lengths = [self.lengths[i] for i in chosen]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"requests have {lengths} positions; several new positions at a time need equal lengths: pass requests one by one, cache.of(i)"
+                f"requests have {lengths} positions; several new positions at a time need equal lengths: pass requests one by one, "
+                "cache.of(i)"
             )
         for request in chosen:
             self._check_pass(request, num_tokens)
@@ -71,12 +72,14 @@ class Cache(Storage):
     def _check_pass(self, request: int, num_tokens: int) -> None:
         if request in self._cut_off:
             raise RuntimeError(
-                f"request {request} was cut off by an error while its positions were written, and what it holds is not to be trusted; expected "
+                f"request {request} was cut off by an error while its positions were written, and what it holds is not to be trusted; "
+                "expected "
                 f"a request whose last pass ended: call free({request}) of the cache and prefill the request anew"
             )
         if self.lengths[request] + num_tokens > self.max_length:
             raise ValueError(
-                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are asked for, and max_length is {self.max_length}; "
+                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are asked for, and max_length is "
+                f"{self.max_length}; "
                 "make a cache with a larger max_length"
             )
 

@@ -41,7 +41,8 @@ class CachePass(ABC):
         """Raises ValueError if other passes have changed the requests since this one was begun."""
         if self.cache.changes[self.requests] != self._begun:
             raise ValueError(
-                f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; expected no "
+                f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; "
+                "expected no "
                 "other pass between its beginning and its end: begin a new one"
             )
 
@@ -94,7 +95,8 @@ class LayerCachePass:
         q, k, v = autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
-                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; make the cache with dtype={k.dtype}, "
+                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; make the cache with "
+                f"dtype={k.dtype}, "
                 f"device={str(k.device)!r}"
             )
         return self.cache_pass.attend(self.index, q, k, v, tables, attention)

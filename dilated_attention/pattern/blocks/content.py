@@ -97,9 +97,13 @@ class TopBlocks(BlockPattern):
         if pattern is None:
             return None
         if not isinstance(pattern, BlockPattern):
-            raise TypeError(f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None")
+            raise TypeError(
+                f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None"
+            )
         if pattern.is_chosen:
-            raise ValueError(f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern that shapes alone determine")
+            raise ValueError(
+                f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern that shapes alone determine"
+            )
         if pattern.block_size != self.block_size:
             raise ValueError(
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
@@ -257,7 +261,10 @@ class ChosenBlocks(BlockPattern):
 
     def __repr__(self) -> str:
         B, H, rows, _ = self.kept.shape
-        return f"ChosenBlocks({B} × {H} heads, {rows} rows from {self.first_row}, {self.num_positions} positions, block_size={self.block_size})"
+        return (
+            f"ChosenBlocks({B} × {H} heads, {rows} rows from {self.first_row}, {self.num_positions} positions, "
+            f"block_size={self.block_size})"
+        )
 
     def check(self, num_positions: int, num_heads: int) -> None:
         B, H = self.kept.shape[:2]
@@ -265,7 +272,8 @@ class ChosenBlocks(BlockPattern):
             raise ValueError(f"the choice is of {B} batch entries; take that of one by chosen[b]")
         if (num_positions, num_heads) != (self.num_positions, H):
             raise ValueError(
-                f"{num_heads} heads and {num_positions} positions; the choice is of {H} heads and {self.num_positions} positions: choose(q, k) anew"
+                f"{num_heads} heads and {num_positions} positions; the choice is of {H} heads and {self.num_positions} positions: "
+                "choose(q, k) anew"
             )
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:

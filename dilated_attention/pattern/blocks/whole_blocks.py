@@ -220,7 +220,8 @@ class BlockTensor(WholeBlocks):
         heads = num_heads if self.per_head else 1
         if tuple(self.mask.shape) != (heads, rows, columns):
             raise ValueError(
-                f"mask has shape {tuple(self.mask.shape)}; {num_heads} heads of {num_positions} positions have ({num_heads} or 1, {rows}, {columns}) "
+                f"mask has shape {tuple(self.mask.shape)}; {num_heads} heads of {num_positions} positions have ({num_heads} or 1, {rows}, "
+                f"{columns}) "
                 f"blocks of {self.q_block}x{self.k_block}"
             )
 

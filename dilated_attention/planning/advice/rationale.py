@@ -13,7 +13,18 @@ from dilated_attention.planning.advice.rules import FIRST_SEGMENT, LONG, SHORT, 
 
 PERFORMANCE, RING, DECODING, SPARSE, MODELS, SLIDES, GENOME, HUGGING_FACE, TORCHSCALE, MEMORY = (
     f"docs/{page}.md"
-    for page in ("performance", "ring", "decoding", "block_sparse", "models", "slide_encoder", "genome", "huggingface", "torchscale", "memory")
+    for page in (
+        "performance",
+        "ring",
+        "decoding",
+        "block_sparse",
+        "models",
+        "slide_encoder",
+        "genome",
+        "huggingface",
+        "torchscale",
+        "memory",
+    )
 )
 COMPUTED = "computed"
 _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
@@ -29,17 +40,23 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
         return Setting(name="kind", value=chosen, reason=reason, source=f"{HUGGING_FACE}, Transformers models")
     if base == "dense" and length <= SHORT:
         reason = (
-            f"at {SHORT:,} positions LongNet's branches name most of dense attention's pairs: on an H200 cuDNN's dense attention took 0.62 of their "
+            f"at {SHORT:,} positions LongNet's branches name most of dense attention's pairs: on an H200 cuDNN's dense attention took "
+            "0.62 of their "
             "time forward and 0.70 forward + backward, for one causal sequence of 12 heads of 64"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{PERFORMANCE}, Short sequences")
     if base == "dense":
-        reason = f"dilated was slower at {SHORT:,} positions and faster at {LONG:,}, on an H200; between them nothing was measured, and dense leaves no key out"
+        reason = (
+            f"dilated was slower at {SHORT:,} positions and faster at {LONG:,}, on an H200; between them nothing was measured, and "
+            "dense leaves no key out"
+        )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{PERFORMANCE}, Short sequences")
     if base == "block_sparse":
         reason = (
-            "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; a window with global tokens keeps "
-            "window + global positions of each: on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 at 65,536"
+            "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; a window with global "
+            "tokens keeps "
+            "window + global positions of each: on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 "
+            "at 65,536"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
     reason = f"every query attends to all near keys and to fewer, the further off they are: {share:.2%} of dense attention's pairs"
@@ -47,7 +64,10 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
         reason += ", and a step of decoding reads these keys alone: 1,125 tokens/s a million positions in on an H200, dense attention 107"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
     if length < 32768:
-        reason += f"; at {LONG:,} causal positions of 12 heads of 64 dense forward + backward took 1.24 to 2.02 times as long by torch's kernels on an H200, 0.98 by FlashAttention-4"
+        reason += (
+            f"; at {LONG:,} causal positions of 12 heads of 64 dense forward + backward took 1.24 to 2.02 times as long by torch's "
+            "kernels on an H200, 0.98 by FlashAttention-4"
+        )
     else:
         reason += "; on an H200 1,048,576 causal positions of 12 heads of 64 took 17.4 ms forward and 48.6 ms backward"
     return Setting(
@@ -76,23 +96,35 @@ def branches(pattern: DilatedPattern, length: int, heads: int, is_causal: bool) 
     value = ", ".join(f"{w}/{r}" for w, r in pattern.branches)
     listed = ", ".join(f"{n / (heads * length):,.0f}" for n in each)
     reason = (
-        f"segment/rate. {keys:,.0f} keys per query on the mean ({listed}), dense attention has {dense:,.0f}. Lengths grow by 4 up to the whole sequence, "
+        f"segment/rate. {keys:,.0f} keys per query on the mean ({listed}), dense attention has {dense:,.0f}. Lengths grow by 4 up to the "
+        "whole sequence, "
         "and rates with them as far as there are heads; each divides the next, which lets the `nested` kernel visit a shared pair once"
     )
     largest = max(pattern.dilation_rates)
     if max(pattern.segment_lengths) < length:
-        reason += f". No segment is longer than {max(pattern.segment_lengths):,}, so that the keys of all requests fit: what lies further back reaches a position only through the layers"
+        reason += (
+            f". No segment is longer than {max(pattern.segment_lengths):,}, so that the keys of all requests fit: what lies further "
+            "back reaches a position only through the layers"
+        )
     if largest > heads:
-        reason += f". Rates above the {heads} heads leave positions out of far branches: those see far keys only through other layers; more heads mend it"
+        reason += (
+            f". Rates above the {heads} heads leave positions out of far branches: those see far keys only through other layers; "
+            "more heads mend it"
+        )
     elif any(w > FIRST_SEGMENT * r for w, r in pattern.branches):
-        reason += f". No rate is above the {heads} heads, so some head takes every position in every branch; more heads would allow higher rates and fewer keys"
+        reason += (
+            f". No rate is above the {heads} heads, so some head takes every position in every branch; more heads would allow "
+            "higher rates and fewer keys"
+        )
     return Setting(name="branches", value=value, reason=reason, source=f"{PERFORMANCE}, How it works")
 
 
 def window(pattern: str, keys: float, dense: float) -> Setting:
     reason = (
-        f"{keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}: near keys, and the first positions, which all see and which see all. "
-        "A forward of 1,048,576 positions, 16 heads of 128, ran at 468 TFLOP/s with a causal window of 2,048, with a window of 1,024 and 128 global at 386 (H200)"
+        f"{keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}: near keys, and the first positions, which all see and "
+        "which see all. "
+        "A forward of 1,048,576 positions, 16 heads of 128, ran at 468 TFLOP/s with a causal window of 2,048, with a window of 1,024 and "
+        "128 global at 386 (H200)"
     )
     return Setting(name="pattern", value=pattern, reason=reason, source=f"{SPARSE}, Performance")
 
@@ -104,7 +136,10 @@ def checkpoint_kind() -> Setting:
 
 def checkpoint_branches(pattern: DilatedPattern, keys: float, dense: float) -> Setting:
     value = ", ".join(f"{w}/{r}" for w, r in pattern.branches)
-    reason = f"segment/rate, Prov-GigaPath's for slides of 262,144 pixels. {keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}"
+    reason = (
+        f"segment/rate, Prov-GigaPath's for slides of 262,144 pixels. {keys:,.0f} keys per query on the mean, dense attention has "
+        f"{dense:,.0f}"
+    )
     return Setting(name="branches", value=value, reason=reason, source=f"{MODELS}, Presets")
 
 
@@ -113,7 +148,8 @@ def checkpoints(machine: Machine) -> list[Setting]:
     made = [
         Setting(
             name="weights", value='load_torchscale("slide_encoder.pth")',
-            reason="reads them with weights_only, without TorchScale, flash-attn or fairscale; outputs were within 5.3e-7 of the original's in float32",
+            reason=("reads them with weights_only, without TorchScale, flash-attn or fairscale; outputs were within 5.3e-7 of the "
+                "original's in float32"),
             source=f"{TORCHSCALE}, What is the same",
         ),
         Setting(
@@ -147,7 +183,8 @@ def transformers(base: str) -> list[Setting]:
 
 def known_encoders() -> Setting:
     reason = (
-        "for slides the encoder with places of tiles: a step on 45,681 tiles took 153 ms as a graph to 207 ms as called and 11.5 to 11.9 GB on an H200. "
+        "for slides the encoder with places of tiles: a step on 45,681 tiles took 153 ms as a graph to 207 ms as called and 11.5 to 11.9 "
+        "GB on an H200. "
         'For genomes see docs/genome.md, for images create_model("longvit-4096")'
     )
     return Setting(
@@ -156,7 +193,8 @@ def known_encoders() -> Setting:
 
 
 def explained(
-    machine: Machine, dtype: torch.dtype, pattern: DilatedPattern | BlockPattern, length: int, *, heads: int, kv_heads: int | None, head_dim: int,
+    machine: Machine, dtype: torch.dtype, pattern: DilatedPattern | BlockPattern, length: int, *, heads: int, kv_heads: int | None,
+    head_dim: int,
     is_causal: bool, needs_grad: bool,
 ) -> Explanation:  # fmt: skip
     """Calls ``explain_backend`` for such a call."""
@@ -216,7 +254,10 @@ def dtype(machine: Machine, chosen: torch.dtype) -> Setting:
 
 def precision(machine: Machine, base: str, length: int, needs_grad: bool) -> Setting:
     if machine.is_hopper and base == "dense" and not needs_grad and length >= 131072:
-        reason = "8-bit products in the forward took 1/1.08 to 1/1.14 of the time at 131,072 dense keys on an H200, with about 5 % relative error: try it"
+        reason = (
+            "8-bit products in the forward took 1/1.08 to 1/1.14 of the time at 131,072 dense keys on an H200, with about 5 % "
+            "relative error: try it"
+        )
         return Setting(
             name="precision", value='"fp8" for reading, if its error is small enough', reason=reason, source=f"{PERFORMANCE}, fp8"
         )
@@ -240,11 +281,15 @@ def allocator(machine: Machine) -> Setting | None:
     if not machine.is_cuda:
         return None
     reason = (
-        "torch's allocator by itself then reserves far more than tensors hold: over 200 random lengths on an H200 3.75 times as much without any attention, "
+        "torch's allocator by itself then reserves far more than tensors hold: over 200 random lengths on an H200 3.75 times as much "
+        "without any attention, "
         "3.03 to 4.09 times with it; with this setting 1.00 to 1.16. Set it before the process starts"
     )
     return Setting(
-        name="expandable_segments", value="PYTORCH_ALLOC_CONF=expandable_segments:True, if lengths vary", reason=reason, source=f"{MEMORY}, Fragmentation"
+        name="expandable_segments",
+        value=("PYTORCH_ALLOC_CONF=expandable_segments:True, if lengths vary"),
+        reason=reason,
+        source=f"{MEMORY}, Fragmentation",
     )
 
 

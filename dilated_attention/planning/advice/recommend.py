@@ -78,7 +78,16 @@ def recommend(
     one_of("use_case", use_case, tuple(USE_CASES))
     if causal is not None:
         check_bool("causal", causal)
-    given = {"parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal, "attention": attention}  # fmt: skip
+    given = {
+        "parameters": parameters,
+        "heads": heads,
+        "head_dim": head_dim,
+        "gpus": gpus,
+        "batch": batch,
+        "users": users,
+        "causal": causal,
+        "attention": attention,
+    }
     wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
     if wrong:
         raise ValueError(

@@ -254,10 +254,13 @@ def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -
     return _spread(_planned(model, length, machine, *wanted, find_longest=True), *wanted)
 
 
-def _planned(model: Model, length: int, machine: Machine, mesh: Mesh, sequences: int, checkpointed: bool, *, find_longest: bool) -> ModelPlan:
+def _planned(
+    model: Model, length: int, machine: Machine, mesh: Mesh, sequences: int, checkpointed: bool, *, find_longest: bool
+) -> ModelPlan:
     return plan_model(
         model.preset, num_positions=length, batch_size=sequences, world_size=mesh.context, weight_shards=mesh.data * mesh.context,
-        checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory, find_longest=find_longest,
+        checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
+        find_longest=find_longest,
         **model.overrides,
     )  # fmt: skip
 

@@ -37,7 +37,10 @@ def time(plan: AttentionPlan | None, layers: int) -> list[Setting]:
 
 def checkpointing(taken: bool, fits: bool) -> Setting:
     if taken:
-        reason = "without it the activations do not fit; a training step of GigaPath's encoder went from 189 to 289 ms and from 11.9 to 4.2 GB by it on an H200"
+        reason = (
+            "without it the activations do not fit; a training step of GigaPath's encoder went from 189 to 289 ms and from 11.9 to "
+            "4.2 GB by it on an H200"
+        )
     else:
         reason = "the activations fit, and computing blocks twice costs time: 289 instead of 189 ms a step of GigaPath's encoder on an H200"
     if not fits:
@@ -57,7 +60,9 @@ def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> 
         reason = f"{part:,} tokens a GPU; on four H200 "
         reason += {
             "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens a GPU on",
-            "dilated": "forward + backward had 0.92 to 0.98 of one GPU's speed from 32,768 tokens a GPU on in a CUDA graph, 0.41 to 0.87 as called",
+            "dilated": (
+                "forward + backward had 0.92 to 0.98 of one GPU's speed from 32,768 tokens a GPU on in a CUDA graph, 0.41 to 0.87 as called"
+            ),
             "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens a GPU",
         }[base]
         if mesh.context > 8:
@@ -98,11 +103,15 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
 def cuda_graph(positions: int, is_shared: bool) -> Setting:
     """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
-        reason = "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, at 32,768 it halved the time; give seq_len"
+        reason = (
+            "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, at 32,768 it halved the time; "
+            "give seq_len"
+        )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")
     if positions <= 32768:
         reason = (
-            "short sequences wait for the CPU, which a graph takes away: of 4,096 causal positions of 12 heads of 64 the host took 0.589 ms forward + backward, "
+            "short sequences wait for the CPU, which a graph takes away: of 4,096 causal positions of 12 heads of 64 the host took 0.589 "
+            "ms forward + backward, "
             "the kernels 0.363, on an H200. Capture the step after a warm-up"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{PERFORMANCE}, Short sequences")
@@ -114,11 +123,17 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
 
 def batch(length: int, sequences: int) -> Setting:
     if length <= 2 * LONG:
-        reason = "short sequences fill a GPU together: of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels 0.363 (H200)"
+        reason = (
+            "short sequences fill a GPU together: of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels "
+            "0.363 (H200)"
+        )
         return Setting(
             name="batch", value=f"{sequences} at a time, 8 or more if they fit", reason=reason, source=f"{PERFORMANCE}, Short sequences"
         )
-    reason = "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. Accumulate gradients for a larger batch"
+    reason = (
+        "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. Accumulate gradients for a "
+        "larger batch"
+    )
     return Setting(name="batch", value=f"{sequences} at a time", reason=reason, source=f"{GENOME}, What is trained")
 
 
@@ -135,7 +150,10 @@ def cache(base: str, paged: bool, rows: int, length: int, bytes_of_one: int) -> 
 
 
 def users(count: int, fitting: int) -> Setting:
-    reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches at any context"
+    reason = (
+        "one request's step is bound by launches: 1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches "
+        "at any context"
+    )
     return Setting(name="batch", value=f"{count} requests a GPU, of {fitting} that fit", reason=reason, source=f"{DECODING}, Measured")
 
 
@@ -155,7 +173,10 @@ def stepping() -> Setting:
 
 
 def replicas(gpus: int) -> Setting:
-    reason = "a sequence is continued by one process; more GPUs serve more requests. Reading or scoring alone can be shared, by a model made with mesh="
+    reason = (
+        "a sequence is continued by one process; more GPUs serve more requests. Reading or scoring alone can be shared, by a model "
+        "made with mesh="
+    )
     return Setting(
         name="mesh",
         value=f"{gpus} processes, each with its own requests",

@@ -75,7 +75,8 @@ def told(case: Case, chosen: Chosen, middle: list[Setting], setup: list[str], co
     """Assembles the recommendation: the settings in order, including those that every use case has."""
     machine, pattern, dtype = case.machine, chosen.pattern, case.machine.dtype
     call: dict[str, Any] = {
-        "heads": chosen.heads, "kv_heads": chosen.kv_heads, "head_dim": chosen.head_dim, "is_causal": case.causal, "needs_grad": chosen.needs_grad,
+        "heads": chosen.heads, "kv_heads": chosen.kv_heads, "head_dim": chosen.head_dim, "is_causal": case.causal,
+        "needs_grad": chosen.needs_grad,
     }  # fmt: skip
     explanation = rationale.explained(machine, dtype, pattern, case.length, **call)
     alone = None
@@ -99,7 +100,10 @@ def told(case: Case, chosen: Chosen, middle: list[Setting], setup: list[str], co
             run_settings.cuda_graph(chosen.positions, chosen.kind in RING.values()) if machine.is_cuda else None,
             rationale.compiled(machine),
         ]
-    settings += [rationale.allocator(machine), rationale.head_dim(machine, chosen.head_dim, explanation) if case.name != "torchscale" else None]
+    settings += [
+        rationale.allocator(machine),
+        rationale.head_dim(machine, chosen.head_dim, explanation) if case.name != "torchscale" else None,
+    ]
     has_branches = isinstance(pattern, DilatedPattern) and chosen.base == "dilated"
     request = {field.name: getattr(case, field.name) for field in fields(case)} | {"machine": machine.name, "memory": machine.memory}
     return Recommendation(

@@ -26,10 +26,15 @@ def training(case: Case) -> Recommendation:
     config, context = model.config, laid.mesh.context
     what = f"{_billions(model.num_parameters)} parameters with AdamW, {_count(laid.sequences, 'sequence')} at a time"
     if not laid.fits:
-        what += f"; a sequence of {laid.longest:,} positions would fit" if laid.longest else "; weights, gradients and the optimizer alone are too much"
+        what += (
+            f"; a sequence of {laid.longest:,} positions would fit"
+            if laid.longest
+            else ("; weights, gradients and the optimizer alone are too much")
+        )
     chosen = Chosen(
         kind=RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory, fits=laid.fits,
+        head_dim=config.head_dim, needs_grad=True, positions=-(-laid.sequences * case.length // context), memory=laid.memory,
+        fits=laid.fits,
     )  # fmt: skip
     plan = _planned(case, chosen, laid.sequences, context)
     settings = [
@@ -134,7 +139,8 @@ def torchscale(case: Case) -> Recommendation:
         planned.append(_slides(case, checkpointed=True))
     taken = planned[-1]
     chosen = Chosen(
-        kind="dilated", base="dilated", pattern=encoder.pattern, heads=encoder.num_heads, kv_heads=None, head_dim=encoder.head_dim, needs_grad=True,
+        kind="dilated", base="dilated", pattern=encoder.pattern, heads=encoder.num_heads, kv_heads=None, head_dim=encoder.head_dim,
+        needs_grad=True,
         positions=positions, memory=taken.peak, fits=taken.fits,
     )  # fmt: skip
     checkpointed = taken.checkpoint_activations
@@ -152,7 +158,8 @@ def torchscale(case: Case) -> Recommendation:
 def _slides(case: Case, *, checkpointed: bool) -> ModelPlan:
     machine = case.machine
     return plan_model(
-        _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
+        _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu",
+        memory=machine.memory,
         find_longest=False,
     )  # fmt: skip
 
@@ -200,7 +207,8 @@ def _planned(case: Case, chosen: Chosen, sequences: int, context: int) -> Attent
         return None
     return plan_attention(
         chosen.kind, num_positions=case.length, num_heads=chosen.heads, num_kv_heads=chosen.kv_heads, head_dim=chosen.head_dim,
-        batch_size=sequences, dtype=machine.dtype, world_size=context, layout=mesh_options(chosen.base, case.causal)["layout"] if context > 1 else None,
+        batch_size=sequences, dtype=machine.dtype, world_size=context,
+        layout=mesh_options(chosen.base, case.causal)["layout"] if context > 1 else None,
         is_causal=case.causal, pattern=None if chosen.base == "dense" else chosen.pattern, gpu=machine.gpu or "cpu", memory=machine.memory,
         find_longest=False,
     )  # fmt: skip

@@ -196,8 +196,17 @@ def attention_table(plans: Sequence[AttentionPlan]) -> str:
         time = "–" if plan.seconds is None else seconds_text(plan.seconds)
         rows.append(
             (
-                f"{plan.num_positions:,}", f"{plan.keys_per_query:,.0f}", share, flops_text(sum(plan.flops)), readable(plan.peak), *received, time,
+                f"{plan.num_positions:,}", f"{plan.keys_per_query:,.0f}", share, flops_text(sum(plan.flops)), readable(plan.peak),
+                *received, time,
                 "yes" if plan.fits else "no",
             )
         )  # fmt: skip
-    return "\n".join([*_heading(last, "several lengths"), "", *columns_text(rows), "", *below_text(last.longest, [one.source for one in last.passes], last.no_time)])
+    return "\n".join(
+        [
+            *_heading(last, "several lengths"),
+            "",
+            *columns_text(rows),
+            "",
+            *below_text(last.longest, [one.source for one in last.passes], last.no_time),
+        ]
+    )

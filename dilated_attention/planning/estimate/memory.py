@@ -241,7 +241,8 @@ def _standard_peaks_at(batch: int, num_positions: int, *rest: Any) -> tuple[int,
 
 @functools.lru_cache(maxsize=512)
 def _standard_peaks(
-    batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, training: bool, on_gpu: bool
+    batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, training: bool,
+    on_gpu: bool
 ) -> tuple[int, int]:  # fmt: skip
     """Returns the peak bytes in addition to q, k and v: of the forward, and of forward and backward together."""
     with fake_tensors():

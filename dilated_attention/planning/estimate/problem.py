@@ -33,7 +33,15 @@ _PACKAGES = frozenset({"flash-attn-4", "triton"})
 
 
 # upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
-MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128, "weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
+MOST = {
+    "num_positions": 2**40,
+    "num_heads": 512,
+    "batch_size": 2**31,
+    "world_size": 128,
+    "weight_shards": 2**20,
+    "gpus": 2**16,
+    "users": 2**31,
+}
 MOST_BRANCHES = 32
 # elements of q: the byte counts derived from it must fit in 64 bits
 MOST_ELEMENTS = 2**56

@@ -146,7 +146,8 @@ def _question(problem: Problem) -> cost.ExchangeRequest:
     assert isinstance(problem.pattern, DilatedPattern)
     memory = 2**36 if problem.gpu is None else problem.gpu.memory >> 30 << 30
     return cost.ExchangeRequest(
-        size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size, num_heads=problem.num_heads,
+        size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
+        num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize, is_causal=problem.is_causal,
         is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False, needs_grad=problem.training,
         memory=memory,
@@ -188,7 +189,14 @@ def _of_branches(problem: Problem) -> Exchange:
     if times > 1:
         # in dense attention, every hop of a longer sequence matches that of a shorter one, scaled in its rows
         unit = make_sharding_plan(
-            problem.num_positions // times, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
+            problem.num_positions // times,
+            problem.world_size,
+            problem.layout,
+            name,
+            problem.num_heads,
+            problem.num_kv_heads,
+            1,
+            problem.is_causal,
         )
         part = (0, problem.num_positions // times)
         shape = replace(shape, queries=part, keys=part, documents=(part,))

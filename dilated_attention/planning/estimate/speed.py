@@ -272,5 +272,8 @@ def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
         exposed=0.0,
         backend="matrix products",
         rate=peak * share,
-        source=f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched / pairs / problem.itemsize:.0f} passes over all scores",
+        source=(
+            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched / pairs / problem.itemsize:.0f} passes over "
+            "all scores"
+        ),
     )

@@ -338,7 +338,8 @@ def _key_consume(
 def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
+    right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
@@ -384,8 +385,10 @@ def key_kernel(
     tables = (rows_ptr, offsets_ptr, padding_ptr, words_b_ptr)
     gl.warp_specialize(
         [
-            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
-            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
+            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+                            part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
+            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+                            part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
             (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],

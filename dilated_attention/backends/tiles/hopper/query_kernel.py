@@ -135,7 +135,8 @@ def _query_weights(s, a, i0, count, left, right, scale, lse, LEFT: gl.constexpr,
 
 @gluon.jit
 def _query_consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale,
+    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale,
+    natural_scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART of ``query_kernel``: computes δ and dq of 64 queries."""
@@ -255,7 +256,8 @@ def _query_consume(
 def query_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
     words_a_ptr, words_c_ptr, words_b_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b, pad_branch,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
+    pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -295,8 +297,10 @@ def query_kernel(
     tables = (rows_ptr, offsets_ptr, dlse_ptr)
     gl.warp_specialize(
         [
-            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+                              part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+                              part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
             (_query_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],
