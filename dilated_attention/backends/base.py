@@ -8,9 +8,11 @@ Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K 
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -155,6 +157,10 @@ class Options:
     geometry: Hashable = None
 
 
+# former names of what a backend defines, which one written outside this package may still use
+_FORMER_NAMES = {"facts": "capabilities", "why_not": "reasons_against"}
+
+
 class Backend(ABC):
     """A kernel library, wrapped in two raw functions.
 
@@ -167,6 +173,21 @@ class Backend(ABC):
 
     name: str
     capabilities: Capabilities
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old in _FORMER_NAMES.keys() & vars(cls).keys():
+            _warn_renamed(cls, old)
+            setattr(cls, _FORMER_NAMES[old], vars(cls)[old])
+
+    # hidden from type checkers, which would take every name for an attribute
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _FORMER_NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            _warn_renamed(type(self), name)
+            return getattr(self, _FORMER_NAMES[name])
 
     def reasons_against(self, request: AttentionRequest) -> list[str]:
         """Returns every reason why this backend cannot compute this request; an empty list if it can."""
@@ -238,6 +259,11 @@ class Backend(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
+
+
+def _warn_renamed(cls: type[Backend], old: str) -> None:
+    new = _FORMER_NAMES[old]
+    warnings.warn(f"{cls.__qualname__}.{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=3)
 
 
 class WritingBackend(Backend):
