@@ -115,9 +115,19 @@ def _forward_launches(
     threshold, keep_scale = _drawing(dropout_p)
     B, H, rows = p.batch, p.num_heads, p.part_rows
     numbers = (
-        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
-        *drawing,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
+        B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
+        call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
+    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
+    tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
+    step, programs = p.tiles(_MERGE, p.num_queries, H)
+    merge = KernelLaunch(
+        combine.merge_kernel,
+        programs,
+        (*out.stride()[:3], B, H, H, p.q_first, p.num_queries, rows, walk.steps),
+        {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "DIRECT": walk.direct},
+    )
     return tiles, merge
 
 
@@ -186,24 +196,9 @@ def _backward_launches(
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
     numbers = (
-        *q,
-        *k,
-        *v,
-        *out,
-        *dout,
-        *dq,
-        *lse,
-        *_pad_strides(p, padding),
-        B,
-        H,
-        H,
-        *range_,
-        p.part_rows,
-        p.delta_rows,
-        walk.direct,
-        *p.bounds,
+        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
         *drawing,
-    )
+    )  # fmt: skip
     queries = _tile_launch(p, "query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
     numbers = (
         *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows,
