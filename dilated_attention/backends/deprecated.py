@@ -1,4 +1,4 @@
-"""Former names of the backend interface, which backends written outside this package may still use: each works, with a DeprecationWarning."""
+"""Former names of the backend interface, which backends outside this package may still use, with a DeprecationWarning."""
 
 from __future__ import annotations
 
