@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.functional.single import WHOLE_SEQUENCE
+from dilated_attention.functional.arguments import WHOLE_SEQUENCE
 
 DENSE = DilatedPattern((WHOLE_SEQUENCE,), (1,), "zero")
 

@@ -156,16 +156,16 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"cu_seqlens with {q.shape[1]} queries and {k.shape[1]} keys; packed documents need as many queries as keys")
 
 
-def check_window(window: Any) -> list[int]:
-    """Returns [] for no window, else [left, right] with −1 for unbounded."""
+def check_window(window: Any) -> tuple[int, ...]:
+    """Returns () for no window, else (left, right) with −1 for unbounded."""
     if window is None:
-        return []
+        return ()
     if not isinstance(window, (tuple, list)):
         # a window beyond the longest sequence excludes nothing
         size = min(as_int("window", window, minimum=0, maximum=None), MAX_LENGTH)
-        return [] if size == MAX_LENGTH else [size, size]
+        return () if size == MAX_LENGTH else (size, size)
     if len(window) != 2:
         raise ValueError(f"window is {shown(window)}; expected one integer or (left, right), None for unbounded")
-    given = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1, maximum=None) for i, side in enumerate(window)]
-    sides = [-1 if side >= MAX_LENGTH else side for side in given]
-    return [] if sides == [-1, -1] else sides
+    left, right = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1, maximum=None) for i, side in enumerate(window)]
+    sides = -1 if left >= MAX_LENGTH else left, -1 if right >= MAX_LENGTH else right
+    return () if sides == (-1, -1) else sides

@@ -53,19 +53,19 @@ class BlockLists:
     # what backends derive from the lists once, in their own form
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return -(-self.num_queries // self.q_block)
 
-    @property
+    @cached_property
     def num_columns(self) -> int:
         return -(-self.num_keys // self.k_block)
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         return self.num_batch * self.num_heads
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         return self.columns.shape[0]
 

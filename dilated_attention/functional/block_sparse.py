@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention import validation as check
-from dilated_attention.engine.blocks.selection import choose_blocks_op
-from dilated_attention.engine.ops import block_flops  # noqa: F401  registers the formulas of the ops
-from dilated_attention.engine.ops.block_dilated import BLOCK_DILATED_OPS
-from dilated_attention.engine.ops.block_sparse import BLOCK_OPS
-from dilated_attention.engine.ops.gradients import call_op
-from dilated_attention.functional.single import autocast, checked_options, flat_offsets
+from dilated_attention.functional.arguments import Options, attend
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple, shown
 
@@ -72,39 +66,8 @@ def block_sparse_attention(
 
     >>> out = block_sparse_attention(q, k, v, LocalWindow(512) | GlobalLocal(128, 16), is_causal=True)
     """
-    q, k, v = autocast(q, k, v)
-    check.check_tensors(q, k, v)
-    pattern = checked_pattern(pattern)
-    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-        query_offset=query_offset,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    kept = _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset)
-    out, lse = call_op(
-        BLOCK_OPS,
-        needs_grad,
-        pattern,
-        (q, k, v, key_padding_mask, cu_seqlens, seed, kept),
-        pattern.spec(),
-        is_causal,
-        scale,
-        query_offset,
-        dropout_p,
-        deterministic,
-        needs_grad,
-        backend,
-    )
-    return (out, lse) if return_lse else out
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens), None, checked_pattern(pattern), (), options)
 
 
 def block_sparse_dilated_attention(
@@ -146,46 +109,9 @@ def block_sparse_dilated_attention(
     >>> out = block_sparse_dilated_attention(q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
-    q, k, v = autocast(q, k, v)
-    check.check_tensors(q, k, v)
-    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    pattern = checked_pattern(pattern)
-    scale, dropout_p, query_offset, seed, needs_grad = checked_options(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-        query_offset=query_offset,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    kept = _chosen(pattern, q, k, key_padding_mask, cu_seqlens, is_causal, scale, query_offset)
-    out, lse = call_op(
-        BLOCK_DILATED_OPS,
-        needs_grad,
-        pattern,
-        (q, k, v, key_padding_mask, cu_seqlens, seed, kept),
-        list(lengths),
-        list(rates),
-        offset_name,
-        offset_list,
-        branch_heads,
-        tail,
-        pattern.spec(),
-        is_causal,
-        scale,
-        query_offset,
-        dropout_p,
-        deterministic,
-        needs_grad,
-        backend,
-    )
-    return (out, lse) if return_lse else out
+    branches = lengths, rates, head_offsets, branch_heads, tail
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens), branches, checked_pattern(pattern), (), options)
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:
@@ -195,8 +121,7 @@ def checked_pattern(pattern: Any) -> BlockPattern:
     if not isinstance(pattern, BlockMask):
         raise TypeError(
             f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. "
-            "LocalWindow(512), "
-            "or a BlockMask of torch.nn.attention.flex_attention"
+            "LocalWindow(512), or a BlockMask of torch.nn.attention.flex_attention"
         )
     if torch.compiler.is_compiling():
         raise TypeError(
@@ -207,19 +132,3 @@ def checked_pattern(pattern: Any) -> BlockPattern:
     if known is None:
         known = _converted[pattern] = from_block_mask(pattern)
     return known
-
-
-def _chosen(
-    pattern: BlockPattern,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-) -> torch.Tensor | None:
-    """Returns the blocks that a content-chosen pattern keeps, as bits; None for a pattern that shapes alone determine."""
-    if not pattern.is_chosen:
-        return None
-    return choose_blocks_op(q.detach(), k.detach(), key_padding_mask, cu_seqlens, pattern.spec(), is_causal, scale, query_offset)

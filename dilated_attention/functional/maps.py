@@ -10,8 +10,8 @@ from dilated_attention import validation as check
 from dilated_attention.engine.attention_rows import KeySide
 from dilated_attention.engine.ops.prepare import document_ranges, without_autocast
 from dilated_attention.engine.ops.transforms import refuse_transforms
+from dilated_attention.functional.arguments import autocast
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.single import autocast
 from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks
 from dilated_attention.pattern.checks import as_int, shown
 

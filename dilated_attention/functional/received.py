@@ -8,9 +8,10 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.engine.ops.transforms import refuse_transforms
+from dilated_attention.functional.arguments import autocast
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.maps import WAY_OUT, checked_patterns
-from dilated_attention.functional.single import attention, autocast, dilated_attention
+from dilated_attention.functional.single import attention, dilated_attention
 from dilated_attention.pattern import HeadOffsets
 
 

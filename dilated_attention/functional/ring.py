@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import members_named, members_of
 from dilated_attention.distributed.exchange.op import ring_attention_op
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.functional.single import WHOLE_SEQUENCE, autocast, flat_offsets
+from dilated_attention.functional.arguments import DENSE, Masks, Options, autocast, checked_settings, draw_seed
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
@@ -87,32 +86,10 @@ def ring_dilated_attention(
     processes, and takes no gradient through the mixing weights.
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
-    return _attend(
-        q,
-        k,
-        v,
-        lengths,
-        rates,
-        head_offsets,
-        branch_heads,
-        tail,
-        [],
-        group_name=group_name_of(group, mesh),
-        layout=layout,
-        exchange=exchange,
-        seq_len=seq_len,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        mixture_grad=mixture_grad,
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-        ranks_per_node=ranks_per_node,
-        timeout=timeout,
-    )
+    branches = lengths, rates, head_offsets, branch_heads, tail
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad)
+    ring = RingOptions(group_name_of(group, mesh), layout, exchange, seq_len, ranks_per_node, timeout)
+    return _attend(q, k, v, (key_padding_mask, cu_seqlens), branches, (), options, ring)
 
 
 def ring_attention(
@@ -148,32 +125,20 @@ def ring_attention(
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
-    return _attend(
-        q,
-        k,
-        v,
-        (WHOLE_SEQUENCE,),
-        (1,),
-        "zero",
-        "all",
-        "mask",
-        check.check_window(window),
-        group_name=group_name_of(group, mesh),
-        layout=layout,
-        exchange=exchange,
-        seq_len=seq_len,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        mixture_grad="exact",
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-        ranks_per_node=ranks_per_node,
-        timeout=timeout,
-    )
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    ring = RingOptions(group_name_of(group, mesh), layout, exchange, seq_len, ranks_per_node, timeout)
+    return _attend(q, k, v, (key_padding_mask, cu_seqlens), DENSE, check.check_window(window), options, ring)
+
+
+class RingOptions(NamedTuple):
+    """The options that a distributed call has in addition, as the caller gave them."""
+
+    group_name: str
+    layout: str
+    exchange: str
+    seq_len: int | None
+    ranks_per_node: int | None
+    timeout: float
 
 
 def group_name_of(group: Any, mesh: Any) -> str:
@@ -202,88 +167,41 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: tuple[int, ...],
-    rates: tuple[int, ...],
-    head_offsets: HeadOffsets,
-    branch_heads: str,
-    tail: str,
-    window: list[int],
-    *,
-    group_name: str,
-    layout: str,
-    exchange: str,
-    seq_len: int | None,
-    is_causal: bool,
-    scale: float | None,
-    cu_seqlens: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    mixture_grad: str,
-    dropout_p: float,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str,
-    ranks_per_node: int | None,
-    timeout: float,
+    masks: Masks,
+    branches: tuple[Any, ...],
+    window: tuple[int, ...],
+    options: Options,
+    ring: RingOptions,
 ) -> Any:
     q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
-    offset_name, offset_list = flat_offsets(lengths, rates, head_offsets, branch_heads, tail, q.shape[2])
-    scale = check.check_scale(scale, q.shape[3], q.dtype)
-    one_of("mixture_grad", mixture_grad, ("exact", "detached"))
-    one_of("layout", layout, LAYOUTS)
-    one_of("exchange", exchange, ("auto", *EXCHANGES))
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("deterministic", deterministic)):
-        check.check_bool(name, flag)
-    dropout_p = check.check_probability("dropout_p", dropout_p)
-    check.check_key_padding_mask(key_padding_mask, k)
-    check.check_cu_seqlens(cu_seqlens, q, k)
-    registry.check_name(backend)
-    if window and exchange == "ring":
+    check_rows(q, k)
+    one_of("layout", ring.layout, LAYOUTS)
+    one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
+    if window and ring.exchange == "ring":
         raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
-    timeout = check.check_timeout(timeout)
-    if exchange == "2d" and ranks_per_node is None:
+    ranks_per_node = ring.ranks_per_node
+    if ring.exchange == "2d" and ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
         if ranks_per_node is None:
             raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
     per_node = 0 if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1)
-    if exchange in ("all_to_all", "2d"):
-        _check_heads(group_name, exchange, per_node, q.shape[2], k.shape[2], branch_heads)
-    # drawn from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
-    out, lse, _ = ring_attention_op(
-        q,
-        k,
-        v,
-        key_padding_mask,
-        cu_seqlens,
-        seed,
-        list(lengths),
-        list(rates),
-        offset_name,
-        offset_list,
-        branch_heads,
-        tail,
-        window,
-        is_causal,
-        scale,
-        dropout_p,
-        mixture_grad == "detached",
-        deterministic,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        backend,
-        group_name,
-        layout,
-        exchange,
-        -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
-        per_node,
-        timeout,
-        return_lse and mixture_grad == "exact",
-    )
-    if not return_lse:
+    lse_grad = options.return_lse and options.mixture_grad == "exact"
+    sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, 0
+    seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
+    settings = checked_settings(q, k, v, masks, branches, None, window, options, sharding, seq_len)
+    if ring.exchange in ("all_to_all", "2d"):
+        _check_heads(ring.group_name, ring.exchange, per_node, q.shape[2], k.shape[2], branches[3])
+    seed = draw_seed(settings.dropout_p)
+    out, lse, _ = ring_attention_op(q, k, v, *masks, seed, None, *settings.arguments())
+    if not options.return_lse:
         return out
-    return out, lse.detach() if mixture_grad == "detached" else lse
+    return out, lse.detach() if settings.detached else lse
+
+
+def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:

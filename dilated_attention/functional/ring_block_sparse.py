@@ -9,9 +9,9 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.distributed.block_exchange.op import ring_block_sparse_attention_op
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
+from dilated_attention.functional.arguments import Options, autocast, checked_settings, draw_seed
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.ring import group_name_of
-from dilated_attention.functional.single import autocast, checked_options
+from dilated_attention.functional.ring import check_rows, group_name_of
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
@@ -83,45 +83,15 @@ def ring_block_sparse_attention(
     """
     q, k, v = autocast(q, k, v)
     check.check_tensors(q, k, v)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
+    check_rows(q, k)
     pattern = checked_ring_pattern(pattern)
-    name = checked_block_layout(layout)
-    scale, dropout_p, _, seed, needs_grad = checked_options(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-        query_offset=0,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    out, lse, _ = ring_block_sparse_attention_op(
-        q,
-        k,
-        v,
-        key_padding_mask,
-        cu_seqlens,
-        seed,
-        pattern.spec(),
-        is_causal,
-        scale,
-        dropout_p,
-        deterministic,
-        needs_grad,
-        backend,
-        group_name_of(group, mesh),
-        name,
-        -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0),
-        0 if head_steps is None else as_int("head_steps", head_steps, minimum=1),
-        check.check_timeout(timeout),
-        return_lse,
-    )
+    steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
+    name, seconds = checked_block_layout(layout), check.check_timeout(timeout)
+    sharding = group_name_of(group, mesh), name, "all_gather", 0, seconds, return_lse, steps
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    masks, whole = (key_padding_mask, cu_seqlens), -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+    settings = checked_settings(q, k, v, masks, None, pattern, (), options, sharding, whole)
+    out, lse, _ = ring_block_sparse_attention_op(q, k, v, *masks, draw_seed(settings.dropout_p), None, *settings.arguments())
     return (out, lse) if return_lse else out
 
 
@@ -131,8 +101,7 @@ def checked_ring_pattern(pattern: Any) -> BlockPattern:
     if pattern.is_chosen:
         raise ValueError(
             f"pattern is {pattern!r}, which is chosen by content; the processes of a ring find what to exchange from the pattern alone: "
-            "use a "
-            "pattern that shapes determine, or block_sparse_attention on one process"
+            "use a pattern that shapes determine, or block_sparse_attention on one process"
         )
     return pattern
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.base import Options
 from dilated_attention.backends.block_lists import WORD, BlockLists
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.nonfinite import ContainedBackend
@@ -53,7 +53,7 @@ class GatheringBackend(ContainedBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         B, Nq, H, _ = q.shape
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.full((B, H, Nq), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+        lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         if q.is_meta:
             return out, lse
         masks = _Masks(lists, options, B)
@@ -225,7 +225,7 @@ class _Sums:
         shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
         if not self.together:
             shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
-        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
+        self.total = torch.zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 

@@ -42,7 +42,6 @@ class SdpaCpuBackend(GatheringBackend):
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         bias = empty_PL = None
         if pairs is not None:
-            assert options.mask.is_trivial
             bias, empty_PL = _bias_of_pairs(pairs, q.dtype), ~pairs.any(-1)
         elif options.mask.padding is not None or options.mask.band is not None:
             bias, empty_PL = additive_bias(q, k, options)

@@ -30,9 +30,10 @@ from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.blocks.run import BlockSettings, request_of, select_backend
+from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern
 
 FUNCTION = "ring_block_sparse_attention"
@@ -47,7 +48,7 @@ class BlockArguments(NamedTuple):
     """
 
     pattern: BlockPattern
-    settings: BlockSettings
+    settings: CallSettings
     ring: RingCall
     head_steps: int
 
@@ -119,7 +120,7 @@ def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, ar
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
     documents = documents_of(members, masks.cu_seqlens)
-    shared = (FUNCTION, replace(ring, timeout=0.0), settings._replace(backend=""), head_steps)
+    shared = (FUNCTION, replace(ring, timeout=0.0), settings._replace(backend="", sharding=()), head_steps)
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, masks.padding is not None, documents, pattern)
 
     def same() -> dict[str, object]:

@@ -16,8 +16,8 @@ from dilated_attention.distributed.comm.session import session_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
-from dilated_attention.engine.ops.prepare import CallSettings
-from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import MAX_LENGTH
 
 Tensors = tuple[torch.Tensor, ...]
 # kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
@@ -42,12 +42,17 @@ class RingCall:
     lse_grad: bool
 
 
+def ring_call(settings: CallSettings, seq_len: int | None = None) -> RingCall:
+    """Returns the distributed part of a record; ``seq_len``: N, where it is known by now."""
+    group_name, layout, exchange, ranks_per_node, timeout, lse_grad, _ = settings.sharding
+    return RingCall(group_name, layout, exchange, settings.seq_len if seq_len is None else seq_len, ranks_per_node, timeout, lse_grad)
+
+
 def agreed_length(
     members: Members,
     tensors: Tensors,
     padding: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    pattern: DilatedPattern,
     settings: CallSettings,
     ring: RingCall,
     kernels: Callable[[], str],
@@ -57,11 +62,11 @@ def agreed_length(
     Args:
         kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text.
     """
-    q, k, _ = tensors
+    (q, k, _), pattern = tensors, settings.pattern
     documents = documents_of(members, cu_seqlens)
     # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
-    shared = (replace(ring, timeout=0.0), *map(str, settings._replace(backend="", precision="")))
-    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, pattern)
+    shared = (replace(ring, timeout=0.0), settings._replace(backend="", precision="", sharding=()))
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents)
     dense = pattern.segment_lengths[0] >= MAX_LENGTH
 
     def same() -> dict[str, object]:
@@ -73,7 +78,7 @@ def agreed_length(
             "head_offsets": str(pattern.head_offsets),
             "branch_heads": pattern.branch_heads,
             "tail": pattern.tail,
-            "window": str(settings.window or None),
+            "window": str(list(settings.window) or None),
             "is_causal": settings.is_causal,
             "scale": settings.scale,
             "dropout_p": settings.dropout_p,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,63 +20,55 @@ from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.block_sparse import new_like, new_lse
-from dilated_attention.engine.ops.prepare import CallSettings, document_ranges, kernel_ready, prepare, without_autocast
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare, without_autocast
+from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 def ring_forward(
-    tensors: Tensors,
-    padding: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    pattern: DilatedPattern,
-    settings: CallSettings,
-    ring: RingCall,
+    inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group))."""
-    members = members_named(ring.group_name)
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group)). ``inputs``: see ``ResolvedCall``."""
+    members, tensors, (padding, cu_seqlens, *_) = members_named(ring.group_name), inputs[:3], inputs[3:]
     unavailable: list[BackendUnavailable] = []
 
     def kernels() -> str:
         # raising here would leave the other ranks waiting
         try:
-            return _kernels(members, tensors, padding, pattern, settings, ring)
+            return _kernels(members, tensors, padding, settings, ring)
         except BackendUnavailable as error:
             unavailable.append(error)
             return f"unavailable: {str(error).splitlines()[0]}"
 
-    seq_len, number = agreed_length(members, tensors, padding, cu_seqlens, pattern, settings, ring, kernels)
+    seq_len, number = agreed_length(members, tensors, padding, cu_seqlens, settings, ring, kernels)
     if unavailable:
         raise unavailable[0]
     if not tensors[0].shape[0]:
         return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
-    work = _RingPass(members, tensors, padding, cu_seqlens, seed, pattern, settings, replace(ring, seq_len=seq_len), is_backward=False)
+    work = _RingPass(members, inputs, settings, replace(ring, seq_len=seq_len), is_backward=False)
     with without_autocast(tensors[0]):
         out, lse = work.forward()
     return out, lse.transpose(1, 2).contiguous(), (seq_len, number)
 
 
 def ring_backward(
-    tensors: Tensors,
-    dlse: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    pattern: DilatedPattern,
-    settings: CallSettings,
-    ring: RingCall,
-    number: int,
+    inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings: CallSettings, ring: RingCall, number: int
 ) -> Tensors:
-    """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, lse (B, H, n). ``number``: the number of the call on its group."""
-    dout, q, k, v, out, lse = tensors
-    members = members_named(ring.group_name)
+    """Returns (dq, dk, dv).
+
+    Args:
+        inputs: see ``ResolvedCall``.
+        gradients: dout, out, lse (B, H, n), and dlse or None.
+        number: the number of the call on its group.
+    """
+    (q, k, v), (dout, out, lse, dlse) = inputs[:3], gradients
+    members, pattern = members_named(ring.group_name), settings.pattern
     begin_backward(members, number, ring.timeout)
     if not q.shape[0]:
         return tuple(new_like(x) for x in (q, k, v))
-    work = _RingPass(members, (q, k, v), padding, cu_seqlens, seed, pattern, settings, ring, is_backward=True)
+    work = _RingPass(members, inputs, settings, ring, is_backward=True)
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
     with without_autocast(q):
@@ -116,24 +109,13 @@ _setups: dict[object, _RingSetup] = {}
 class _RingPass:
     """One pass on one rank: its tensors as the route needs them, its backend, and its part of the results."""
 
-    def __init__(
-        self,
-        members: Members,
-        tensors: Tensors,
-        padding: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        pattern: DilatedPattern,
-        settings: CallSettings,
-        ring: RingCall,
-        *,
-        is_backward: bool,
-    ) -> None:
-        self.members, self.pattern, self.settings, self.ring = members, pattern, settings, ring
-        self.seed, self.is_backward = seed, is_backward
-        q, k, v = self.tensors = tensors
+    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, *, is_backward: bool) -> None:
+        self.members, self.pattern, self.settings, self.ring = members, settings.pattern, settings, ring
+        self.tensors, (padding, cu_seqlens, self.seed, _) = inputs[:3], inputs[3:]
+        self.is_backward = is_backward
+        q, k, v = self.tensors
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        self.sharding = _route_of(members, q, k, pattern, settings, ring)
+        self.sharding = _route_of(members, q, k, settings.pattern, settings, ring)
         self.padding = None
         if padding is not None:
             rows = [ShardSpec(shard.spans, (0, 1)) for shard in self.sharding.given[0]]
@@ -170,7 +152,7 @@ class _RingPass:
         q = views[0]
         kind = (
             *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, self.is_backward, q.dtype, q.device),
-            *(tuple(self.settings.window), *self.settings[1:], self.padding is None, torch.are_deterministic_algorithms_enabled()),
+            *(self.settings, self.padding is None, torch.are_deterministic_algorithms_enabled()),
             *((x.shape, x.stride()) for x in views),
         )
         setup = _setups.get(kind)
@@ -278,14 +260,13 @@ def _question(
     )
 
 
-def _kernels(
-    members: Members, tensors: Tensors, padding: torch.Tensor | None, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
-) -> str:
+def _kernels(members: Members, tensors: Tensors, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> str:
     """Returns, as text, what must be the same on all ranks because messages depend on it: whether kernels cut windows into blocks."""
     q, k, v = tensors
     num_keys = ring.seq_len if ring.seq_len >= 0 else q.shape[1] * members.size
     passes = (False, True) if settings.needs_grad else (False,)
-    shapes = [prepare(back, (q, k, v, q) if back else (q, k, v), pattern, settings, padding, num_keys=num_keys)[0] for back in passes]
+    views = [(q, k, v, q) if back else (q, k, v) for back in passes]
+    shapes = [prepare(len(x) > 3, x, settings.pattern, settings, padding, num_keys=num_keys)[0] for x in views]
     return f"windows in blocks of {[shape.window_block for shape in shapes]}" if settings.window else "available"
 
 

@@ -13,7 +13,8 @@ from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.oom.device_memory import size_text
 from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, Terms, held_bytes, of_training, shapes_text
-from dilated_attention.engine.oom.requirements import pattern_among, results, setting_of
+from dilated_attention.engine.oom.requirements import results, setting_of
+from dilated_attention.engine.ops.settings import pattern_of
 from dilated_attention.pattern import DilatedPattern
 
 # no suggestion is made for a call that would need more GPUs than this
@@ -24,13 +25,14 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``ring_attention`` and ``ring_dilated_attention`` on one rank: its own rows, their results, and received keys."""
     x = arguments
     q, k = x["q"], x["k"]
-    pattern = pattern_among(x)
-    members = members_named(x["group_name"])
+    pattern = pattern_of(x["branches"])
+    group_name, layout, exchange, *_ = x["sharding"]
+    members = members_named(group_name)
     needs_grad = x["needs_grad"] or "dout" in x
     is_dense = _is_dense(pattern, k.shape[1] * members.size)
 
     def terms(setting: AdjustableSetting) -> Terms:
-        brought = brought_bytes(x, pattern, setting, members.size, x["exchange"])
+        brought = brought_bytes(x, pattern, setting, members.size, exchange)
         return (*results(setting, q, k, needs_grad), ("keys of other ranks, shares of their gradients", brought))
 
     def more_ranks(there: int) -> Iterator[str]:
@@ -38,7 +40,7 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         now = setting_of(x)
         for size in _sizes(members.size + 1):
             setting = AdjustableSetting(batch=now.batch, length=-(-whole // size), dtype=now.dtype, detached=now.detached)
-            brought = brought_bytes(x, pattern, setting, size, x["exchange"])
+            brought = brought_bytes(x, pattern, setting, size, exchange)
             total = brought + sum(count for _, count in results(setting, q, k, needs_grad))
             if total <= there:
                 yield f"the same sequence over {size} ranks in place of {members.size}: at least {size_text(total)} on each"
@@ -48,7 +50,7 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         op="ring_attention" if is_dense else "ring_dilated_attention",
         **of_training(x),
         device=q.device,
-        shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}, layout={x['layout']!r}, exchange={x['exchange']!r}",
+        shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}, layout={layout!r}, exchange={exchange!r}",
         held=held_bytes(x, q.device),
         setting=setting_of(x),
         terms=terms,
@@ -64,7 +66,7 @@ def ring_blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """
     x = arguments
     q, k = x["q"], x["k"]
-    members = members_named(x["group_name"])
+    members = members_named(x["sharding"][0])
     return MemoryRequirement(
         op="ring_block_sparse_attention",
         **of_training(x),
@@ -95,7 +97,8 @@ def brought_bytes(x: Mapping[str, Any], pattern: DilatedPattern, setting: Adjust
         return 2 * setting.batch * Hk * D * rows * (e + (share if needs_grad else 0))
     rows_q, rows_k = (torch.empty((setting.batch, n, *x.shape[2:]), dtype=setting.dtype, device="meta") for x in (q, k))
     question = cost.exchange_request(
-        rows_q, rows_k, pattern, size=size, layout=x.get("layout", "zigzag"), seq_len=n * size, is_causal=x["is_causal"],
+        rows_q, rows_k, pattern, size=size, layout=x["sharding"][1] if x["sharding"] else "zigzag", seq_len=n * size,
+        is_causal=x["is_causal"],
         has_window=bool(x["window"]), needs_grad=needs_grad,
     )  # fmt: skip
     offers = cost.exchange_estimates(question)
@@ -110,7 +113,7 @@ def over_gpus(arguments: Mapping[str, Any]) -> Callable[[int], Iterator[str]]:
     def suggestions(there: int) -> Iterator[str]:
         if q.device.type != "cuda" or q.shape[1] != k.shape[1] or x["query_offset"]:
             return
-        pattern, now, needs_grad = pattern_among(x), setting_of(x), x["needs_grad"] or "dout" in x
+        pattern, now, needs_grad = pattern_of(x["branches"]), setting_of(x), x["needs_grad"] or "dout" in x
         for size in _sizes(2):
             n = -(-now.length // size)
             estimate = attention_memory(

@@ -88,6 +88,9 @@ def _launches(
     capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options
 ) -> Iterator[tuple[slice, BlockLists, Options]]:
     """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
+    if capabilities.max_batch is None and capabilities.max_extent is None:
+        yield slice(None), lists, options
+        return
     B = tensors[0].shape[0]
     views = [x[:, None] for x in tensors]
     start = 0

@@ -6,14 +6,17 @@ of which these pairs may be a part. Layout: q (B, Nq, H, D), k and v (B, Nk, K, 
 
 from __future__ import annotations
 
+import itertools
+import operator
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options, detect, registry
-from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.base import Capabilities, accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.launch import Tensors, backward_lists, forward_lists
@@ -21,18 +24,8 @@ from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import segment_extent
-from dilated_attention.pattern import BlockPattern
-
-
-class BlockSettings(NamedTuple):
-    """The non-tensor arguments of an op."""
-
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    deterministic: bool
-    needs_grad: bool
-    backend: str
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import BlockPattern, pattern_from_spec
 
 
 class BlockMasks(NamedTuple):
@@ -42,61 +35,81 @@ class BlockMasks(NamedTuple):
         padding: (B, Nk) bool, True = the key is ignored.
         documents: (start, end) of packed documents, each with a grid of blocks that starts at its first position; None for one document.
         seed: seed of position-based dropout.
-        query_offset: position of the first query.
         kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
     """
 
     padding: torch.Tensor | None = None
     documents: tuple[Range, ...] | None = None
     seed: torch.Tensor | None = None
-    query_offset: int = 0
     kept: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A document (see ``DocumentRows``) with the backend and options that compute it."""
+class _Part(NamedTuple):
+    """The keys and rows of a document (see ``DocumentRows``), with the backend and options that compute it."""
 
     keys: slice
     rows: slice
     front: int
-    lists: BlockLists
     backend: Backend
     options: Options
 
-    def of_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        return x[(slice(None),) * dim + (self.rows,)]
+
+class BlockPass(NamedTuple):
+    """How one pass runs: every document, or the whole sequence as one, and its lists."""
+
+    parts: tuple[_Part, ...]
+    lists: tuple[BlockLists, ...]
+
+    def remembered(self) -> RememberedPass:
+        return RememberedPass(
+            self.parts, tuple(weakref.ref(lists) for lists in self.lists), tuple(part.backend.capabilities for part in self.parts)
+        )
+
+
+class RememberedPass(NamedTuple):
+    """A ``BlockPass`` for later calls. It does not keep the lists alive, which have a cache of limited size."""
+
+    parts: tuple[_Part, ...]
+    lists: tuple[weakref.ref[BlockLists], ...]
+    capabilities: tuple[Capabilities, ...]
+
+    def again(self) -> BlockPass | None:
+        """Returns the pass, or None if its lists are gone or a backend now declares something else."""
+        lists = []
+        for part, found, declared in zip(self.parts, self.lists, self.capabilities, strict=True):
+            there = found()
+            if there is None or part.backend.capabilities is not declared:
+                return None
+            lists.append(there)
+        return BlockPass(self.parts, tuple(lists))
 
 
 def blocks_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks
+    found: BlockPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps.
-
-    Raises:
-        BackendUnavailable: no backend can compute the forward or, with ``needs_grad``, the backward. Raised before results are allocated.
-    """
-    parts = _parts(False, (q, k, v), pattern, settings, masks)
-    k, v = without_padding(k, v, masks.padding)
-
-    def run(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = part.of_queries(q), k[:, part.keys], v[:, part.keys]
-        return forward_lists(part.backend, part.lists, *tensors, part.options, front=part.front)
-
-    if len(parts) == 1:
-        return run(parts[0])
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
+    if padding is not None:
+        k, v = without_padding(k, v, padding)
+    if len(found.parts) == 1:
+        part = found.parts[0]
+        out, lse = forward_lists(part.backend, found.lists[0], q, k, v, part.options, front=part.front)
+        return as_new(out), as_new(lse)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
-    for part in parts:
-        part_out, part_lse = run(part)
-        part.of_queries(out).copy_(part_out)
-        part.of_queries(lse, 2).copy_(part_lse)
+    for part, lists in zip(found.parts, found.lists, strict=True):
+        rows, keys = part.rows, part.keys
+        out[:, rows], lse[:, :, rows] = forward_lists(
+            part.backend, lists, q[:, rows], k[:, keys], v[:, keys], part.options, front=part.front
+        )
     return out, lse
 
 
-def blocks_backward(
-    tensors: Tensors, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks, dlse: torch.Tensor | None = None
-) -> Tensors:
+def blocks_backward(found: BlockPass, tensors: Tensors, padding: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Tensors:
+    """Returns ``blocks_shares``, contiguous and in the inputs' dtype."""
+    return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(blocks_shares(found, tensors, padding, dlse), tensors[1:4], strict=True)])
+
+
+def blocks_shares(found: BlockPass, tensors: Tensors, padding: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
@@ -104,44 +117,44 @@ def blocks_backward(
         dlse: the gradient of lse (B, H, Nq).
     """
     dout, q, k, v, out, lse = tensors
-    parts = _parts(True, (q, k, v, dout), pattern, settings, masks)
-    k, v = without_padding(k, v, masks.padding)
-
-    def run(part: _Part) -> Tensors:
-        dout_, q_, out_ = (part.of_queries(x) for x in (dout, q, out))
-        inside = (dout_, q_, k[:, part.keys], v[:, part.keys], out_, part.of_queries(lse, 2))
-        part_dlse = None if dlse is None else part.of_queries(dlse, 2)
-        return backward_lists(part.backend, part.lists, inside, part.options, part_dlse, front=part.front)
-
-    if len(parts) == 1:
-        return run(parts[0])
+    if padding is not None:
+        k, v = without_padding(k, v, padding)
+    if len(found.parts) == 1:
+        part = found.parts[0]
+        return backward_lists(part.backend, found.lists[0], (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
     # documents share no rows, so nothing needs to be summed
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for part in parts:
-        dq, dk, dv = run(part)
-        part.of_queries(grads[0]).copy_(dq)
-        grads[1][:, part.keys] = dk
-        grads[2][:, part.keys] = dv
+    for part, lists in zip(found.parts, found.lists, strict=True):
+        rows, keys = part.rows, part.keys
+        inside = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
+        part_dlse = None if dlse is None else dlse[:, :, rows]
+        shares = backward_lists(part.backend, lists, inside, part.options, part_dlse, front=part.front)
+        grads[0][:, rows], grads[1][:, keys], grads[2][:, keys] = shares
     return grads
 
 
-def _parts(is_backward: bool, views: Tensors, pattern: BlockPattern, settings: BlockSettings, masks: BlockMasks) -> list[_Part]:
-    """Returns every document with its lists, backend and options."""
+def make_pass(is_backward: bool, views: Tensors, settings: CallSettings, masks: BlockMasks) -> BlockPass:
+    """Chooses the lists, backend and options of every document. ``views`` are q, k and the other tensors that kernels read.
+
+    Raises:
+        BackendUnavailable: no backend can compute the forward or, with ``needs_grad``, the backward. Raised before results are allocated.
+    """
     q, k = views[:2]
+    pattern = pattern_from_spec(settings.blocks)
     seed = 0 if masks.seed is None else int(masks.seed.item())
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-    parts = []
-    for piece in pieces_of(pattern, q.shape[1], k.shape[1], q.shape[2], settings.is_causal, masks, q.device):
-        keys, rows, front, lists = piece
+    parts, found = [], []
+    for keys, rows, front, lists in pieces_of(pattern, (q.shape[1], k.shape[1], q.shape[2]), settings, masks, q.device):
         backend = select_backend(request_of(lists, views, settings, masks.padding is not None, is_backward), settings)
         padding = None if masks.padding is None else masks.padding[:, keys]
         dropout = None
         if settings.dropout_p:
-            first = masks.query_offset + rows.start - front
+            first = settings.query_offset + rows.start - front
             dropout = _dropout(q, settings.dropout_p, seed, (first, first + lists.num_queries), (keys.start, keys.stop))
         options = Options(scale=settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic)
-        parts.append(_Part(keys, rows, front, lists, backend, options))
-    return parts
+        parts.append(_Part(keys, rows, front, backend, options))
+        found.append(lists)
+    return BlockPass(tuple(parts), tuple(found))
 
 
 class DocumentRows(NamedTuple):
@@ -154,18 +167,13 @@ class DocumentRows(NamedTuple):
 
 
 def pieces_of(
-    pattern: BlockPattern,
-    num_queries: int,
-    num_keys: int,
-    num_heads: int,
-    is_causal: bool,
-    masks: BlockMasks,
-    device: torch.device,
+    pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, masks: BlockMasks, device: torch.device
 ) -> Iterator[DocumentRows]:
-    """Yields the documents, or the whole sequence as one."""
+    """Yields the documents, or the whole sequence as one. ``sizes``: the numbers of queries, keys and heads."""
+    num_queries, num_keys, num_heads = sizes
     # query blocks begin on the pattern's grid: the rows before the first query are computed, too, and cut off afterwards
-    front = masks.query_offset % pattern.q_block
-    first_query = masks.query_offset - front
+    front = settings.query_offset % pattern.q_block
+    first_query = settings.query_offset - front
     # first row of the document in ``kept``, where the rows of documents follow one another
     first_row = 0
     for start, end in masks.documents or ((0, num_keys),):
@@ -174,16 +182,16 @@ def pieces_of(
         length = front + rows.stop - rows.start
         if masks.kept is None:
             lists = block_lists(
-                pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=is_causal, device=device
+                pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=settings.is_causal, device=device
             )
         else:
             kept = masks.kept[:, :, first_row:]
-            lists = lists_of_kept(kept, pattern, length, end - start, is_causal=is_causal, query_offset=first_query)
+            lists = lists_of_kept(kept, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_row += lists.num_rows
         yield DocumentRows(keys, rows, front, lists)
 
 
-def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_mask: bool, is_backward: bool) -> AttentionRequest:
+def request_of(lists: BlockLists, views: Tensors, settings: CallSettings, key_mask: bool, is_backward: bool) -> AttentionRequest:
     """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
     q, k = views[:2]
     return AttentionRequest(
@@ -206,7 +214,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: BlockSettings, key_m
     )
 
 
-def select_backend(request: AttentionRequest, settings: BlockSettings) -> Backend:
+def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend:
     """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(
@@ -229,3 +237,14 @@ def _dropout(q: torch.Tensor, probability: float, seed: int, queries: Range, key
 
     batch, heads = torch.arange(B, device=q.device), torch.arange(H, device=q.device)
     return Dropout(probability, seed, batch, heads, positions(queries), positions(keys))
+
+
+def as_new(x: torch.Tensor) -> torch.Tensor:
+    """Returns x with default strides and no storage offset, as the fake implementation promises, or a copy of x if it has others.
+
+    Strides of dimensions of size 1 must be the default ones, too.
+    """
+    strides = itertools.accumulate((max(size, 1) for size in reversed(x.shape[1:])), operator.mul, initial=1)
+    if x.storage_offset() == 0 and x.stride() == tuple(strides)[::-1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -94,7 +94,8 @@ def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(x, torch.Tensor):
             held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
             return TensorInfo(tuple(x.shape), x.dtype, x.device, held)
-        return [info(one) for one in x] if isinstance(x, (list, tuple)) else x
+        # lists of tensors; the settings of a call stay as they are
+        return [info(one) for one in x] if isinstance(x, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in x) else x
 
     return {name: info(x) for name, x in arguments.items()}
 

@@ -23,19 +23,12 @@ from dilated_attention.engine.oom.requirement import (
     of_training,
     shapes_text,
 )
-from dilated_attention.engine.ops.prepare import pattern_of
+from dilated_attention.engine.ops.settings import pattern_of
 from dilated_attention.pattern import DilatedPattern
 
 # ways to save memory that higher-level modules add: each takes the call's arguments and returns an entry of
 # ``MemoryRequirement.suggestions``
 more_suggestions: list[Callable[[Mapping[str, Any]], Callable[[int], Iterable[str]]]] = []
-
-
-def pattern_among(arguments: Mapping[str, Any]) -> DilatedPattern:
-    """Builds the dilated pattern from an op's flat arguments."""
-    x = arguments
-    lengths, rates, offsets = (tuple(x[name]) for name in ("segment_lengths", "dilation_rates", "offset_list"))
-    return pattern_of(lengths, rates, x["head_offsets"], offsets, x["branch_heads"], x["tail"])
 
 
 def setting_of(arguments: Mapping[str, Any]) -> AdjustableSetting:
@@ -47,7 +40,7 @@ def dilated_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``dilated_attention`` and ``attention``. For self-attention it is the engine's own estimate."""
     x = arguments
     q, k = x["q"], x["k"]
-    pattern = pattern_among(x)
+    pattern = pattern_of(x["branches"])
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= k.shape[1]
     whole = q.shape[1] == k.shape[1] and not x["query_offset"]
     # on a GPU the estimate covers only the fused engine and the tiles
@@ -125,7 +118,7 @@ def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns the need of ``block_sparse_attention``, with or without dilated branches: the tensors allocated whichever kernel runs."""
     x = arguments
     q, k = x["q"], x["k"]
-    both = "segment_lengths" in x
+    both = x["branches"] is not None
     needs_grad = x["needs_grad"] or "dout" in x
 
     def terms(setting: AdjustableSetting) -> Terms:
@@ -141,7 +134,7 @@ def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         op="block_sparse_dilated_attention" if both else "block_sparse_attention",
         **of_training(x),
         device=q.device,
-        shapes=f"{shapes_text(x)}, pattern {_shortened(x['spec'])}",
+        shapes=f"{shapes_text(x)}, pattern {_shortened(x['blocks'])}",
         held=held_bytes(x, q.device),
         setting=setting_of(x),
         terms=terms,

@@ -1,51 +1,105 @@
-"""FLOP formulas of the custom ops, for torch.utils.flop_counter; importing this registers them."""
+"""FLOP formulas of the attention ops, for torch.utils.flop_counter; importing this registers them.
+
+Pairs of a block pattern are counted from the lists that kernels read, so packed documents and chosen blocks are counted exactly; tensors
+without values (fake, meta) count as a single document. Branches count packed documents as one sequence.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.engine.blocks.run import BlockMasks, pieces_of
 from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.ops import dilated  # noqa: F401  declares what is counted here
-from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, pattern_of
+from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
+from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, document_ranges
+from dilated_attention.engine.ops.resolve import INPUTS
+from dilated_attention.engine.ops.settings import CallSettings, settings_of
+from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern.blocks.kept_blocks import PAIRS_AT_ONCE, unpacked
 
 
-def dilated_flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], arguments: tuple[Any, ...], per_pair: int) -> int:
-    segment_lengths, dilation_rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, _, query_offset = arguments[:10]
-    pattern = pattern_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets, tuple(offset_list), branch_heads, tail)
-    B, Nq, H, D = q_shape
-    Nk, Hk = k_shape[1:3]
-    bounds = tuple(None if x < 0 else x for x in window) if window else None
-    shape = Shape(H, Hk, (query_offset, query_offset + Nq), (0, Nk), ((0, Nk),), is_causal, bounds, WINDOW_BLOCK)  # type: ignore[arg-type]
-    return per_pair * D * B * make_plan(pattern, shape).pairs
+def kept_pairs(lists: BlockLists, front: int = 0) -> int:
+    """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
+    row = lists.row_of_entry % lists.num_rows
+    column = lists.columns.long()
+    low = torch.where(row == 0, front, 0)
+    high = (lists.num_queries - row * lists.q_block).clamp(max=lists.q_block)
+    width = (lists.num_keys - column * lists.k_block).clamp(max=lists.k_block)
+    sizes = (high - low) * width
+    if lists.masks is None:
+        return int(sizes.sum())
+    total = int(sizes[lists.masks < 0].sum())
+    # many blocks share a mask, and nearly all of them use all of it
+    masked = (lists.masks >= 0).nonzero()[:, 0]
+    kinds, times = torch.stack((lists.masks.long(), low, high, width), 1)[masked].unique(dim=0, return_counts=True)
+    rows, keys = (torch.arange(size, device=kinds.device) for size in (lists.q_block, lists.k_block))
+    step = max(1, PAIRS_AT_ONCE // (lists.q_block * lists.k_block))
+    for some, number in zip(kinds.split(step), times.split(step), strict=True):
+        mask, low, high, width = some.T[:, :, None, None]
+        inside = (rows[:, None] >= low) & (rows[:, None] < high) & (keys < width)
+        total += int(((unpacked(lists.bits[mask[:, 0, 0]]) & inside).sum((1, 2)) * number).sum())
+    return total
 
 
-@register_flop_formula(torch.ops.dilated_attention.dilated_attention)
-def _forward_flops(
-    q_shape: Any, k_shape: Any, v_shape: Any, mask: Any, cu_seqlens: Any, seed: Any, *arguments: Any, out_shape: Any = None, **_: Any
-) -> int:
-    """Counts 4·D per pair. Packed documents count as one sequence, since their bounds are data, which a formula does not see."""
-    return dilated_flops(q_shape, k_shape, arguments, 4)
+def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> int:
+    """Counts the pairs of all heads of one batch entry."""
+    (_, Nq, H, _), (_, Nk, Hk, _) = q.shape, k.shape
+    left, right = settings.window or (-1, -1)
+    window = (None if left < 0 else left, None if right < 0 else right) if settings.window else None
+    first = settings.query_offset
+    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, window, WINDOW_BLOCK)
+    return make_plan(settings.pattern, shape).pairs
 
 
-@register_flop_formula(torch.ops.dilated_attention.dilated_attention_backward)
-def _backward_flops(
-    dout: Any,
-    dlse: Any,
-    q_shape: Any,
-    k_shape: Any,
-    v_shape: Any,
-    out: Any,
-    lse: Any,
-    kept: Any,
-    mask: Any,
-    cu: Any,
-    seed: Any,
-    *arguments: Any,
-    out_shape: Any = None,
-    **_: Any,
-) -> int:
-    """Counts 10·D per pair: five matrix products, one of which recomputes the forward's scores."""
-    return dilated_flops(q_shape, k_shape, arguments, 10)
+def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], settings: CallSettings) -> int:
+    """Counts the pairs of the whole batch. ``masks`` are key_padding_mask, cu_seqlens, seed and kept."""
+    cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (masks[1], masks[3]))
+    pattern = pattern_from_spec(settings.blocks)
+    (B, Nq, H), Nk = q.shape[:3], k.shape[1]
+    if pattern.is_chosen and kept is None:
+        return B * pattern.pairs(Nk, H, is_causal=settings.is_causal) * Nq // Nk
+    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
+    device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
+    total = 0
+    for piece in pieces_of(pattern, (Nq, Nk, H), settings, BlockMasks(documents=documents, kept=kept), device):
+        lists = piece.lists
+        total += kept_pairs(lists, piece.front) * (B // lists.num_batch) * (H // lists.num_heads)
+    return total
+
+
+def _flops(per_pair: int, inputs: tuple[Any, ...], settings: CallSettings) -> int:
+    q, k, _, *masks = inputs
+    if not q.numel():
+        return 0
+    pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
+    if settings.blocks:
+        pairs += _block_pairs(q, k, tuple(masks), settings)
+    return per_pair * q.shape[3] * pairs
+
+
+def _register(name: str) -> None:
+    ops: Any = torch.ops.dilated_attention
+    num_inputs = len(INPUTS)
+
+    def forward(*arguments: Any, **_: Any) -> int:
+        """Counts 4·D per pair."""
+        return _flops(4, arguments[:num_inputs], settings_of(*arguments[num_inputs:]))
+
+    def backward(*arguments: Any, **_: Any) -> int:
+        """Counts 10·D per pair: five matrix products, one of which recomputes the forward's scores."""
+        _, _, q, k, v, _, _, _, *masks = arguments[: num_inputs + 5]
+        return _flops(10, (q, k, v, *masks), settings_of(*arguments[num_inputs + 5 :]))
+
+    formulas: list[tuple[Any, Callable[..., int]]] = [(getattr(ops, name), forward), (getattr(ops, f"{name}_backward"), backward)]
+    for op, formula in formulas:
+        register_flop_formula(op, get_raw=True)(formula)
+
+
+for _name in ("dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention"):
+    _register(_name)

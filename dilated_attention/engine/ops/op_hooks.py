@@ -1,6 +1,7 @@
-"""The decorator applied to every custom op: it reports calls to watchers and explains out-of-memory errors.
+"""What surrounds every custom op: it reports calls to watchers and explains out-of-memory errors.
 
-It is applied below ``torch.library.custom_op``, so it sees only calls that really run; fake tensors and torch.compile do not reach it.
+The decorator is applied below ``torch.library.custom_op``, so it sees only calls that really run, not fake
+tensors or torch.compile.
 """
 
 from __future__ import annotations
@@ -23,36 +24,39 @@ RequirementOf = Callable[[Mapping[str, Any]], MemoryRequirement]
 watchers: list[Callable[[MemoryRequirement], None]] = []
 
 
-def op_hook(
-    requirement_of: RequirementOf, named: Callable[..., Mapping[str, Any]] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an op's implementation. If memory runs out inside, the error's message explains the shortage (``oom/report.py``).
+def report(requirement_of: RequirementOf, arguments: Mapping[str, Any]) -> None:
+    """Passes the memory need of a call to all watchers."""
+    for watcher in list(watchers):
+        watcher(requirement_of(without_memory(arguments)))
+
+
+def explain_shortage(error: RuntimeError, requirement_of: RequirementOf, arguments: Mapping[str, Any]) -> None:
+    """Adds to the error's message what the call needs and what fits, if memory has run out (``oom/report.py``)."""
+    from dilated_attention.engine.oom.report import explain, is_out_of_memory
+
+    if is_out_of_memory(error):
+        explain(error, lambda: requirement_of(without_memory(arguments)))
+
+
+def op_hook(requirement_of: RequirementOf) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an op's implementation: its calls are reported to watchers, and an out-of-memory error is explained.
 
     Args:
         requirement_of: returns what a call needs, given its arguments by name, with ``TensorInfo`` in place of tensors. It is called only
             when memory has run out or a profile runs.
-        named: returns those arguments by name, if the function's own parameters differ from them. None: the function's own.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
-        def requirement(*args: Any, **kwargs: Any) -> MemoryRequirement:
-            arguments = named(*args, **kwargs) if named is not None else signature.bind(*args, **kwargs).arguments
-            return requirement_of(without_memory(arguments))
-
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if watchers:
-                for watcher in list(watchers):
-                    watcher(requirement(*args, **kwargs))
+                report(requirement_of, signature.bind(*args, **kwargs).arguments)
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
-                from dilated_attention.engine.oom.report import explain, is_out_of_memory
-
-                if is_out_of_memory(error):
-                    explain(error, functools.partial(requirement, *args, **kwargs))
+                explain_shortage(error, requirement_of, signature.bind(*args, **kwargs).arguments)
                 raise
 
         return run

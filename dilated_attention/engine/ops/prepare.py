@@ -1,4 +1,4 @@
-"""Prepares a call: builds the pattern from an op's flat arguments, chooses backend and plan shape, and makes tensors fit for kernels.
+"""Prepares a call: chooses backend and plan shape, and makes tensors fit for kernels.
 
 Both the single-process op and the distributed op use it.
 """
@@ -9,52 +9,23 @@ import contextlib
 import functools
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dilated_attention.backends import NESTED, AttentionRequest, BackendUnavailable, Options, detect, registry
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.kernels import nested_selection
+from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
 # queries per windowed problem on a backend that masks keys instead of skipping them
 WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
-
-
-class CallSettings(NamedTuple):
-    """The non-tensor arguments of an op. ``window`` is [] or [left, right], with −1 for unbounded."""
-
-    window: list[int]
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    detached: bool
-    deterministic: bool
-    needs_grad: bool
-    backend: str
-    precision: str
-
-
-@functools.lru_cache(maxsize=256)
-def pattern_of(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_offsets: str,
-    offset_list: tuple[int, ...],
-    branch_heads: str,
-    tail: str,
-) -> DilatedPattern:
-    """Builds the pattern from the op's flat arguments; ``head_offsets="list"`` reads ``offset_list``, which has H integers per branch."""
-    if head_offsets != "list":
-        return DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)
-    heads = len(offset_list) // len(segment_lengths)
-    rows = tuple(offset_list[i : i + heads] for i in range(0, len(offset_list), heads))
-    return DilatedPattern(segment_lengths, dilation_rates, rows, branch_heads, tail)
 
 
 def prepare(
@@ -65,7 +36,6 @@ def prepare(
     padding: torch.Tensor | None = None,
     documents: tuple[Range, ...] | None = None,
     seed: torch.Tensor | None = None,
-    query_offset: int = 0,
     num_keys: int | None = None,
     least_extent: int = 0,
 ) -> tuple[Shape, Call]:
@@ -108,7 +78,7 @@ def prepare(
     shape = Shape(
         num_heads=H,
         num_kv_heads=Hk,
-        queries=(query_offset, query_offset + Nq),
+        queries=(settings.query_offset, settings.query_offset + Nq),
         keys=(0, Nk),
         documents=documents,
         is_causal=settings.is_causal,
@@ -120,7 +90,7 @@ def prepare(
     call = Call(
         backend=chosen,
         options=Options(scale=settings.scale, deterministic=request.deterministic),
-        query_offset=query_offset,
+        query_offset=settings.query_offset,
         padding=padding,
         dropout_p=settings.dropout_p,
         seed=int(seed.item()) if seed is not None else 0,
@@ -160,15 +130,16 @@ def _tell_nested(request: AttentionRequest) -> None:
     registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
 
 
-def saved_elements(
-    q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, cu_seqlens: torch.Tensor | None, query_offset: int
-) -> Any:
+def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_seqlens: torch.Tensor | None) -> Any:
     """Number of elements of per-branch outputs that the forward keeps for a detached backward; 0 where the backward recomputes them.
 
     They are kept where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
     on shapes only, so fake tensors work too, and a symbolic length stays symbolic.
     """
-    if not (settings.detached and settings.needs_grad) or pattern.num_branches == 1 or pattern.branch_heads == "split":
+    if not (settings.detached and settings.needs_grad):
+        return 0
+    pattern = settings.pattern
+    if pattern.num_branches == 1 or pattern.branch_heads == "split":
         return 0
     if q.device.type not in strategy.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
@@ -176,7 +147,7 @@ def saved_elements(
     # the nested kernel has no per-branch outputs; it runs here only if it was named
     if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
         return 0
-    if query_offset != 0 or k.shape[1] != N:
+    if settings.query_offset != 0 or k.shape[1] != N:
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
@@ -213,3 +184,11 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Disables autocast, which stays on inside an op and would round a backend's float32 arithmetic to half precision."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+
+
+def new_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))

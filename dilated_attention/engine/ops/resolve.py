@@ -1,45 +1,188 @@
-"""Resolves a call of dilated attention once for all calls like it, and runs it: what is decided about a call is decided here.
+"""Resolves a call once for all calls like it, and runs it: what is decided about a call is decided here.
 
-A ``ResolvedCall`` is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and of the
-registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides; so each pass chooses
-its backend and the way it runs (``branches/strategy.py``) when tensors of these strides come for the first time.
+A record (``ResolvedCall``) is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and
+of the registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides; so each pass
+chooses its backend and the way it runs (``branches/strategy.py``) when tensors of these strides come for the first time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from dilated_attention.backends import hardware, registry, tuning_table
-from dilated_attention.backends.base import Capabilities, accumulation_dtype
+from dilated_attention.backends.base import Capabilities
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.oom.requirement import MemoryRequirement
 from dilated_attention.engine.oom.requirements import dilated_requirement
-from dilated_attention.engine.ops.gradients import DirectCall, Optional
-from dilated_attention.engine.ops.op_hooks import op_hook
-from dilated_attention.engine.ops.prepare import CallSettings, document_ranges, kernel_ready, pattern_of, prepare, saved_elements
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
+from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare, saved_elements
+from dilated_attention.engine.ops.settings import CallSettings
 
+Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
+# the tensors of a call: seed of dropout; kept: the blocks that a content-chosen pattern chose
+INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept")
 # most sets of strides that are remembered for one kind of call
-_MOST_PASSES = 16
+MOST_PASSES = 16
 # most ``cu_seqlens`` tensors whose records are kept, each with its tables
 _MOST_PACKED = 4
+Self = TypeVar("Self", bound="ResolvedCall")
 
 
-# the op's arguments by name: its tensors, and what follows them
-_TENSORS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed")
-_ARGUMENTS = (
-    "segment_lengths", "dilation_rates", "head_offsets", "offset_list", "branch_heads", "tail", "window", "is_causal", "scale",
-    "query_offset",
-    "dropout_p", "detached", "deterministic", "needs_grad", "backend", "precision",
-)  # fmt: skip
+@dataclass(frozen=True, eq=False)
+class ResolvedCall(ABC):
+    """Computes calls of one kind: the implementation of an attention op, which calls outside the dispatcher run directly.
+
+    ``inputs`` are the tensors named ``INPUTS``; ``outputs`` are out, lse, and a tensor or None that the backward needs in addition.
+
+    Args:
+        device_type: device type of all tensors.
+        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document. A record with
+            documents belongs to one ``cu_seqlens`` tensor.
+        saves_documents: a forward over documents may save tensors whose size depends on the documents. The op saves none, since its
+            fake implementation does not know the documents.
+        passes: how a pass runs, keyed by the strides of the tensors it reads: q, k, v, and in a backward dout and out.
+        packed: records with documents, keyed by the ``cu_seqlens`` tensor and its version, since the layers of a model share one.
+    """
+
+    name: ClassVar[str]
+    settings: CallSettings
+    device_type: str
+    documents: tuple[Range, ...] | None = None
+    saves_documents: bool = False
+    passes: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
+    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
+
+    @staticmethod
+    @abstractmethod
+    def requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
+        """Returns what a call needs, from its arguments by name, with ``TensorInfo`` in place of tensors."""
+
+    @abstractmethod
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous."""
+
+    @abstractmethod
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
+
+    def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """``forward`` without autocast, seen by watchers, and with an explanation if memory runs out."""
+        if torch.is_autocast_enabled(self.device_type):
+            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
+            with torch.autocast(self.device_type, enabled=False):
+                return self.run_forward(*inputs)
+        if watchers:
+            report(self.requirement, self._arguments(inputs))
+        try:
+            return self.forward(*inputs)
+        except RuntimeError as error:
+            explain_shortage(error, self.requirement, self._arguments(inputs))
+            raise
+
+    def run_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        """``backward`` as ``run_forward`` runs a forward."""
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                return self.run_backward(dout, dlse, inputs, outputs)
+        if watchers:
+            report(self.requirement, self._arguments(inputs, (dout, dlse, *outputs)))
+        try:
+            return self.backward(dout, dlse, inputs, outputs)
+        except RuntimeError as error:
+            explain_shortage(error, self.requirement, self._arguments(inputs, (dout, dlse, *outputs)))
+            raise
+
+    def _arguments(self, inputs: tuple[Any, ...], of_backward: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """Returns the arguments of a pass by name. ``of_backward``: dout, dlse and the outputs; () in a forward."""
+        found = dict(zip(INPUTS, inputs, strict=True)) | self.settings._asdict()
+        return found | dict(zip(("dout", "dlse", "out", "lse", "saved"), of_backward, strict=True)) if of_backward else found
+
+    def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        """Returns the same by calling the op."""
+        op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
+        saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
+        return op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (out, lse), recorded by autograd if gradients are needed."""
+        out, lse = _record(self, *inputs) if self.settings.needs_grad else self.run_forward(*inputs)[:2]
+        return out, lse
+
+    def with_documents(self: Self, cu_seqlens: Optional, num_keys: int, *, saves: bool = False) -> Self:
+        """Returns the record of calls with this very tensor, unchanged since, because the bounds of documents are data.
+
+        The tensor is read once, which synchronizes with the GPU if it is on one.
+
+        Raises:
+            ValueError: its values are not the bounds of documents that cover ``num_keys`` positions.
+        """
+        if cu_seqlens is None or self.documents is not None:
+            return self
+        key = (id(cu_seqlens), -1 if cu_seqlens.is_inference() else cu_seqlens._version, saves)
+        known = self.packed.get(key)
+        if known is not None and known[0]() is cu_seqlens:
+            return known[1]  # type: ignore[no-any-return]
+        found = replace(self, documents=document_ranges(cu_seqlens, num_keys), saves_documents=saves, passes={}, packed={})
+        # a tensor made in inference mode has no version counter
+        if not cu_seqlens.is_inference():
+            if len(self.packed) >= _MOST_PACKED:
+                self.packed.clear()
+            self.packed[key] = weakref.ref(cu_seqlens), found
+        return found
+
+    def known_pass(self, tensors: Tensors) -> Any:
+        """Returns what ``passes`` holds for tensors like these, or None. Strides do not include addresses, which must be aligned too."""
+        if self.device_type == "cuda" and not all_aligned([x.data_ptr() for x in tensors]):
+            return None
+        return self.passes.get(tuple([x.stride() for x in tensors]))
+
+    def keep_pass(self, tensors: Tensors, found: Any) -> None:
+        if len(self.passes) >= MOST_PASSES:
+            self.passes.clear()
+        self.passes[tuple([x.stride() for x in tensors])] = found
+
+
+class DirectAttention(torch.autograd.Function):
+    """The autograd function of a call outside the dispatcher, the same one for every op."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ResolvedCall, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        outputs = call.run_forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *outputs)
+        ctx.call = call
+        return outputs[0], outputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Optional, dlse: Optional) -> tuple[Optional, ...]:  # type: ignore[override]
+        # read only once, since a checkpoint unpacks saved tensors only once
+        saved = ctx.saved_tensors
+        inputs, outputs = saved[: len(INPUTS)], saved[len(INPUTS) :]
+        dout = gradient_of_out(dout, inputs[0], outputs[0])
+        # with create_graph=True the op runs, since it refuses to be differentiated; it also handles batched gradients (vmap)
+        eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
+        eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
+        run = ctx.call.run_backward if eager else ctx.call.backward_op
+        return None, *run(dout, dlse, inputs, outputs), *(None,) * (len(INPUTS) - 3)
+
+
+# not DirectAttention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so
+_record = super(torch.autograd.Function, DirectAttention).apply
+
+
+def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(out) if dout is None else dout.to(q.dtype)
 
 
 class ResolvedPass(NamedTuple):
@@ -57,142 +200,70 @@ class ResolvedPass(NamedTuple):
     capabilities: Capabilities
 
 
-def _forward_arguments(resolved: ResolvedCall, *tensors: Any) -> dict[str, Any]:
-    return dict(zip((*_TENSORS, *_ARGUMENTS), (*tensors, *resolved.arguments), strict=True))
+class ResolvedDilated(ResolvedCall):
+    """Calls of dilated attention, of which dense attention is one branch of rate 1. ``passes`` holds a ``ResolvedPass`` for each."""
 
+    name = "dilated_attention"
+    requirement = staticmethod(dilated_requirement)
 
-def _backward_arguments(
-    resolved: ResolvedCall, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
-) -> dict[str, Any]:
-    names = ("dout", "dlse", *_TENSORS[:3], "out", "lse", "kept", *_TENSORS[3:], *_ARGUMENTS)
-    return dict(zip(names, (dout, dlse, *inputs[:3], *outputs, *inputs[3:], *resolved.arguments), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class ResolvedCall(DirectCall):
-    """The record of one kind of call. Calling it runs a call outside the dispatcher; the ops use its two passes.
-
-    Args:
-        arguments: the op's arguments that follow its tensors.
-        device_type: device type of all tensors.
-        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document. A record with
-            documents belongs to one ``cu_seqlens`` tensor.
-        outside: the call runs outside the dispatcher, so what it keeps for its backward may depend on the documents.
-        passes: the passes, keyed by the strides of the tensors they read: q, k, v, and in a backward dout and out.
-        packed: records with documents, keyed by the ``cu_seqlens`` tensor and its version, since the layers of a model share one.
-    """
-
-    pattern: DilatedPattern
-    settings: CallSettings
-    query_offset: int
-    arguments: tuple[Any, ...]
-    device_type: str
-    documents: tuple[Range, ...] | None = None
-    outside: bool = False
-    passes: dict[tuple[tuple[int, ...], ...], ResolvedPass] = field(default_factory=dict)
-    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], ResolvedCall]] = field(default_factory=dict)
-
-    def with_documents(self, cu_seqlens: torch.Tensor, num_keys: int, *, outside: bool = False) -> ResolvedCall:
-        """Returns the record of calls with this very tensor, unchanged since, because the bounds of documents are data.
-
-        The tensor is read once, which synchronizes with the GPU if it is on one.
-
-        Raises:
-            ValueError: its values are not the bounds of documents that cover ``num_keys`` positions.
-        """
-        key = (id(cu_seqlens), -1 if cu_seqlens.is_inference() else cu_seqlens._version, outside)
-        known = self.packed.get(key)
-        if known is not None and known[0]() is cu_seqlens:
-            return known[1]
-        found = replace(self, documents=document_ranges(cu_seqlens, num_keys), outside=outside, passes={}, packed={})
-        # a tensor made in inference mode has no version counter
-        if not cu_seqlens.is_inference():
-            if len(self.packed) >= _MOST_PACKED:
-                self.packed.clear()
-            self.packed[key] = weakref.ref(cu_seqlens), found
-        return found
-
-    @op_hook(dilated_requirement, _forward_arguments)
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: Optional, cu_seqlens: Optional, seed: Optional
-    ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns (out (B, Nq, H, D), lse (B, H, Nq), the branches' outputs saved for the backward (``prepare.saved_elements``) or None).
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None).
 
         Raises:
             BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
                 kernel accepts.
         """
+        q, k, v, padding, cu_seqlens, seed, _ = inputs
+        self = self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
-            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
-            return torch.empty_like(q, memory_format=torch.contiguous_format), lse, None
+            return new_like(q), new_lse(q).fill_(-torch.inf), None
         (q, k, v), (call, run, elements, _) = self._ready((q, k, v), padding, seed)
         saved = q.new_empty(elements) if elements else None
-        if torch.is_autocast_enabled(self.device_type):
-            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
-            with torch.autocast(self.device_type, enabled=False):
-                return *run(q, k, v, call, saved), saved
         return *run(q, k, v, call, saved), saved
 
-    @op_hook(dilated_requirement, _backward_arguments)
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Returns (dq, dk, dv), contiguous, in the inputs' dtype. ``inputs`` and ``outputs`` are those of ``forward``."""
-        (q, k, v, padding, _, seed), (out, lse, saved) = inputs, outputs
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        q, k, v, padding, cu_seqlens, seed, _ = inputs
+        out, lse, saved = outputs
+        self = self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
-            return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), (call, run, *_) = self._ready((q, k, v, dout, out), padding, seed, is_saved=saved is not None)
-        if torch.is_autocast_enabled(self.device_type):
-            with torch.autocast(self.device_type, enabled=False):
-                return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
         return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
-
-    def backward_op(self, dout: Any, dlse: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-        outputs = (*outputs[:2], dout.new_empty(0) if outputs[2] is None else outputs[2])
-        arguments = _backward_arguments(self, dout, dlse, inputs, outputs)
-        return torch.ops.dilated_attention.dilated_attention_backward(*arguments.values())
 
     def _ready(self, tensors: Tensors, padding: Optional, seed: Optional, *, is_saved: bool = False) -> tuple[Tensors, ResolvedPass]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         ``tensors`` are q, k, v, and in a backward dout and out.
         """
-        found = self.passes.get(tuple([x.stride() for x in tensors])) if self._aligned(tensors) else None
+        found = self.known_pass(tensors)
         if found is None or found.capabilities is not found.call.backend.capabilities:
             tensors = tuple(kernel_ready(x) for x in tensors)
-            strides = tuple([x.stride() for x in tensors])
-            found = self.passes.get(strides)
+            found = self.known_pass(tensors)
             if found is None or found.capabilities is not found.call.backend.capabilities:
                 found = self._make(tensors, padding, seed, is_saved)
-                if len(self.passes) >= _MOST_PASSES:
-                    self.passes.clear()
-                self.passes[strides] = found
+                self.keep_pass(tensors, found)
         if padding is not None or seed is not None:
             found = found._replace(call=replace(found.call, padding=padding, seed=0 if seed is None else int(seed.item())))
         return tensors, found
 
-    def _aligned(self, tensors: Tensors) -> bool:
-        """Whether the tensors' addresses are aligned. Strides in ``passes`` are ones that kernels accept, but do not include addresses."""
-        if self.device_type != "cuda":
-            return True
-        return all_aligned([x.data_ptr() for x in tensors])
-
     def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> ResolvedPass:
         """Chooses the backend of a pass and the way it runs."""
         q, k, v, *of_backward = tensors
-        shape, call = prepare(bool(of_backward), tensors[:4], self.pattern, self.settings, padding, self.documents, seed, self.query_offset)
+        pattern = self.settings.pattern
+        shape, call = prepare(bool(of_backward), tensors[:4], pattern, self.settings, padding, self.documents, seed)
         # the mask and the seed belong to a single call, so the record holds neither
         kept = replace(call, padding=None, seed=0)
         if of_backward:
             dout, out = of_backward
-            backward = strategy.choose_backward(self.pattern, shape, (dout, q, k, v, out), call, saved=is_saved)
+            backward = strategy.choose_backward(pattern, shape, (dout, q, k, v, out), call, saved=is_saved)
             return ResolvedPass(kept, backward, 0, call.backend.capabilities)
         elements = 0
-        if self.settings.detached and self.settings.needs_grad:
-            if self.outside:
-                elements = strategy.saved_elements_of_documents(self.pattern, shape, q, call)
-            elif self.documents is None:
-                elements = saved_elements(q, k, self.pattern, self.settings, None, self.query_offset)
-        forward = strategy.choose_forward(self.pattern, shape, tensors, call, saves=elements > 0)
+        if self.saves_documents and self.settings.detached and self.settings.needs_grad:
+            elements = strategy.saved_elements_of_documents(pattern, shape, q, call)
+        elif self.documents is None:
+            elements = saved_elements(q, k, self.settings, None)
+        forward = strategy.choose_forward(pattern, shape, tensors, call, saves=elements > 0)
         return ResolvedPass(kept, forward, elements, call.backend.capabilities)
 
 
@@ -213,16 +284,12 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     return key, state, tuning_table.generation, hardware.generation
 
 
-def resolve(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, arguments: tuple[Any, ...]) -> ResolvedCall:
-    """Returns the record of a call with checked arguments. ``arguments``: those that follow the op's tensors, as plain Python types."""
-    lengths, rates, head_offsets, offset_list, branch_heads, tail, window, is_causal, scale, query_offset, *rest = arguments
-    lists = (tuple(lengths), tuple(rates), tuple(offset_list), tuple(window))
-    others = (head_offsets, branch_heads, tail, is_causal, scale, query_offset, *rest)
-    key = (ResolvedCall, lists, others, q.shape, k.shape, q.dtype, q.device, padding is None)
+def resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedDilated:
+    """Returns the record of calls of dilated attention like this one."""
+    key = (ResolvedDilated, settings, q.shape, k.shape, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
-        pattern = pattern_of(lists[0], lists[1], head_offsets, lists[2], branch_heads, tail)
-        settings = CallSettings(list(window), is_causal, scale, *rest)
-        found = ResolvedCall(pattern, settings, query_offset, arguments, q.device.type)
+        found = ResolvedDilated(settings, q.device.type)
         remember(key, q.dtype, found)
+    assert isinstance(found, ResolvedDilated)
     return found

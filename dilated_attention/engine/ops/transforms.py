@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from dilated_attention.engine.ops.eager import is_transformed
+from dilated_attention.engine.ops.settings import with_needs_grad
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _FRONT = "FuncTorchDynamicLayerFrontMode"
@@ -27,16 +28,15 @@ def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
     ``functionalize`` is the exception: it calls the op unchanged.
     """
     schema = op._opoverload._schema
-    needs_grad = next((i for i, argument in enumerate(schema.arguments) if argument.name == "needs_grad"), None)
+    settings = next((i for i, argument in enumerate(schema.arguments) if argument.name == "settings"), None)
     unchanged = torch._C._dispatch_get_computed_kernel_for_dispatch_key(schema.name, _FRONT)
 
     def front(keyset: Any, *args: Any) -> Any:
         if peek_interpreter_stack().key() == TransformType.Functionalize:
             return unchanged.call_boxed(keyset, *args)
-        if needs_grad is not None and not args[needs_grad] and torch.is_grad_enabled():
-            # the caller cannot see whether a transform around a vmap needs gradients
-            wanted = any(x.requires_grad for x in _seen_by_each_transform(args))
-            args = (*args[:needs_grad], wanted, *args[needs_grad + 1 :])
+        # the caller cannot see whether a transform around a vmap needs gradients
+        if settings is not None and torch.is_grad_enabled() and any(x.requires_grad for x in _seen_by_each_transform(args)):
+            args = (*args[:settings], with_needs_grad(args[settings]), *args[settings + 1 :])
         return transformed(*args)
 
     _library.impl(op._name, front, _FRONT, with_keyset=True)

@@ -14,7 +14,7 @@ from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode.keys import Runs, WindowKeys
 from dilated_attention.engine.decode.row import Cached
-from dilated_attention.functional.single import autocast
+from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.kv_cache.storage import Storage
 from dilated_attention.modules.rotary import Table, rotate
 

@@ -1,0 +1,133 @@
+"""The one definition of an attention op: schema, fake implementation, derivatives, ``torch.func`` transforms, and what is refused.
+
+    forward(q, k, v, *masks, *settings) -> (out, lse, saved)
+    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv)
+
+Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
+profiler needs to see the op (``eager.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as torch.library
+defines it. torch.library defines nothing for ``grad``, ``vjp``, ``vmap`` and the like, so under these the op is an autograd function
+that is made here. Forward mode is refused, because a tangent would otherwise be dropped silently.
+
+A selective-checkpointing policy should list the forward ops as must-save, e.g. ``torch.ops.dilated_attention.dilated_attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dilated_attention.engine.ops.prepare import new_like, new_lse
+from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, Tensors, gradient_of_out
+from dilated_attention.engine.ops.settings import CallSettings, settings_of
+from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
+from dilated_attention.pattern import pattern_from_spec
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept"
+_SETTINGS = "str settings, float scale, float dropout_p, SymInt query_offset, SymInt seq_len"
+_FORWARD = f"({_QKV}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+_OUTPUTS = "Tensor out, Tensor lse, Tensor saved"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+_NUM_SETTINGS = 5
+
+
+def define_attention(
+    name: str,
+    resolve: Callable[[torch.Tensor, torch.Tensor, Optional, CallSettings], ResolvedCall],
+    alternative: str,
+    *,
+    new_saved: Callable[[tuple[Any, ...], CallSettings], torch.Tensor] | None = None,
+) -> Any:
+    """Defines the op ``torch.ops.dilated_attention.<name>`` and its backward ``<name>_backward``, and returns the forward op.
+
+    Args:
+        resolve: returns what computes calls with these (q, k, key_padding_mask, settings).
+        alternative: what error messages name for second derivatives and forward mode at small N.
+        new_saved: returns a tensor like the third output, given the inputs; by default it is empty.
+    """
+
+    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs, settings = arguments[: len(INPUTS)], settings_of(*arguments[len(INPUTS) :])
+        out, lse, saved = resolve(inputs[0], inputs[1], inputs[3], settings).run_forward(*inputs)
+        return out, lse, out.new_empty(0) if saved is None else saved
+
+    def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, dlse, q, k, v, out, lse, saved, *masks = arguments[:-_NUM_SETTINGS]
+        resolved = resolve(q, k, masks[0], settings_of(*arguments[-_NUM_SETTINGS:]))
+        dq, dk, dv = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
+        return dq, dk, dv
+
+    def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, inputs = arguments[0], arguments[: len(INPUTS)]
+        saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[len(INPUTS) :]))
+        return new_like(q), new_lse(q), saved
+
+    forward_op = torch.library.custom_op(f"dilated_attention::{name}", forward, mutates_args=(), schema=_FORWARD)
+    backward_op = torch.library.custom_op(f"dilated_attention::{name}_backward", backward, mutates_args=(), schema=_BACKWARD)
+    forward_op.register_fake(fake)
+    backward_op.register_fake(lambda *arguments: tuple(new_like(x) for x in arguments[2:5]))
+    _register_derivatives(name, forward_op, backward_op, alternative)
+    return forward_op
+
+
+def _register_derivatives(name: str, forward: Any, backward: Any, alternative: str) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[: len(INPUTS)], *output)
+        ctx.settings = inputs[len(INPUTS) :]
+        blocks = settings_of(*ctx.settings).blocks
+        # a pattern that holds a function or a tensor can be looked up by name only while it is alive: keep it until after the backward
+        ctx.pattern = pattern_from_spec(blocks) if blocks else None
+
+    def gradients(ctx: Any, dout: Optional, dlse: Optional, *_: Any) -> tuple[Optional, ...]:
+        # read only once, since a checkpoint unpacks saved tensors only once
+        saved = ctx.saved_tensors
+        (q, k, v, *masks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
+        grads = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
+        return *grads, *(None,) * (len(INPUTS) - 3 + _NUM_SETTINGS)
+
+    def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.set_materialize_grads(False)
+
+    def no_double_backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(
+            f"{name} has no second derivative: its backward keeps no graph. For gradients of gradients at small N, use {alternative}"
+        )
+
+    def no_forward_mode(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} has no forward mode, and got a tangent (torch.func.jvp, jacfwd, hessian, linearize, or make_dual). Use reverse mode "
+            f"(torch.func.vjp, jacrev, grad), or detach what needs no derivative; for forward mode at small N, use {alternative}"
+        )
+
+    forward.register_autograd(gradients, setup_context=setup_context)
+    backward.register_autograd(no_double_backward)
+    for op, setup, derivative in ((forward, setup_context, gradients), (backward, keep_nothing, no_double_backward)):
+        on_transforms(op, _function(op, setup, derivative, no_forward_mode).apply)
+        on_tangents(op, no_forward_mode)
+
+
+def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> type[torch.autograd.Function]:
+    """Returns the op as an autograd function that torch.func accepts: with a separate ``setup_context`` and a vmap rule."""
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+
+    class Transformed(torch.autograd.Function):
+        setup_context = staticmethod(setup)
+        backward = staticmethod(derivative)
+        jvp = staticmethod(no_forward_mode)
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+            given = dict(zip(names, args, strict=True))
+            # cu_seqlens is for batch size 1, a seed belongs to one call, and what detached mixing keeps is laid out for one batch
+            alone = given["cu_seqlens"] is not None or given["seed"] is not None or settings_of(*args[-_NUM_SETTINGS:]).detached
+            return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
+
+    Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]
+    return Transformed

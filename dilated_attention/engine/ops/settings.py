@@ -1,0 +1,104 @@
+"""The record of a call: every argument of an attention op that is no tensor, and its form in an op's schema.
+
+All attention ops have the same schema (``definition.py``): their tensors, then ``CallSettings.arguments()``. The part of the settings
+that torch.compile specializes on travels as one string; numbers that may change from call to call are arguments of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from typing import Any, NamedTuple
+
+from dilated_attention.pattern import DilatedPattern
+
+# segment_lengths, dilation_rates, head_offsets, branch_heads, tail
+Branches = tuple[tuple[int, ...], tuple[int, ...], "str | tuple[tuple[int, ...], ...]", str, str]
+_NUM_FIXED = 10
+
+
+class CallSettings(NamedTuple):
+    """The checked arguments of one call that are no tensors. Hashable; it holds only plain Python values.
+
+    Args:
+        branches: the arguments of a ``DilatedPattern``; None for a block pattern alone.
+        blocks: ``BlockPattern.spec()``; "" for branches alone.
+        window: () or (left, right), with −1 for unbounded.
+        detached: no gradient through the mixing weights of the branches.
+        needs_grad: a backward will follow.
+        sharding: what a distributed call has in addition; () in one process.
+        query_offset: position of the first query; 0 in a distributed call.
+        seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
+    """
+
+    branches: Branches | None
+    blocks: str
+    window: tuple[int, ...]
+    is_causal: bool
+    detached: bool
+    deterministic: bool
+    needs_grad: bool
+    backend: str
+    precision: str
+    sharding: tuple[Any, ...]
+    scale: float
+    dropout_p: float
+    query_offset: int = 0
+    seq_len: int = 0
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        assert self.branches is not None
+        return pattern_of(self.branches)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Returns the op's arguments that follow its tensors."""
+        return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
+
+
+def settings_text(fixed: tuple[Any, ...]) -> str:
+    """Returns the fixed part of the settings as a Python literal. torch.compile takes the result for a constant."""
+    return repr(fixed)
+
+
+# what torch.compiler.assume_constant_result does, without importing the compiler
+settings_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def settings_of(text: str, scale: float, dropout_p: float, query_offset: int, seq_len: int) -> CallSettings:
+    """Returns the settings from an op's arguments."""
+    return CallSettings._make((*_parsed(text), scale, dropout_p, query_offset, seq_len))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    found = ast.literal_eval(text)
+    assert len(found) == _NUM_FIXED
+    return tuple(found)
+
+
+def with_needs_grad(text: str) -> str:
+    """Returns the text of the same settings with ``needs_grad``."""
+    return settings_text((*_parsed(text)[:6], True, *_parsed(text)[7:]))
+
+
+@functools.lru_cache(maxsize=256)
+def pattern_of(branches: Branches) -> DilatedPattern:
+    lengths, rates, head_offsets, branch_heads, tail = branches
+    return DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)
+
+
+def checked_branches(branches: tuple[Any, ...], num_heads: int) -> Branches:
+    """Validates the arguments of a dilated pattern, whose lengths and rates are integers already, and returns them as plain values.
+
+    Raises:
+        ValueError, TypeError: no such pattern exists.
+    """
+    # not the cached pattern_of: torch.compile traces this function and warns about every lru_cache that it looks through. index() makes
+    # a symbolic integer a constant there
+    lengths, rates, head_offsets, branch_heads, tail = branches
+    lengths, rates = tuple([operator.index(w) for w in lengths]), tuple([operator.index(r) for r in rates])
+    pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)
+    offsets = pattern.head_offsets if isinstance(pattern.head_offsets, str) else pattern.offsets(num_heads)
+    return lengths, rates, offsets, branch_heads, tail
