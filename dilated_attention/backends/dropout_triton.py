@@ -13,12 +13,12 @@ from dilated_attention.backends.dropout import Words
 _BLOCK = 512
 _WARPS = 4
 # arguments that are not specialised, so that one compiled kernel serves all seeds, sizes and origins
-_VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_origin", "key_origin", "heads", "first_head", "first_batch"]
+_VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_position_offset", "key_position_offset", "heads", "first_head", "first_batch"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _words_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_origin, key_position_offset, heads, first_head, first_batch,
+    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_position_offset, key_position_offset, heads, first_head, first_batch,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes BLOCK positions of one head: query blocks first, then key blocks. Integers arrive as signed 32-bit words."""
@@ -29,7 +29,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     is_key = block >= query_blocks
     places = tl.where(is_key, block - query_blocks, block) * BLOCK + tl.arange(0, BLOCK)
     # sums wrap, as positions do (mod 2³²)
-    positions = places.to(tl.uint32) + tl.where(is_key, key_position_offset, query_origin).to(tl.uint32)
+    positions = places.to(tl.uint32) + tl.where(is_key, key_position_offset, query_position_offset).to(tl.uint32)
     zeros = tl.zeros((BLOCK,), tl.uint32)
     head = zeros + (first_head + row % heads).to(tl.uint32)
     batch = zeros + (first_batch + row // heads).to(tl.uint32)

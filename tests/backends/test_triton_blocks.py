@@ -282,8 +282,9 @@ for capability, memory, names in (((8, 0), 163, ["dkdv"]), ((9, 0), 227, ["forwa
             if parameter.is_constexpr:
                 signature[parameter.name], values[(i,)] = "constexpr", constants[parameter.name]
             elif pointer:
-                kind = "*bf16" if parameter.name in halves else "*fp32" if parameter.name in ("lse_ptr", "offset_ptr", "delta_ptr") else
-                "*i32" signature[parameter.name], aligned[(i,)] = kind, [["tt.divisibility", 16]]
+                wide = parameter.name in ("lse_ptr", "offset_ptr", "delta_ptr")
+                kind = "*bf16" if parameter.name in halves else "*fp32" if wide else "*i32"
+                signature[parameter.name], aligned[(i,)] = kind, [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if parameter.name == "scale" else "i32"
         source = ASTSource(kernel, signature, values, aligned)

@@ -37,6 +37,7 @@ from dilated_attention.pattern import (
     TopBlocks,
 )
 from tests.functional.test_bad_input import BAD_CALLS, NoOps, bounds, refused, tensors
+from tests.helpers.op_settings import settings
 
 OPS = torch.ops.dilated_attention
 WINDOW = LocalWindow((20, 3), block_size=64)
@@ -80,9 +81,16 @@ def op_arguments(index: int, with_branches: bool, *, requires_grad: bool) -> tup
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in made)
     pattern, is_causal, offset = given.get("pattern", WINDOW), given.get("is_causal", False), given.get("query_offset", 0)
     kept = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), is_causal, 0.5, offset) if pattern.is_chosen else None
-    branches = (LENGTHS, RATES, "cyclic", [], "all", "mask") if with_branches else ()
-    rest = (is_causal, 0.5, offset, given.get("dropout", 0.0), False, requires_grad, given.get("backend", "auto"))
-    return (q, k, v, given.get("mask"), given.get("cu"), given.get("seed"), kept, *branches, pattern.spec(), *rest)
+    call = settings(
+        branches=(tuple(LENGTHS), tuple(RATES), "cyclic", "all", "mask") if with_branches else None,
+        blocks=pattern.spec(),
+        is_causal=is_causal,
+        query_offset=offset,
+        dropout_p=given.get("dropout", 0.0),
+        needs_grad=requires_grad,
+        backend=given.get("backend", "auto"),
+    )
+    return (q, k, v, given.get("mask"), given.get("cu"), given.get("seed"), kept, *call.arguments())
 
 
 def ops(with_branches: bool) -> tuple[Any, Any]:
@@ -99,9 +107,9 @@ def test_the_ops_pass_every_opcheck(index: int, with_branches: bool) -> None:
     of_backward = ("test_schema", "test_faketensor", "test_autograd_registration")
     assert set(torch.library.opcheck(forward, op_arguments(index, with_branches, requires_grad=True)).values()) == passed
     arguments = op_arguments(index, with_branches, requires_grad=False)
-    out, lse = forward(*arguments)
+    out, lse, saved = forward(*arguments)
     dlse = torch.ones_like(lse) if index % 2 else None
-    given = (torch.ones_like(out), dlse, *arguments[:3], out, lse, *arguments[3:])
+    given = (torch.ones_like(out), dlse, *arguments[:3], out, lse, saved, *arguments[3:])
     assert set(torch.library.opcheck(backward, given, test_utils=of_backward).values()) == passed
 
 
@@ -378,8 +386,7 @@ def test_counted_flops_know_documents_offsets_and_choices() -> None:
     assert counted(block_sparse_attention, inputs, top, is_causal=True) == chosen.flops(200, 2, 8, is_causal=True)
 
 
-# --- bad input
-# ------------------------------------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------------------------------------
 
 OF_BRANCHES = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
 SHARED = [case for case in BAD_CALLS if not set(case[1]) & (OF_BRANCHES | {"mixture_grad", "precision"})]
@@ -451,14 +458,13 @@ def test_nested_is_about_branches() -> None:
         block_sparse_attention(**tensors(), pattern=WINDOW, backend="nested")
 
 
-# --- launches
-# -------------------------------------------------------------------------------------------------------------------------------
+# --- launches --------------------------------------------------------------------------------------------------------------------------
 
 
 class OneByOne(MathBackend):
     """As a library that takes one batch entry a launch."""
 
-    facts = replace(MathBackend.capabilities, max_batch=1)
+    capabilities = replace(MathBackend.capabilities, max_batch=1)
 
 
 @pytest.mark.parametrize("chosen", [False, True])

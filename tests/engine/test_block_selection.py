@@ -129,8 +129,8 @@ def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
             # blocks that the row would see if the sequence did not end in it
             missing = (first + q_block - 1) // k_block - last // k_block if is_causal else 0
             seen += missing
-            share = math.ceil(pattern.share * seen - 1e-9)  # type: ignore[operator]
-        take = max(0, (pattern.blocks or max(1, share)) - len(forced) - missing)
+            wanted_blocks = pattern.blocks or max(1, math.ceil(pattern.share * seen - 1e-9))  # type: ignore[operator]
+            take = max(0, wanted_blocks - len(forced) - missing)
         found[b, h, row - rows.start, forced + best[:take]] = True
     return found
 

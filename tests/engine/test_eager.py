@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dilated_attention as da
 from dilated_attention.backends import Backend, MathBackend, hardware, registry, tuning_table
 from dilated_attention.engine.branches import strategy
-from dilated_attention.functional import block_sparse, single
+from dilated_attention.functional import arguments
 from dilated_attention.pattern import LocalWindow, TopBlocks
 
 BRANCHES: tuple[list[int], list[int]] = ([4, 8], [1, 2])
@@ -55,12 +55,9 @@ def make(
 def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ops that public functions called."""
     called: list[str] = []
-    op = single.dilated_attention_op
-    monkeypatch.setattr(single, "dilated_attention_op", lambda *args: called.append("dilated") or op(*args))
-    forward, backward = block_sparse.BLOCK_OPS
-    spied: Any = lambda *args: called.append("blocks") or forward(*args)  # noqa: E731
-    spied._init_fn = forward._init_fn
-    monkeypatch.setattr(block_sparse, "BLOCK_OPS", (spied, backward))
+    for kind, name in (("dilated", "dilated_attention_op"), ("blocks", "block_sparse_attention_op")):
+        op = getattr(arguments, name)
+        monkeypatch.setattr(arguments, name, lambda *args, kind=kind, op=op: called.append(kind) or op(*args))
     return called
 
 

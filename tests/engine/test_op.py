@@ -16,6 +16,7 @@ from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.ops import prepare as prepare_module
 from dilated_attention.engine.reference import reference_attention
+from tests.helpers.op_settings import settings
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
 BACKWARD = torch.ops.dilated_attention.dilated_attention_backward.default
@@ -158,9 +159,9 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
         {"mask": torch.tensor([[False, True, False, False, True, False]] * 2), "backend": "math"},
         {"batch": 1, "cu": torch.tensor([0, 2, 6], dtype=torch.int32)},
         {"seed": torch.tensor(7), "dropout": 0.25, "backend": "math"},
-        {"offsets": "list", "offset_list": [0, 0, 1, 0]},
+        {"offsets": ((0, 0), (1, 0))},
         {"queries": 2, "query_offset": 3, "is_causal": True},
-        {"lengths": [2**62], "rates": [1], "offsets": "zero", "window": [2, 1]},
+        {"lengths": (2**62,), "rates": (1,), "offsets": "zero", "window": (2, 1)},
         {"tail": "zero_keys", "detached": True, "offsets": "blocked"},
         {"heads": "split", "dtype": torch.bfloat16},
         {"keys": 0, "queries": 0},
@@ -169,18 +170,18 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
     batch, keys = given.get("batch", 2), given.get("keys", 6)
     q, k, v = make_qkv(batch, given.get("queries", keys), keys, 2, given.get("kv_heads", 2), 4, dtype=given.get("dtype", torch.float64))
     tensors = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
-    pattern = (given.get("lengths", [3, 4]), given.get("rates", [1, 2]), given.get("offsets", "cyclic"), given.get("offset_list", []))
-    layout = (given.get("heads", "all"), given.get("tail", "mask"), given.get("window", []), given.get("is_causal", False), 0.5)
-    rest = (
-        given.get("query_offset", 0),
-        given.get("dropout", 0.0),
-        given.get("detached", False),
-        False,
-        requires_grad,
-        given.get("backend", "auto"),
-        "native",
+    offsets, heads, tail = given.get("offsets", "cyclic"), given.get("heads", "all"), given.get("tail", "mask")
+    call = settings(
+        branches=(given.get("lengths", (3, 4)), given.get("rates", (1, 2)), offsets, heads, tail),
+        window=given.get("window", ()),
+        is_causal=given.get("is_causal", False),
+        query_offset=given.get("query_offset", 0),
+        dropout_p=given.get("dropout", 0.0),
+        detached=given.get("detached", False),
+        needs_grad=requires_grad,
+        backend=given.get("backend", "auto"),
     )
-    return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), *pattern, *layout, *rest)
+    return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), None, *call.arguments())
 
 
 @pytest.mark.parametrize("index", range(11))

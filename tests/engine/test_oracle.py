@@ -303,7 +303,7 @@ def test_head_dims(backend: str, head_dim: int) -> None:
 @pytest.mark.parametrize("seed", range(3000, 3040))
 def test_gradient_of_lse_by_a_backend_that_knows_none(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A second backward stands in for it: also beside dropout, in one dimension, with rows without keys."""
-    monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").capabilities, lse_grad=False))
+    monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, lse_grad=False))
     case = replace(random_case(seed), lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
     check_against_reference(case, "math", torch.float64, FLOAT64_TOLERANCE)
 

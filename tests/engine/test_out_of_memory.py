@@ -122,7 +122,7 @@ def test_other_errors_are_left_alone(broken: Callable[..., None]) -> None:
 def test_what_cannot_be_explained_hides_nothing(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = leaves()
     broken("forward")
-    monkeypatch.setattr(report, "room_of", fails(ValueError, "no such file"))  # type: ignore[arg-type]
+    monkeypatch.setattr(report, "memory_info", fails(ValueError, "no such file"))  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError, match=r"(?s)more cannot be said \(ValueError: no such file\).*CUDA out of memory"):
         dilated_attention(q, k, v, [64], [1])
 
@@ -318,7 +318,7 @@ def test_a_process_with_a_limit_is_told_a_length_that_fits() -> None:
     assert 4096 < length < 32768
 
 
-def test_room_of_this_machine() -> None:
+def test_memory_of_this_machine() -> None:
     room = memory_info(torch.device("cpu"))
     assert room.device == "cpu" and room.allocated > 0
     if Path("/proc/meminfo").exists():

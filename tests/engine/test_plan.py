@@ -399,9 +399,9 @@ def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, lim
     original = launch_views.launches
     launch_views._launch_views.cache_clear()
     monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
-    monkeypatch.setattr(registry.get("math"), "facts", replace(registry.get("math").capabilities, **limits))
+    monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **limits))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
-    monkeypatch.setattr(type(registry.get("math")), "why_not", lambda self, request: [])
+    monkeypatch.setattr(type(registry.get("math")), "reasons_against", lambda self, request: [])
     monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
     monkeypatch.setattr(math, "_BLOCK_BYTES", 2**8)
     found = results(call, case, x, backend="math")
@@ -438,7 +438,7 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    prepare.prepare(False, tensors, pattern, prepare.CallSettings([], False, 1.0, 0.0, False, False, False, "auto", "native"))
+    prepare.prepare(False, tensors, pattern, settings())
     return asked[0]
 
 

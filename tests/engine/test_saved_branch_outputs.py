@@ -16,6 +16,7 @@ from dilated_attention.engine.branches import branch_buffers, strategy
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
+from tests.helpers.op_settings import settings
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
 BACKWARD = torch.ops.dilated_attention.dilated_attention_backward.default
@@ -64,7 +65,7 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
     found = []
     for keeps in (True, False):
         if not keeps:
-            monkeypatch.setattr(resolve, "kept_elements", lambda *_: 0)
+            monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
             registry.answers().clear()
         options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
         out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
@@ -81,7 +82,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     kept: list[int] = []
     original = resolve.ResolvedPass
     # what a call saves is decided once for all calls like it
-    monkeypatch.setattr(resolve, "ResolvedPass", lambda call, run, saved, facts: (kept.append(saved), original(call, run, saved, facts))[1])
+    monkeypatch.setattr(resolve, "ResolvedPass", lambda *decided: (kept.append(decided[2]), original(*decided))[1])
     q, k, v, _ = make(20)
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 
@@ -105,8 +106,8 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
 def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
     # whole segments: places of positions that there are not hold nothing that could be compared
     qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
-    pattern = ([2, 4], [1, 2], "blocked", [], "all", "zero_keys", [], False, 0.5)
-    arguments = (*qkv, None, None, None, *pattern, 0, 0.0, True, False, True, "auto", "native")
+    branches = ((2, 4), (1, 2), "blocked", "all", "zero_keys")
+    arguments = (*qkv, None, None, None, None, *settings(branches=branches, detached=True, needs_grad=True).arguments())
     out, lse, kept = FORWARD(*arguments)
     assert kept.numel() == 2 * 2 * 4 * (8 + 4)
     assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}

@@ -17,6 +17,7 @@ from dilated_attention.functional.fused_norm_linear import norm_linear
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.pattern import LocalWindow, TopBlocks
 from tests.engine.test_transforms import assert_equal
+from tests.helpers.op_settings import settings
 from tests.helpers.transform_cases import BLOCKS, BRANCHES, D, H, N, loss_of, many, qkv, weights_of
 
 Attend = Callable[..., torch.Tensor]
@@ -196,7 +197,8 @@ def test_a_tangent_of_a_parameter_is_refused() -> None:
 
 def test_an_op_called_by_itself_transforms_as_its_function_does() -> None:
     q, k, v = qkv()
-    rest = (None, None, None, [4, 8], [1, 2], "cyclic", [], "all", "mask", [], False, D**-0.5, 0, 0.0, False, False, True, "auto", "native")
+    branches = (tuple(BRANCHES[0]), tuple(BRANCHES[1]), "cyclic", "all", "mask")
+    rest = (None, None, None, None, *settings(branches=branches, scale=D**-0.5, needs_grad=True).arguments())
 
     def attend(*x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.dilated_attention.dilated_attention(*x, *rest)[0]

@@ -289,8 +289,7 @@ def test_windows(window: Any, kind: type[Exception], words: tuple[str, ...]) -> 
         refused(attention, arguments, kind, words)
 
 
-# --- values that are read where the work is planned: nothing of the result is allocated yet
-# -------------------------------------------------
+# --- values that are read where the work is planned: nothing of the result is allocated yet --------------------------------------------
 
 
 @pytest.fixture
@@ -354,8 +353,7 @@ def test_backends_are_refused_before_results_are_allocated(no_results: None) -> 
         dilated_attention(**arguments)
 
 
-# --- patterns by themselves
-# ------------------------------------------------------------------------------------------------------------------
+# --- patterns by themselves ------------------------------------------------------------------------------------------------------------
 
 OF_A_PATTERN = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
 PATTERN_CASES = [case for case in BAD_CALLS if case[1] and set(case[1]) <= OF_A_PATTERN and "for 4 heads" not in case[3][0]]

@@ -200,8 +200,7 @@ def test_copies_and_pickles_compute_the_same(pattern: BlockPattern, kind: str) -
         assert torch.equal(found[0], expected[0])
 
 
-# --- with projections
-# ----------------------------------------------------------------------------------------------------------------------
+# --- with projections ------------------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
