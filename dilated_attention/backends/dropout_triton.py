@@ -13,12 +13,16 @@ from dilated_attention.backends.dropout import Words
 _BLOCK = 512
 _WARPS = 4
 # arguments that are not specialised, so that one compiled kernel serves all seeds, sizes and origins
-_VARYING = ["seed_low", "seed_high", "num_queries", "num_keys", "query_position_offset", "key_position_offset", "heads", "first_head", "first_batch"]
+_VARYING = [
+    "seed_low", "seed_high", "num_queries", "num_keys", "query_position_offset", "key_position_offset", "heads", "first_head",
+    "first_batch",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _words_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_position_offset, key_position_offset, heads, first_head, first_batch,
+    a_ptr, c_ptr, b_ptr, seed_low, seed_high, num_queries, num_keys, query_position_offset, key_position_offset, heads, first_head,
+    first_batch,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes BLOCK positions of one head: query blocks first, then key blocks. Integers arrive as signed 32-bit words."""

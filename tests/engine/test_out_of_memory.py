@@ -180,13 +180,9 @@ def arguments(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat1
     """Of the op, without any memory: so of a GPU that is not there."""
     where = torch.device(device)
     x = TensorInfo((batch, length, 16, 64), dtype, where, batch * length * 16 * 64 * dtype.itemsize)
-    plain = {
-        "q": x, "k": x, "v": x, "key_padding_mask": None, "cu_seqlens": None, "seed": None, "segment_lengths": [2048, 16384],
-        "dilation_rates": [1, 4], "head_offsets": "cyclic", "offset_list": [], "branch_heads": "all", "tail": "mask", "window": [],
-        "is_causal": False, "scale": 0.125, "query_offset": 0, "dropout_p": 0.0, "detached": False, "deterministic": False,
-        "needs_grad": True, "backend": "auto", "precision": "native",
-    }  # fmt: skip
-    return {**plain, **changes}
+    tensors = {"q": x, "k": x, "v": x, "key_padding_mask": None, "cu_seqlens": None, "seed": None, "kept": None}
+    call = settings(branches=((2048, 16384), (1, 4), "cyclic", "all", "mask"), scale=0.125, needs_grad=True)
+    return {**tensors, **call._asdict(), **changes}
 
 
 def gpu_room(left: int, *, pieces: int = 0) -> MemoryInfo:
@@ -287,6 +283,7 @@ def test_the_decoder_in_torch_is_counted() -> None:
 CHILD = """
 import re, resource, sys, torch
 from dilated_attention import dilated_attention
+from tests.helpers.op_settings import settings
 torch.set_num_threads(1)
 def step(batch, length):
     q, k, v = (torch.ones(batch, length, 1, 256, requires_grad=True) for _ in range(3))
