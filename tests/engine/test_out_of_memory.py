@@ -35,6 +35,7 @@ from dilated_attention.engine.oom.requirement import MemoryRequirement, TensorIn
 from dilated_attention.engine.oom.requirements import dilated_requirement
 from dilated_attention.functional.fused_norm_linear import norm_linear
 from dilated_attention.pattern import LocalWindow
+from tests.helpers.op_settings import settings
 from tests.helpers.pool import Pool
 
 GIB = 2**30
@@ -283,7 +284,6 @@ def test_the_decoder_in_torch_is_counted() -> None:
 CHILD = """
 import re, resource, sys, torch
 from dilated_attention import dilated_attention
-from tests.helpers.op_settings import settings
 torch.set_num_threads(1)
 def step(batch, length):
     q, k, v = (torch.ones(batch, length, 1, 256, requires_grad=True) for _ in range(3))

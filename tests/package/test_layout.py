@@ -50,7 +50,7 @@ KNOWN_PAIRS = {
 BELOW: dict[str, set[str]] = {
     "files": set(),
     "fork": set(),
-    "pattern": {"files"},
+    "pattern": {"files", "fork"},
     "validation": {"pattern"},
     "backends": {"files", "fork", "pattern"},
     "engine": {"fork", "pattern", "backends"},
