@@ -25,6 +25,7 @@ from dilated_attention.engine.branches.views import Rows, extent, key_rows, laun
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import RESULTS, Case, Space, call, inputs, max_error, random_case, results
+from tests.helpers.op_settings import PLAIN
 
 WHOLE = DilatedPattern((2**62,), (1,), "zero")
 
@@ -438,7 +439,7 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    prepare.prepare(False, tensors, pattern, settings())
+    prepare.prepare(False, tensors, pattern, PLAIN)
     return asked[0]
 
 

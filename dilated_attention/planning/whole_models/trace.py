@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.engine.ops.resolve import INPUTS
+from dilated_attention.engine.ops.settings import settings_of
 
 # rows that the CPU's norms and linear layers process at a time (functional/fused_norm_linear_torch.py)
 _CHUNK_ROWS = 1024
@@ -104,7 +106,7 @@ class Tape(TorchDispatchMode):
         self._alive += made
         name = str(func)
         attention = _ATTENTION.get(name, "")
-        if attention == "forward" and _is_detached(name, args):
+        if attention == "forward" and _is_detached(args):
             # the branch outputs are freed together with the log-sum-exp, which the backward needs as well
             self._kept += 1
             weakref.finalize(out[1].untyped_storage(), self._free_kept)
@@ -156,9 +158,10 @@ def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
     return max((moment.alive + moment.inside for moment in tape.moments), default=0)
 
 
-def _is_detached(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call of dilated attention has detached mixing and needs gradients (engine/ops/dilated.py)."""
-    return "block_sparse" not in name and bool(args[17]) and bool(args[19])
+def _is_detached(args: tuple[Any, ...]) -> bool:
+    """Whether a forward op has detached mixing and needs gradients."""
+    settings = settings_of(*args[len(INPUTS) :])
+    return settings.detached and settings.needs_grad
 
 
 def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
