@@ -20,7 +20,7 @@ import triton
 
 from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
 from dilated_attention.engine.kernels.nested_hopper import gluon_forward
-from dilated_attention.engine.kernels.nested_triton import triton_forward, why_not
+from dilated_attention.engine.kernels.nested_triton import reasons_against, triton_forward
 
 LENGTHS, RATES = [2048 * 2**i for i in range(5)], [2**i for i in range(5)]
 # (name, launcher, options), of which the first is what nested_forward runs
@@ -100,7 +100,7 @@ def check(options: dict[str, Any], positions: int, heads: int, head_dim: int, is
     torch.manual_seed(int(time.time()))
     q, k, v, out, lse = tensors(positions, heads, head_dim)
     family, scale = family_of(heads, positions), head_dim**-0.5
-    if reasons := why_not(family, q, k, v, scale):
+    if reasons := reasons_against(family, q, k, v, scale):
         raise SystemExit("; ".join(reasons))
     gluon_forward(family, q, k, v, is_causal, scale, out, lse, **options)
     full = family.num_positions

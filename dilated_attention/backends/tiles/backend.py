@@ -77,7 +77,7 @@ class TilesBackend(WritingBackend):
         if "padding" in masks:
             # the kernel of dq requires that padded keys and values are zeros
             k, v = (x.masked_fill(masks["padding"][:, :, None, None], 0) for x in (k, v))
-        run.backward(_prepared(q, k, options), dout, q, k, v, out, lse.contiguous(), dlse, grads, **masks)
+        run.backward(_prepared(q, k, options), (dout, q, k, v, out, lse.contiguous()), dlse, grads, **masks)
 
 
 def float32_precision() -> str:

@@ -132,16 +132,17 @@ def _forward_launches(
 
 
 def backward(
-    p: Prepared, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    dlse: torch.Tensor | None, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    p: Prepared, tensors: tuple[torch.Tensor, ...], dlse: torch.Tensor | None, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv.
 
     Args:
+        tensors: dout, q, k, v, out and lse (B, H, Nq).
         parts: each branch's own output, for detached mixing.
         padding: (B, Nk), True for masked keys, whose rows of k and v must be zeros.
     """
+    dout, q, k, v, out, lse = tensors
     shapes = (q, k, v, dout, out, *grads)
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
     addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]

@@ -103,7 +103,7 @@ def backward(
                 _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call, parts)
         padding, words = _padding(call, share), _words(call, share)
         tiles.backward(
-            p, dout_, q_, k_, v_, out_, lse_, dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p
+            p, (dout_, q_, k_, v_, out_, lse_), dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p
         )
     dq, dk, dv = grads
     return dq, dk, dv
