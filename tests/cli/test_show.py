@@ -160,7 +160,7 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
         ([*DILATED[1:], "--image", "x.jpg"], "ends in .png"),
         ([*DILATED[1:], "--image", "nowhere/x.png"], "make nowhere first"),
         (["longnet-tiny", "--memory", "-5"], "'-5' is no memory"),
-        ([*DILATED[1:], "--image", "x.png", "--head", "0"], "--head and --width are of the drawing in the terminal"),
+        ([*DILATED[1:], "--image", "x.png", "--head", "0"], "--head and --width are for the drawing in the terminal"),
         ([*DILATED[1:], "--image", "x.png", "--heads", "12"], "at most 8 panels"),
         (["block_sparse"], "block_sparse needs --window or --density"),
         (["block_sparse", "--window", "1", "--density", "0.5"], "--density and --window are given"),
