@@ -65,8 +65,8 @@ def check_plain(name: str, x: torch.Tensor) -> None:
     if x.is_quantized:
         raise TypeError(f"{name} is a quantised tensor of {x.dtype}; expected a floating-point one: convert it with .dequantize()")
     raise TypeError(
-        f"{name} is a DTensor, spread over processes; pass this rank's part, {name}.to_local(), to ring_attention or another ring function, "
-        f"or pass the whole tensor, {name}.full_tensor()"
+        f"{name} is a DTensor, spread over processes; pass this rank's part, {name}.to_local(), to ring_attention or another ring "
+        f"function, or pass the whole tensor, {name}.full_tensor()"
     )
 
 

@@ -144,8 +144,8 @@ def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) 
     wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
     if wrong:
         raise UsageError(
-            f"{_flags(wrong)} given, which {asked or kind} does not take; it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it "
-            "does not take"
+            f"{_flags(wrong)} given, which {asked or kind} does not take; "
+            f"it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it does not take"
         )
     try:
         if kind == "dense":
@@ -171,8 +171,8 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
         return tuple(tuple(int(number) for number in word.split(",")) for word in words)
     except ValueError as error:
         raise UsageError(
-            f"--head-offsets is {shown(' '.join(words))}; expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 "
-            "0,1,2,3"
+            f"--head-offsets is {shown(' '.join(words))}; "
+            "expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 0,1,2,3"
         ) from error
 
 

@@ -87,7 +87,7 @@ def _pattern(args: argparse.Namespace) -> int:
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if args.image is not None:
         if args.head is not None or args.width is not None:
-            raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them, or drop --image")
+            raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them or --image")
         try:
             _write_picture(pattern, args)
         except ImportError as error:
@@ -109,8 +109,8 @@ def _pattern(args: argparse.Namespace) -> int:
 def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
     """Returns the figures of a pattern that ``show`` prints.
 
-    Pairs are counted over all heads, ``density`` and ``coverage`` are relative to dense attention with the same causality, and ``keys_per_query``
-    is the mean over heads and queries.
+    Pairs are counted over all heads. ``density`` and ``coverage`` are relative to dense attention with the same causality;
+    ``keys_per_query`` is the mean over heads and queries.
     """
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads

@@ -30,8 +30,8 @@ class Flash3Backend(WritingBackend):
         dtypes=HALVES,
         package="flash-attn-3",
         install=(
-            "build flash_attn_interface, or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers "
-            "0.0.34 wheel"
+            "build flash_attn_interface, "
+            "or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers 0.0.34 wheel"
         ),
         compute_capabilities=((9, 0), (9, 0)),
         head_dim_multiple=8,

@@ -145,8 +145,8 @@ class Results:
         ):
             if theirs != ours:
                 raise ValueError(
-                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; --fresh replaces the file, or choose another "
-                    "--output"
+                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; "
+                    "--fresh replaces the file, or choose another --output"
                 )
 
     @classmethod

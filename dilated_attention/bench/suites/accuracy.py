@@ -162,9 +162,8 @@ def _error_tables(kind: str, dtype: str, rows: list[Row]) -> list[Table]:
             body.append([name, *("–" if worst[key] < 0 else figure(worst[key]) for key in RESULTS), told])
     what = f"{kind}, {dtype}"
     caption = (
-        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: largest absolute error, as a share "
-        "of the "
-        f"bound 2 · that of {PLAIN} in the same dtype + one rounding; ! is beyond it."
+        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: "
+        f"largest absolute error, as a share of the bound 2 · that of {PLAIN} in the same dtype + one rounding; ! is beyond it."
     )
     if dtype == "fp8":
         caption += f" {PLAIN}: only q, k and v are rounded to 8 bits. No bound is set, and there are no gradients."
@@ -201,10 +200,9 @@ def _loss_table(kind: str, rows: list[Row]) -> Table:
             body.append([name, f"{mine[0].values['loss']:.5f}", f"{mine[-1].values['loss']:.5f}",
                          *(figure(x) for x in (sum(differences) / len(differences), max(differences)))])  # fmt: skip
     caption = (
-        "nats a token. The model of preset longnet-tiny from the same weights on the same data: float16 and bfloat16 by autocast with "
-        "float32 weights; "
-        "fp8: no training, the forward of the float32 run's weights with attention in 8 bits. Differences from float32 grow as trainings "
-        "part."
+        "nats a token. The model of preset longnet-tiny from the same weights on the same data: "
+        "float16 and bfloat16 by autocast with float32 weights; fp8: "
+        "no training, the forward of the float32 run's weights with attention in 8 bits. Differences from float32 grow as trainings part."
     )
     positions = f"{rows[0].case['N']:,} tokens" if rows else ""
     columns = ["dtype", "first loss", "last loss", "mean difference", "largest difference"]

@@ -105,8 +105,7 @@ def _model_tables(results: Results) -> list[Table]:
         what = "Llama-7B's shape" if full else "Llama-7B's proportions at a sixteenth of its width"
         caption = (
             f"A model of {what}, one sequence. {some} layers are measured; those of {model_memory.LAYERS} are these and what each layer "
-            "more takes, "
-            f"by {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
+            f"more takes, by {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
         )
         tables.append(
             Table(
@@ -120,10 +119,9 @@ def _model_tables(results: Results) -> list[Table]:
     if rows:
         named = [replace(row, name=f"{row.name}, {row.case['work']}") for row in rows]
         caption = (
-            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: float32 weights and "
-            "AdamW, bfloat16 "
-            f"autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; {figure(MOST_POSITIONS)} is as far as "
-            "is looked."
+            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: "
+            "float32 weights and AdamW, bfloat16 autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; "
+            f"{figure(MOST_POSITIONS)} is as far as is looked."
         )
         tables.append(pivot(named, "longest", across="GB", title="longest sequence of a 7B model on one GPU, by GB", caption=caption))
     return tables

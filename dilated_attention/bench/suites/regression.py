@@ -116,8 +116,8 @@ class Regression(Suite):
             )
         if baseline.settings != self.settings(session):
             raise ValueError(
-                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; use the same --suites, --size and "
-                "--dtypes"
+                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; "
+                "use the same --suites, --size and --dtypes"
             )
         return Check(baseline, options.threshold, options.rounds or 1, only)
 

@@ -104,8 +104,8 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
     """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
         reason = (
-            "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, at 32,768 it halved the time; "
-            "give seq_len"
+            "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, "
+            "at 32,768 it halved the time; give seq_len"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")
     if positions <= 32768:
@@ -124,15 +124,15 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
 def batch(length: int, sequences: int) -> Setting:
     if length <= 2 * LONG:
         reason = (
-            "short sequences fill a GPU together: of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels "
-            "0.363 (H200)"
+            "short sequences fill a GPU together: "
+            "of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels 0.363 (H200)"
         )
         return Setting(
             name="batch", value=f"{sequences} at a time, 8 or more if they fit", reason=reason, source=f"{PERFORMANCE}, Short sequences"
         )
     reason = (
-        "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. Accumulate gradients for a "
-        "larger batch"
+        "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. "
+        "Accumulate gradients for a larger batch"
     )
     return Setting(name="batch", value=f"{sequences} at a time", reason=reason, source=f"{GENOME}, What is trained")
 
@@ -151,8 +151,8 @@ def cache(base: str, paged: bool, rows: int, length: int, bytes_of_one: int) -> 
 
 def users(count: int, fitting: int) -> Setting:
     reason = (
-        "one request's step is bound by launches: 1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches "
-        "at any context"
+        "one request's step is bound by launches: "
+        "1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches at any context"
     )
     return Setting(name="batch", value=f"{count} requests a GPU, of {fitting} that fit", reason=reason, source=f"{DECODING}, Measured")
 

@@ -273,7 +273,7 @@ def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
         backend="matrix products",
         rate=peak * share,
         source=(
-            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched / pairs / problem.itemsize:.0f} passes over "
-            "all scores"
+            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, "
+            f"and {touched / pairs / problem.itemsize:.0f} passes over all scores"
         ),
     )
