@@ -1,6 +1,6 @@
 """The registry of kernel libraries, and the choice among them.
 
-Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by passing
+Selection walks one ordered table and is pure Python on declared capabilities, so it can be tested on a CPU for any GPU by passing
 another ``Hardware``.
 """
 
@@ -20,7 +20,7 @@ _MOST_ANSWERS = 4096
 # a name that ``backend=`` accepts in addition to those of kernel libraries: an engine kernel visits the pairs that nested branches share
 # once; the preferred library computes the rest
 NESTED = "nested"
-# the facts of that kernel, declared as for a kernel library
+# the capabilities of that kernel, declared as for a kernel library
 NESTED_CAPABILITIES = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,

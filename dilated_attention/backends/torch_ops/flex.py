@@ -125,7 +125,7 @@ def _flex(
     """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
-        assert band is None, "lists say themselves where they end"
+        assert band is None, "block lists already include causality and the window"
         mask, name = block_mask(lists), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
     elif band is not None:
         mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"

@@ -29,7 +29,7 @@ class Split:
     Args:
         family: indices of the nested branches, in increasing dilation rate; the first takes every position.
         others: pattern of the other branches, or None.
-        layers: pattern of the results to merge: one direct branch for the family, and the others.
+        layers: pattern of the branch buffers to merge: one direct branch for the family, and the others.
         saved: number of pairs per head that are not computed again because of the family.
     """
 

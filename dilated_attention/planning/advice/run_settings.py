@@ -77,7 +77,7 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
     """Layout and exchange of a sequence shared by several processes."""
     if base == "dilated":
         layout = ('"contiguous"', "branches inside a process need no exchange")
-        how = ('"auto": all_gather', "of a longer branch only the taken positions travel, 1/r of the keys, beside the computation at home")
+        how = ('"auto": all_gather', "of a longer branch only the selected positions are sent, 1/r of the keys, during local computation")
     elif base == "block_sparse":
         layout = (
             '"contiguous"',

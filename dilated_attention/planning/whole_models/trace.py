@@ -44,7 +44,7 @@ class Moment:
         inside: bytes that the operation needed temporarily in addition.
         attention: ``"forward"`` or ``"backward"`` where the operation is one of this library's attention ops, whose internal memory is not
             counted here; else "".
-        kept: number of attention calls with detached mixing whose branch outputs may be alive, as a GPU keeps them for the backward.
+        kept: number of attention calls with detached mixing whose branch outputs may be alive, since a GPU saves them for the backward.
         moved: bytes that operations, except attention, have read and written so far.
     """
 
@@ -157,7 +157,7 @@ def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
 
 
 def _is_detached(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call of dilated attention has detached mixing and needs gradients (engine/ops/dilated.py)."""
+    """Whether a call of dilated attention has detached mixing and needs gradients (engine/ops/settings.py)."""
     return "block_sparse" not in name and bool(args[17]) and bool(args[19])
 
 
