@@ -34,7 +34,7 @@ NESTED_CAPABILITIES = Capabilities(
 
 
 class BackendUnavailable(RuntimeError):
-    """The named backend cannot do the work, or no backend can. The message lists every reason and the backends that could."""
+    """The named backend cannot compute the call, or no backend can. The message lists every reason, and the backends that could."""
 
 
 class Registry:
@@ -53,7 +53,7 @@ class Registry:
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Adds a backend; ``family`` is a name that stands for the first usable of several backends (``"sdpa"``)."""
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
-            raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
+            raise ValueError(f"a backend named {backend.name!r} is already registered; choose another name")
         self._backends[backend.name] = backend
         self.cached.clear()
         if family is not None:

@@ -22,7 +22,7 @@ def size(text: str) -> int:
     number = int(digits) * (unit or 1) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else 0
     if not 1 <= number <= MAX_LENGTH:
         expected = "a whole number from 1 to 2**62, or one with k, M or G: 64k is 65536"
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no size; expected {expected}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; expected {expected}")
     return number
 
 

@@ -46,7 +46,7 @@ def count(text: str) -> int:
         return size(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no number of positions; expected a whole number from 0 to 2**62, or one with k, M or G"
+            f"{shown(text)} is not a number of positions; expected a whole number from 0 to 2**62, or one with k, M or G"
         ) from error
 
 

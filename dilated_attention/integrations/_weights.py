@@ -86,7 +86,7 @@ def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; expected one with weights, .safetensors or written by torch.save")
+        raise FileNotFoundError(f"{path} is not a file; expected one with weights, .safetensors or written by torch.save")
     if path.suffix == ".safetensors":
         return read_safetensors(path)[0]
     # torch.load's error for a file without read permission depends on its format

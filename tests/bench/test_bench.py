@@ -174,7 +174,7 @@ def test_a_file_of_another_form_is_named(change: Any, tmp_path: Path) -> None:
     path = tmp_path / "counted.json"
     run(Counted(), session(), output=tmp_path, plots=False)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=r"counted\.json is no benchmark result of schema 1 .*--fresh replaces it"):
+    with pytest.raises(ValueError, match=r"counted\.json is not a benchmark result of schema 1 .*--fresh replaces it"):
         run(Counted(), session(), output=tmp_path, plots=False)
 
 

@@ -81,7 +81,7 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "code", "text"),
     [
         (["dense"], 2, "--length"),
-        (["dense", "--length", "0"], 2, "'0' is no size"),
+        (["dense", "--length", "0"], 2, "'0' is not a size"),
         (["sparse", "--length", "1k"], 2, "invalid choice"),
         (["dilated", "--length", "1k"], 2, "--segment-lengths"),
         (["dense", "--length", "1k", "--window", "5"], 2, "--window given, which dense does not take"),

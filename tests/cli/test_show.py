@@ -156,7 +156,7 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
         ([*DILATED[1:], "--head-offsets", "sideways"], "--head-offsets is 'sideways'"),
         ([*DILATED[1:], "--heads", "2", "--head", "2"], "expected heads below --heads, which is 2"),
         ([*DILATED[1:], "--width", "8"], "expected at least 24 characters"),
-        ([*DILATED[1:], "--length", "0"], "'0' is no size"),
+        ([*DILATED[1:], "--length", "0"], "'0' is not a size"),
         ([*DILATED[1:], "--image", "x.jpg"], "ends in .png"),
         ([*DILATED[1:], "--image", "nowhere/x.png"], "make nowhere first"),
         (["longnet-tiny", "--memory", "-5"], "'-5' is no memory"),

@@ -211,7 +211,7 @@ def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
     ).setting("kind").reason
     asked = recommend("training", 2**20, gpu="H200", attention="dense")
     assert asked.kind == "dense" and asked.setting("kind").reason.startswith("asked for")
-    with pytest.raises(KeyError, match="no setting is called 'branches'; there are kind"):
+    with pytest.raises(KeyError, match="no setting is called 'branches'; the settings are kind"):
         asked.setting("branches")
 
 
@@ -318,7 +318,7 @@ def test_a_head_dim_that_kernels_refuse_is_told_of() -> None:
     [
         (("tuning", 100), "use_case"),
         (("training", 0), "length"),
-        (("training", 100, "parameters", 1e10), "take 'large-training'"),
+        (("training", 100, "parameters", 1e10), "use 'large-training'"),
         (("large-training", 100), "for more than 7,000,000,000"),
         (("short-sequences", 8192), "for fewer than 8,192"),
         (("training", 100, "users", 4), "users given, which 'training' does not use"),
@@ -347,7 +347,7 @@ def test_the_command_prints_what_the_function_answers(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         main(["recommend", "large-training", "--length", "1k"])
     assert caught.value.code == 2
-    assert "for more than 7,000,000,000: give so many, or take 'training'" in capsys.readouterr().err
+    assert "for more than 7,000,000,000: give that many, or use 'training'" in capsys.readouterr().err
     for wrong in (["--parameters", "many"], ["--length", "0"], ["--attention", "linear"]):
         with pytest.raises(SystemExit) as caught:
             main(["recommend", "training", "--length", "64", *wrong])

@@ -110,7 +110,7 @@ def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> No
     """
     for file in (path, cuda_runtime):
         if file is not None and not Path(file).is_file():
-            raise ValueError(f"{file} is no file; expected the path of a shared library")
+            raise ValueError(f"{file} is not a file; expected the path of a shared library")
     if cuda_runtime is not None:
         ctypes.CDLL(str(cuda_runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(path))

@@ -15,7 +15,7 @@ from dilated_attention.backends.block_kernels.flex_tables import block_mask
 from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.mask_convert import clear_empty_rows
 
-# limit of recompiles for one kind of call: a batch, head count or length of 1 and each new stride order cost one; torch's default is 8
+# limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64
 _BLOCK = 128
 

@@ -57,7 +57,7 @@ class Row:
         if not (
             isinstance(row.name, str) and isinstance(row.note, str) and all(isinstance(x, dict) for x in (row.case, row.values, row.errors))
         ):
-            raise TypeError(f"{str(stored)[:200]} is no row")
+            raise TypeError(f"{str(stored)[:200]} is not a row")
         return row
 
 
@@ -166,7 +166,7 @@ class Results:
                 raise TypeError("hardware, versions or settings are of another form")
             return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
+            raise ValueError(f"{path} is not a benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
 
     @property
     def rows(self) -> list[Row]:

@@ -94,7 +94,7 @@ class Regression(Suite):
             try:
                 only = re.compile(options.rows)
             except re.error as error:
-                raise UsageError(f"--rows is {options.rows!r}, which is no regular expression: {error}") from error
+                raise UsageError(f"--rows is {options.rows!r}, which is not a regular expression: {error}") from error
         if options.save_baseline:
             if only is not None:
                 raise UsageError("--rows and --save-baseline are given; a baseline has all rows: leave --rows out")

@@ -69,7 +69,7 @@ def foreign(text: str) -> Foreign:
     module, _, function = target.partition(":")
     if not (name and module and function):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
+            f"{text!r} is not a contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
         )
     try:
         found = importlib.import_module(module)

@@ -79,7 +79,7 @@ def head_range(num_heads: int, parts: int, index: int) -> Range:
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
     """Returns why heads cannot be divided among ``parts`` ranks, or None if they can."""
     if num_heads % parts:
-        return f"{num_heads} heads are no multiple of {parts} ranks"
+        return f"{num_heads} heads are not a multiple of {parts} ranks"
     if num_kv_heads % parts and parts % num_kv_heads:
         return f"{num_kv_heads} key/value heads and {parts} ranks: neither is a multiple of the other"
     if branch_heads == "split":
