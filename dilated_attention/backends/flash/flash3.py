@@ -45,7 +45,7 @@ class Flash3Backend(WritingBackend):
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.deterministic and request.needs_grad and request.head_dim > 192:
-            return [f"its deterministic backward ends at head_dim 192, not {request.head_dim}"]
+            return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,10 +63,10 @@ class Regression(Suite):
         parser.add_argument(
             "--suites", nargs="+", choices=(CORE, *COMPARED), default=[CORE], help=f"default: {CORE}, short cases of every module"
         )
-        parser.add_argument("--rows", metavar="REGEX", help="only rows whose name or case it finds; default: all")
+        parser.add_argument("--rows", metavar="REGEX", help="only rows whose name or case it matches; default: all")
         parser.add_argument("--baseline", type=Path, help=f"default: {BASELINES}/<hardware>.json")
         parser.add_argument("--save-baseline", action="store_true", help="measure several times and store that as the baseline")
-        parser.add_argument("--threshold", type=float, default=0.2, help="share of time that a row may lose; default: 0.2")
+        parser.add_argument("--threshold", type=float, default=0.2, help="slowdown that is allowed, as a share of the time; default: 0.2")
         parser.add_argument("--rounds", type=int, help="of every measurement; default: 1, for a baseline 3")
 
     def settings(self, session: Session) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Regression(Suite):
         there = hardware_of(baseline.machine)
         if there != here:
             raise ValueError(
-                f"{path} is of other hardware, {there}; this is {here}: times of both say nothing about the code. Make one here with "
+                f"{path} is of other hardware, {there}; this is {here}: their times cannot be compared. Make one here with "
                 "--save-baseline"
             )
         if baseline.settings != self.settings(session):
