@@ -116,7 +116,7 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
             "--head-offsets",
             nargs="+",
             metavar="O",
-            help="cyclic (default), blocked, zero, or a list a branch of one offset a head: 0,1,0,1",
+            help="cyclic (default), blocked, zero, or one list per branch, of one offset per head: 0,1,0,1",
         )
         parser.add_argument("--branch-heads", choices=("all", "split"), help="whether every head runs every branch; default: all")
         parser.add_argument("--tail", choices=("mask", "zero_keys"), help="zero_keys: TorchScale's padding; default: mask")
@@ -172,7 +172,7 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
     except ValueError as error:
         raise UsageError(
             f"--head-offsets is {shown(' '.join(words))}; "
-            "expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 0,1,2,3"
+            "expected cyclic, blocked, zero, or for each branch one offset per head: 0,1,0,1 0,1,2,3"
         ) from error
 
 

@@ -152,7 +152,7 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
         (["dilated", "--segment-lengths", "16"], "dilated needs --dilation-rates"),
         (["dilated", "--segment-lengths", "16", "--dilation-rates", "32"], "use a rate ≤ 16"),
         (["dilated", "--window", "16"], "unrecognized arguments"),
-        ([*DILATED[1:], "--head-offsets", "0,x"], "expected cyclic, blocked, zero, or for each branch one offset a head"),
+        ([*DILATED[1:], "--head-offsets", "0,x"], "expected cyclic, blocked, zero, or for each branch one offset per head"),
         ([*DILATED[1:], "--head-offsets", "sideways"], "--head-offsets is 'sideways'"),
         ([*DILATED[1:], "--heads", "2", "--head", "2"], "expected heads below --heads, which is 2"),
         ([*DILATED[1:], "--width", "8"], "expected at least 24 characters"),

@@ -105,7 +105,7 @@ def test_measured_figures_stand_on_the_page_that_is_cited(use_case: str) -> None
     for setting in {setting for extra in EXTRA[use_case] for answer in _answers(use_case, extra) for setting in answer.settings}:
         if setting.name in names and setting.source != "computed":
             page = (DOCS / setting.source.split(",")[0]).read_text()
-            for figure in FIGURE.findall(re.sub(r"[\d,]+ (positions keep|tokens a GPU; )", "", setting.reason)):
+            for figure in FIGURE.findall(re.sub(r"[\d,]+ (positions keep|tokens per GPU; )", "", setting.reason)):
                 seen += 1
                 # rounded
                 assert {"16,600": "16,637", "1,120": "1,120"}.get(figure, figure) in page, (setting, figure)

@@ -163,7 +163,7 @@ class Results:
             groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
             hardware, versions = whole["machine"]["hardware"], whole["machine"]["versions"]
             if not all(isinstance(x, dict) for x in (hardware, versions, whole["settings"])) or not isinstance(hardware["devices"], int):
-                raise TypeError("hardware, versions or settings are of another form")
+                raise TypeError("hardware, versions or settings have another form")
             return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error

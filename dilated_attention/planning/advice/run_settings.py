@@ -42,7 +42,7 @@ def checkpointing(taken: bool, fits: bool) -> Setting:
             "4.2 GB by it on an H200"
         )
     else:
-        reason = "the activations fit, and computing blocks twice costs time: 289 instead of 189 ms a step of GigaPath's encoder on an H200"
+        reason = "the activations fit, and computing blocks twice costs time: 289, not 189 ms per step of GigaPath's encoder on an H200"
     if not fits:
         reason += "; even so it does not fit"
     return Setting(name="checkpoint_activations", value=str(taken), reason=reason, source=f"{SLIDES}, NVIDIA H200")
@@ -53,23 +53,23 @@ def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> 
     if mesh.context == 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if length / gpus < TOKENS_PER_GPU and batch < gpus:
-            reason += f"; sharing one would leave less than {TOKENS_PER_GPU:,} tokens a GPU: give at least {gpus} sequences a step"
+            reason += f"; sharing one would leave less than {TOKENS_PER_GPU:,} tokens per GPU: give at least {gpus} sequences per step"
         source = f"{RING}, Figures"
     else:
         part = -(-length // mesh.context)
-        reason = f"{part:,} tokens a GPU; on four H200 "
+        reason = f"{part:,} tokens per GPU; on four H200 "
         reason += {
-            "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens a GPU on",
+            "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
             "dilated": (
-                "forward + backward had 0.92 to 0.98 of one GPU's speed from 32,768 tokens a GPU on in a CUDA graph, 0.41 to 0.87 as called"
+                "from 32,768 tokens per GPU on, forward + backward had 0.92 to 0.98 of one GPU's speed in a CUDA graph, 0.41 to 0.87 without"
             ),
-            "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens a GPU",
+            "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
         }[base]
         if mesh.context > 8:
             reason += "; several nodes were not measured"
         source = f"{RING}, Figures"
     share = "FSDP2 (fully_shard)" if is_large else "FSDP2 or DDP"
-    reason += f". {share} over all {gpus}" + (", since weights, gradients and AdamW's moments are 16 bytes a parameter" if is_large else "")
+    reason += f". {share} over all {gpus}" + (", as weights, gradients and AdamW's moments are 16 bytes per parameter" if is_large else "")
     return Setting(name="mesh", value=value, reason=reason, source=source)
 
 
@@ -92,7 +92,7 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
         )
         how = (
             '"auto"',
-            "all_gather as long as the keys fit, and at 16,384 tokens a GPU the fastest: 628 TFLOP/s forward, ring 596, all_to_all 610",
+            "all_gather as long as the keys fit, and at 16,384 tokens per GPU the fastest: 628 TFLOP/s forward, ring 596, all_to_all 610",
         )
     return (
         Setting(name="layout", value=layout[0], reason=layout[1], source=f"{RING}, How it works"),
@@ -104,7 +104,7 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
     """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
         reason = (
-            "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, "
+            "with its exchanges: at 131,072 dilated tokens per GPU it brought 6 to 30 % on four H200, "
             "at 32,768 it halved the time; give seq_len"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")
@@ -116,7 +116,7 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{PERFORMANCE}, Short sequences")
     reason = (
-        f"{positions:,} positions keep a GPU busy; GigaPath's encoder still went from 170 to 153 ms a step with 45,681 tiles on an H200"
+        f"{positions:,} positions keep a GPU busy; GigaPath's encoder still went from 170 to 153 ms per step with 45,681 tiles on an H200"
     )
     return Setting(name="CUDA graph", value="little to gain", reason=reason, source=f"{SLIDES}, NVIDIA H200")
 
