@@ -57,7 +57,7 @@ def _named(source: Mapping[Any, Any], part: str | None) -> dict[str, torch.Tenso
         for wrapper in _INSIDE:
             name = name.replace(wrapper, "")
         if name in weights:
-            raise ValueError(f"{name} is there twice, with and without the names of wrappers such as {_INSIDE[0]!r}; remove one")
+            raise ValueError(f"{name} occurs twice, with and without the names of wrappers such as {_INSIDE[0]!r}; remove one")
         weights[name] = value.detach()
     if not weights:
         raise ValueError("source holds no tensors; expected the weights of a model")

@@ -386,7 +386,7 @@ def test_the_command_line_measures_and_resumes(tmp_path: Path, capsys: pytest.Ca
     assert again.err == ""
     assert json.loads(again.out)["rows"][0]["values"]["ms"] > 0
     assert main([*command, "--dtypes", "bfloat16", "--fresh", "--minutes", "0"]) == 0
-    assert "--minutes was over before" in capsys.readouterr().err
+    assert "--minutes ran out before" in capsys.readouterr().err
     for bad, text in ((["--device", "cuda:99"], "--device is 'cuda:99'"), (["--seconds", "0"], "--seconds: '0' is no number above 0")):
         with pytest.raises(SystemExit) as caught:
             main([*command, *bad])

@@ -61,7 +61,7 @@ def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> 
         reason += {
             "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
             "dilated": (
-                "from 32,768 tokens per GPU on, forward + backward had 0.92 to 0.98 of one GPU's speed in a CUDA graph, 0.41 to 0.87 without"
+                "from 32,768 tokens per GPU on, forward + backward had 0.92 to 0.98 of one GPU's speed in a CUDA graph, else 0.41 to 0.87"
             ),
             "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
         }[base]
