@@ -96,7 +96,7 @@ def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int
     text = "positions of the sequence: 65536, 64k, 1M" + ("" if length is None else f"; default: {length}")
     parser.add_argument("--length", type=size, required=length is None, default=length, help=text)
     parser.add_argument("--heads", type=size, default=heads, help=f"query heads; default: {heads}")
-    parser.add_argument("--causal", action="store_true", help="a position sees itself and what lies before")
+    parser.add_argument("--causal", action="store_true", help="a position sees only itself and earlier ones")
 
 
 def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
@@ -104,14 +104,14 @@ def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
     parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
     parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
     parser.add_argument("--batch", type=size, default=1, help="default: 1")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float16 or float32")
 
 
 def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
     """Adds the arguments of these kinds of patterns, all None unless they are given; ``pattern_from`` reads them."""
     if "dilated" in kinds:
-        parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions of a segment, of each branch")
-        parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is taken, of each branch")
+        parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions per segment, for each branch")
+        parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is selected, for each branch")
         parser.add_argument(
             "--head-offsets",
             nargs="+",
@@ -122,7 +122,7 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
         parser.add_argument("--tail", choices=("mask", "zero_keys"), help="zero_keys: TorchScale's padding; default: mask")
     if "block_sparse" in kinds:
         parser.add_argument(
-            "--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N behind; all: without end"
+            "--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N after; all: unbounded"
         )
         parser.add_argument("--global-tokens", type=count, metavar="N", help="the first N positions see all and are seen by all")
         parser.add_argument("--random-blocks", type=count, metavar="N", help="blocks drawn for each row of blocks and head")
@@ -131,7 +131,7 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
         )
         parser.add_argument("--density-kind", metavar="KIND", help="random (default), local, dilated, global_local or big_bird")
         parser.add_argument("--block-size", type=int, choices=(64, 128), help="positions of a block; default: 128")
-        parser.add_argument("--seed", type=count, help="of what is drawn; default: 0")
+        parser.add_argument("--seed", type=count, help="of the random blocks; default: 0")
 
 
 def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) -> DilatedPattern | BlockPattern:
@@ -189,7 +189,7 @@ def _block_sparse(given: dict[str, Any], asked: str) -> BlockPattern:
         raise UsageError(f"{asked} needs --window or --density; e.g. --window 256 --global-tokens 64")
     window = given.pop("window")
     if len(window) > 2:
-        raise UsageError(f"--window has {len(window)} values; expected one, or one before and one behind")
+        raise UsageError(f"--window has {len(window)} values; expected one, or one before and one after")
     given["window"] = window[0] if len(window) == 1 and window[0] is not None else (window[0], window[-1])
     if "seed" in given and "random_blocks" not in given:
         raise UsageError("--seed is given and nothing is drawn; add --random-blocks, or drop it")

@@ -52,7 +52,7 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     shape.add_argument("--heads", type=size, help="query heads; default: 12")
     shape.add_argument("--head-dim", type=size, help="default: 64")
     shape.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
-    shape.add_argument("--causal", action="store_true", default=None, help="a position sees itself and what lies before")
+    shape.add_argument("--causal", action="store_true", default=None, help="a position sees only itself and earlier ones")
     shape.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), help="who holds what; default: that kind's usual one")
     shape.add_argument("--exchange", choices=("auto", "all_gather", "ring", "all_to_all"), help="of ring and ring_dilated; default: auto")
     add_pattern(shape, "dilated", "block_sparse")  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
     assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 4 + 5 * 8)
     assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing behind a prompt" in text
     assert "block_sparse: the last 256 keys" in text and "dilated: segments/rates 256/1, 1,024/4" in text
-    assert "more than 150 tokens of prompts together are left out" in text
+    assert "prompts of more than 150 tokens in total are left out" in text
     assert main(command) == 0
     assert (tmp_path / "train-infer.json").read_text() == before
 

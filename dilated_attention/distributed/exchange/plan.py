@@ -267,7 +267,7 @@ def _segment(ring_problem: RingProblem, problem: Problem) -> tuple[int, int]:
     for index, (start, end) in enumerate(ring_problem.shape.documents):
         if start <= problem.k_start < end:
             return index, (problem.k_start - start) // length
-    raise AssertionError("every key lies in a document")
+    raise AssertionError("every key is in a document")
 
 
 def _sources(ring_problem: RingProblem, first: int, step: int, count: int) -> tuple[Source, ...]:
