@@ -28,7 +28,7 @@ def size(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parses a number above 0."""
-    return below(text, 1e30, "no number above 0; expected e.g. 2 or 0.5")
+    return below(text, 1e30, "not a number above 0; expected e.g. 2 or 0.5")
 
 
 def below(text: str, most: float, otherwise: str) -> float:

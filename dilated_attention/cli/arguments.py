@@ -52,7 +52,7 @@ def count(text: str) -> int:
 
 def gib_of(text: str) -> float:
     """Parses a number of GiB of memory."""
-    return below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1")
+    return below(text, 2**30, "not a memory size; expected GiB above 0, such as 24 or 79.1")
 
 
 def gib(text: str) -> int:

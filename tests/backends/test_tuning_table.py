@@ -326,7 +326,7 @@ def test_tuning_into_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--seconds", "0"], 2, "'0' is no number above 0"),
+        (["--seconds", "0"], 2, "'0' is not a number above 0"),
         (["--backends", "flash9"], 2, "--backends has flash9; expected some of flash4"),
         (["--backends", "flash4"], 1, "nothing was measured"),
         (["--device", "abacus"], 2, "--device is 'abacus'"),

@@ -387,7 +387,7 @@ def test_the_command_line_measures_and_resumes(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(again.out)["rows"][0]["values"]["ms"] > 0
     assert main([*command, "--dtypes", "bfloat16", "--fresh", "--minutes", "0"]) == 0
     assert "--minutes ran out before" in capsys.readouterr().err
-    for bad, text in ((["--device", "cuda:99"], "--device is 'cuda:99'"), (["--seconds", "0"], "--seconds: '0' is no number above 0")):
+    for bad, text in ((["--device", "cuda:99"], "--device is 'cuda:99'"), (["--seconds", "0"], "--seconds: '0' is not a number above 0")):
         with pytest.raises(SystemExit) as caught:
             main([*command, *bad])
         assert caught.value.code == 2

@@ -150,7 +150,7 @@ def _trainers(
 
 
 def _first(trainer: Trainer, device: torch.device) -> int | None:
-    """Runs a step that compiles, and one whose peak is measured: bytes of everything on the device, None off CUDA."""
+    """Runs a step that compiles, and one whose peak is measured: bytes of everything on the device; None without CUDA."""
     trainer()
     if device.type != "cuda":
         return None
