@@ -55,10 +55,9 @@ def run(power: int, backward: bool, is_causal: bool, path: str | None) -> None:
     wrong = [name for name, error in errors.items() if not error < 0.02]
     shown = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
     print(
-        f"2^{power} {'forward+backward' if backward else 'forward':>16} {'causal' if is_causal else 'full':>6}: {seconds[-1]:8.3f} s "
-        f"{length / seconds[-1] / 1e6:8.1f} M tokens/s {seconds[-1] / length * 1e9:7.2f} ns/token {peak / length:7.1f} bytes/token | "
-        f"{shown}"
-        f"{' WRONG' if wrong else ''}",
+        f"2^{power} {'forward+backward' if backward else 'forward':>16} {'causal' if is_causal else 'full':>6}: "
+        f"{seconds[-1]:8.3f} s {length / seconds[-1] / 1e6:8.1f} M tokens/s {seconds[-1] / length * 1e9:7.2f} ns/token "
+        f"{peak / length:7.1f} bytes/token | {shown}{' WRONG' if wrong else ''}",
         flush=True,
     )
     record = {"tokens": length, "backward": backward, "causal": is_causal, "seconds": seconds[-1], "bytes_per_token": peak / length}

@@ -135,9 +135,8 @@ def run(power: int, backward: bool, is_causal: bool, path: str | None) -> None:
         shown = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
         took = float(slowest[0])
         print(
-            f"2^{power} on {size} {'forward+backward' if backward else 'forward':>16} {'causal' if is_causal else 'full':>6}: {took:8.3f} "
-            "s "
-            f"{length / took / 1e6:8.1f} M tokens/s, peak {float(slowest[1]) / 2**30:.1f} GiB a GPU, "
+            f"2^{power} on {size} {'forward+backward' if backward else 'forward':>16} {'causal' if is_causal else 'full':>6}: "
+            f"{took:8.3f} s {length / took / 1e6:8.1f} M tokens/s, peak {float(slowest[1]) / 2**30:.1f} GiB a GPU, "
             f"{float(slowest[1]) * size / length:.1f} bytes/token | {shown}{' WRONG' if wrong else ''}",
             flush=True,
         )

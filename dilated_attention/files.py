@@ -166,7 +166,7 @@ def parse_json(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=_without_doubles)
     except RecursionError:
-        raise ValueError(f"{name} is not JSON that can be read: it is nested too deep") from None
+        raise ValueError(f"{name} is not JSON that can be read: it is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not JSON: it is not UTF-8 ({error.reason} at byte {error.start})") from error
     except ValueError as error:
@@ -177,5 +177,5 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in found if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(name for name in found if names.count(name) > 1)!r} occurs twice")
     return found

@@ -31,8 +31,8 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     for index, what in ((0, "batch size"), (3, "head_dim")):
         if q.shape[index] != k.shape[index]:
             raise ValueError(
-                f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); they must be "
-                "equal"
+                f"q has {what} {q.shape[index]} and k has {k.shape[index]} (shapes {tuple(q.shape)} and {tuple(k.shape)}); "
+                "they must be equal"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -56,17 +56,17 @@ def check_plain(name: str, x: torch.Tensor) -> None:
         return
     if x.is_nested:
         out = (
-            "sequences of different lengths lie one after the other in (1, sum of lengths, heads, head_dim), with cu_seqlens=; or pad "
-            "them with .to_padded_tensor() and a key_padding_mask"
+            "concatenate sequences of different lengths to (1, sum of lengths, heads, head_dim) and pass cu_seqlens=; or pad them with "
+            ".to_padded_tensor() and pass a key_padding_mask"
         )
         raise TypeError(f"{name} is a nested tensor; {out}")
     if x.layout is not _STRIDED:
         raise TypeError(f"{name} is a sparse tensor of layout {x.layout}; expected a dense one: convert it with .to_dense()")
     if x.is_quantized:
-        raise TypeError(f"{name} is a quantised tensor of {x.dtype}; expected one of floats: convert it with .dequantize()")
+        raise TypeError(f"{name} is a quantised tensor of {x.dtype}; expected a floating-point one: convert it with .dequantize()")
     raise TypeError(
-        f"{name} is a DTensor, spread over processes; give this rank's part, {name}.to_local(), to ring_attention or another of the ring's "
-        f"functions, or the whole, {name}.full_tensor()"
+        f"{name} is a DTensor, spread over processes; pass this rank's part, {name}.to_local(), to ring_attention or another ring "
+        f"function, or pass the whole tensor, {name}.full_tensor()"
     )
 
 
@@ -87,8 +87,7 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     if not lowest <= scale <= highest:
         raise ValueError(
             f"scale is {shown(scale)}; expected a number > 0, from {lowest:.3g} to {highest:.3g}, or None for 1/sqrt(head_dim): kernels "
-            "hold "
-            f"scale · log2(e) in {held.dtype}, which ends at {held.max:.2g}, and produce NaN from others"
+            f"hold scale · log2(e) in {held.dtype}, whose largest value is {held.max:.2g}, and produce NaN outside this range"
         )
     return float(scale)
 

@@ -26,7 +26,7 @@ def find_fasta(path: Path | None) -> Path:
     if path is not None:
         if not path.is_file():
             raise SystemExit(
-                f"--fasta {path} is no file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1"
+                f"--fasta {path} is not a file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1"
             )
         return path
     try:

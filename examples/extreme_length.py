@@ -70,8 +70,8 @@ def main() -> int:
         length *= 2
     expected = predicted(length, args, device, dtype)
     print(
-        f"budget {budget / GIB:.2f} GiB on {device}, {args.heads} × {args.head_dim} in {dtype}: N = 2^{length.bit_length() - 1} = "
-        f"{length:,}"
+        f"budget {budget / GIB:.2f} GiB on {device}, {args.heads} × {args.head_dim} in {dtype}: "
+        f"N = 2^{length.bit_length() - 1} = {length:,}"
     )
 
     # kernels, thread pools and plans of the same kind, so that what they hold is not counted as the tensors'

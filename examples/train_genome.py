@@ -325,9 +325,8 @@ def report(run: Run, name: str, bits: float, speed: dict[str, Any], weights: dic
         return 1
     lowest = min(rows, key=lambda row: row.interpolated)
     print(
-        f"done: held-out {bits:.4f} bits per base, below the Markov models of orders {', '.join(map(str, below))}; all orders to "
-        f"{lowest.k} "
-        f"interpolated {lowest.interpolated:.4f}; {len(run.steps)} steps in {run.seconds:.0f} s"
+        f"done: held-out {bits:.4f} bits per base, below the Markov models of orders {', '.join(map(str, below))}; "
+        f"all orders to {lowest.k} interpolated {lowest.interpolated:.4f}; {len(run.steps)} steps in {run.seconds:.0f} s"
     )
     return 0
 

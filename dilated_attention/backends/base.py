@@ -1,7 +1,7 @@
 """The interface to kernel libraries: a call (AttentionRequest), a library (Capabilities), and its two raw functions (Backend).
 
-A backend declares its capabilities and has ``reasons_against(request)``, which returns *every* reason against it; an empty list means
-that it can.
+A backend declares its capabilities. Its method ``reasons_against(request)`` returns *every* reason why it cannot compute the request, or an
+empty list if it can.
 
 Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K key/value heads, D head dim.
 """
@@ -28,7 +28,7 @@ PRECISIONS = ("native", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What is to be computed, as far as the choice of a backend depends on it. No field depends on the tensors' values."""
+    """The properties of a call that the choice of a backend depends on. No field depends on the tensors' values."""
 
     hardware: Hardware
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class Capabilities:
     blocks_only: bool = False
     # its launches may run concurrently on several streams
     concurrent: bool = True
-    # where these facts were read or measured
+    # where these capabilities were read or measured
     source: str = ""
     rocm: bool = False
 
@@ -157,7 +157,7 @@ class Options:
     geometry: Hashable = None
 
 
-# former names of what a backend defines, which one written outside this package may still use
+# former names of a backend's members, which backends outside this package may still define
 _FORMER_NAMES = {"facts": "capabilities", "why_not": "reasons_against"}
 
 

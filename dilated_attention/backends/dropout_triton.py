@@ -73,7 +73,7 @@ def dropout_words(
     """
     keys = num_positions if num_keys is None else num_keys
     if max(num_positions, keys) > 2**31 - _BLOCK:
-        raise ValueError(f"words of {max(num_positions, keys)} positions are asked for; a launch writes up to 2**31 − {_BLOCK}: cut them")
+        raise ValueError(f"words of {max(num_positions, keys)} positions are requested; a launch writes up to 2**31 − {_BLOCK}: split them")
     a, c = (torch.empty((batch, heads, num_positions), dtype=torch.int32, device=device) for _ in range(2))
     b = torch.empty((batch, heads, keys), dtype=torch.int32, device=device)
     programs = batch * heads * (triton.cdiv(num_positions, _BLOCK) + triton.cdiv(keys, _BLOCK))

@@ -34,11 +34,11 @@ generation = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The facts that backend selection reads. Build one by hand to ask what another machine would do.
+    """What backend selection knows about a machine. Build one by hand to ask what would be selected on another machine.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` (AMD's ROCm also reports ``"cuda"``), ``"mps"``, …
-        capability: CUDA compute capability, e.g. (9, 0) for Hopper; None off CUDA.
+        capability: CUDA compute capability, e.g. (9, 0) for Hopper; None without CUDA.
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.

@@ -1,6 +1,6 @@
 """The registry of kernel libraries, and the choice among them.
 
-Selection walks one ordered table and is pure Python on static facts, so it can be tested on a CPU for any GPU by passing
+Selection walks one ordered table and is pure Python on declared capabilities, so it can be tested on a CPU for any GPU by passing
 another ``Hardware``.
 """
 
@@ -20,7 +20,7 @@ _MOST_ANSWERS = 4096
 # a name that ``backend=`` accepts in addition to those of kernel libraries: an engine kernel visits the pairs that nested branches share
 # once; the preferred library computes the rest
 NESTED = "nested"
-# the facts of that kernel, declared as for a kernel library
+# the capabilities of that kernel, declared as for a kernel library
 NESTED_CAPABILITIES = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,
@@ -34,7 +34,7 @@ NESTED_CAPABILITIES = Capabilities(
 
 
 class BackendUnavailable(RuntimeError):
-    """The named backend cannot do the work, or no backend can. The message lists every reason and the backends that could."""
+    """The named backend cannot compute the call, or no backend can. The message lists every reason, and the backends that could."""
 
 
 class Registry:
@@ -53,7 +53,7 @@ class Registry:
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Adds a backend; ``family`` is a name that stands for the first usable of several backends (``"sdpa"``)."""
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
-            raise ValueError(f"a backend named {backend.name!r} is registered already; choose another name")
+            raise ValueError(f"a backend named {backend.name!r} is already registered; choose another name")
         self._backends[backend.name] = backend
         self.cached.clear()
         if family is not None:

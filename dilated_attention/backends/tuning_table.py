@@ -296,7 +296,7 @@ def load(path: Path) -> TuningTable | None:
     try:
         # reading a pipe would block
         if not path.is_file():
-            raise _refused(path, "it is no regular file")
+            raise _refused(path, "it is not a regular file")
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise _refused(path, f"it has {size:,} bytes, expected at most {_MOST_BYTES:,}")
         content = read_json(path)
@@ -353,4 +353,4 @@ def _timing(backend: Any, ms: Any, tflops: Any) -> Timing:
 
 
 def _refused(path: Path, what: str) -> PreferenceError:
-    return PreferenceError(f"{path} is no preference table: {what}; delete it, or write it anew with {RERUN}")
+    return PreferenceError(f"{path} is not a preference table: {what}; delete it, or write it anew with {RERUN}")

@@ -22,13 +22,13 @@ def size(text: str) -> int:
     number = int(digits) * (unit or 1) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else 0
     if not 1 <= number <= MAX_LENGTH:
         expected = "a whole number from 1 to 2**62, or one with k, M or G: 64k is 65536"
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no size; expected {expected}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; expected {expected}")
     return number
 
 
 def positive(text: str) -> float:
     """Parses a number above 0."""
-    return below(text, 1e30, "no number above 0; expected e.g. 2 or 0.5")
+    return below(text, 1e30, "not a number above 0; expected e.g. 2 or 0.5")
 
 
 def below(text: str, most: float, otherwise: str) -> float:

@@ -22,7 +22,7 @@ class Outcome:
     """The outcome of a run: results, files written, and groups that the time limit cut off.
 
     Args:
-        together: the results combined with those of other numbers of processes, from which tables and plots are made.
+        together: the results combined with those of runs with other numbers of processes, from which tables and plots are made.
         broken: why the processes could not continue together; "" if they could.
     """
 
@@ -48,7 +48,7 @@ def run(
 
     Args:
         output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md`` and plots; None writes nothing.
-        minutes: no group is started after this time; the remaining ones are named, and measured by the next run.
+        minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
         started: called with (groups done, total groups, label) before each group, and after the last with label "".
 
@@ -57,7 +57,7 @@ def run(
         ModuleNotFoundError: plots are requested and matplotlib is missing; nothing is measured then.
     """
     if session.world_size > 1 and not suite.over_processes:
-        raise ValueError(f"{session.world_size} processes were started and suite {suite.name} measures one; start it without torchrun")
+        raise ValueError(f"{session.world_size} processes were started and suite {suite.name} runs on one; start it without torchrun")
     if plots and output is not None:
         _need_matplotlib()
     here = machine(session.device, session.world_size)
@@ -123,7 +123,7 @@ def _agreed(mine: bool, session: Session) -> bool:
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
     """Writes ``<suite>.json``, ``<suite>.md`` and, if requested, ``<suite>-<name>.png``; returns their paths.
 
-    Results of other numbers of processes are included.
+    Results of runs with other numbers of processes are included.
     """
     results.path = output / f"{stem(results)}.json"
     with results.lock():
@@ -166,5 +166,5 @@ def _need_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            'plots need matplotlib: pip install "dilated-attention[plot]", or leave them out by --no-plots'
+            'plots need matplotlib: pip install "dilated-attention[plot]", or leave them out with --no-plots'
         ) from missing

@@ -46,13 +46,13 @@ def count(text: str) -> int:
         return size(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no number of positions; expected a whole number from 0 to 2**62, or one with k, M or G"
+            f"{shown(text)} is not a number of positions; expected a whole number from 0 to 2**62, or one with k, M or G"
         ) from error
 
 
 def gib_of(text: str) -> float:
     """Parses a number of GiB of memory."""
-    return below(text, 2**30, "no memory; expected GiB above 0, such as 24 or 79.1")
+    return below(text, 2**30, "not a memory size; expected GiB above 0, such as 24 or 79.1")
 
 
 def gib(text: str) -> int:
@@ -96,7 +96,7 @@ def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int
     text = "positions of the sequence: 65536, 64k, 1M" + ("" if length is None else f"; default: {length}")
     parser.add_argument("--length", type=size, required=length is None, default=length, help=text)
     parser.add_argument("--heads", type=size, default=heads, help=f"query heads; default: {heads}")
-    parser.add_argument("--causal", action="store_true", help="a position sees itself and what lies before")
+    parser.add_argument("--causal", action="store_true", help="a position sees only itself and earlier ones")
 
 
 def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
@@ -104,25 +104,25 @@ def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
     parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
     parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
     parser.add_argument("--batch", type=size, default=1, help="default: 1")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float16 or float32")
 
 
 def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
     """Adds the arguments of these kinds of patterns, all None unless they are given; ``pattern_from`` reads them."""
     if "dilated" in kinds:
-        parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions of a segment, of each branch")
-        parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is taken, of each branch")
+        parser.add_argument("--segment-lengths", type=size, nargs="+", metavar="W", help="positions per segment, for each branch")
+        parser.add_argument("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is selected, for each branch")
         parser.add_argument(
             "--head-offsets",
             nargs="+",
             metavar="O",
-            help="cyclic (default), blocked, zero, or a list a branch of one offset a head: 0,1,0,1",
+            help="cyclic (default), blocked, zero, or one list per branch, of one offset per head: 0,1,0,1",
         )
         parser.add_argument("--branch-heads", choices=("all", "split"), help="whether every head runs every branch; default: all")
         parser.add_argument("--tail", choices=("mask", "zero_keys"), help="zero_keys: TorchScale's padding; default: mask")
     if "block_sparse" in kinds:
         parser.add_argument(
-            "--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N behind; all: without end"
+            "--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N after; all: unbounded"
         )
         parser.add_argument("--global-tokens", type=count, metavar="N", help="the first N positions see all and are seen by all")
         parser.add_argument("--random-blocks", type=count, metavar="N", help="blocks drawn for each row of blocks and head")
@@ -131,7 +131,7 @@ def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
         )
         parser.add_argument("--density-kind", metavar="KIND", help="random (default), local, dilated, global_local or big_bird")
         parser.add_argument("--block-size", type=int, choices=(64, 128), help="positions of a block; default: 128")
-        parser.add_argument("--seed", type=count, help="of what is drawn; default: 0")
+        parser.add_argument("--seed", type=count, help="of the random blocks; default: 0")
 
 
 def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) -> DilatedPattern | BlockPattern:
@@ -144,8 +144,8 @@ def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) 
     wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
     if wrong:
         raise UsageError(
-            f"{_flags(wrong)} given, which {asked or kind} does not take; it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it "
-            "does not take"
+            f"{_flags(wrong)} given, which {asked or kind} does not take; "
+            f"it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it does not take"
         )
     try:
         if kind == "dense":
@@ -171,8 +171,8 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
         return tuple(tuple(int(number) for number in word.split(",")) for word in words)
     except ValueError as error:
         raise UsageError(
-            f"--head-offsets is {shown(' '.join(words))}; expected cyclic, blocked, zero, or for each branch one offset a head: 0,1,0,1 "
-            "0,1,2,3"
+            f"--head-offsets is {shown(' '.join(words))}; "
+            "expected cyclic, blocked, zero, or for each branch one offset per head: 0,1,0,1 0,1,2,3"
         ) from error
 
 
@@ -189,7 +189,7 @@ def _block_sparse(given: dict[str, Any], asked: str) -> BlockPattern:
         raise UsageError(f"{asked} needs --window or --density; e.g. --window 256 --global-tokens 64")
     window = given.pop("window")
     if len(window) > 2:
-        raise UsageError(f"--window has {len(window)} values; expected one, or one before and one behind")
+        raise UsageError(f"--window has {len(window)} values; expected one, or one before and one after")
     given["window"] = window[0] if len(window) == 1 and window[0] is not None else (window[0], window[-1])
     if "seed" in given and "random_blocks" not in given:
         raise UsageError("--seed is given and nothing is drawn; add --random-blocks, or drop it")

@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, suite in SUITES.items():
         _add_suite(suites.add_parser(name, usage="%(prog)s [options]", help=suite.about, description=f"{suite.about}."), suite())
     everything = suites.add_parser(
-        "all", usage="%(prog)s [options]", help=("every suite above but tune and regression, one after another, each with its defaults")
+        "all", usage="%(prog)s [options]", help=("every suite above except tune and regression, one after another, each with its defaults")
     )
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
@@ -51,14 +51,14 @@ def _add_suite(parser: argparse.ArgumentParser, suite: Suite) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="DIR", help=f"for JSON, Markdown and plots; default ./{_OUTPUT}")
-    parser.add_argument("--fresh", action="store_true", help="measure anew what DIR already holds")
+    parser.add_argument("--fresh", action="store_true", help="measure again what DIR already holds")
     parser.add_argument("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument(
         "--dtypes", choices=list(DTYPES), nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU"
     )
     parser.add_argument("--seconds", type=positive, help="of timing for each contender and pass; default 0.2")
-    parser.add_argument("--minutes", type=float, help="begin nothing after so long; another run of the same command goes on")
+    parser.add_argument("--minutes", type=float, help="start nothing after this time; the same command continues later")
     parser.add_argument("--no-plots", action="store_true", help="JSON and Markdown only")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
@@ -85,7 +85,7 @@ def _run_all(args: argparse.Namespace) -> int:
     suites = [suite for suite in able if world_size == 1 or suite.over_processes]
     if world_size > 1 and os.environ.get("RANK") == "0":
         others = [suite.name for suite in able if suite not in suites]
-        print(f"of one process, so not measured by {world_size}: {', '.join(others)}", file=sys.stderr)
+        print(f"for one process only, so not measured with {world_size}: {', '.join(others)}", file=sys.stderr)
     for suite in suites:
         own = argparse.ArgumentParser(add_help=False)
         suite.add_arguments(own)
@@ -183,13 +183,13 @@ def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
         print("written: " + ", ".join(str(path) for path in outcome.written))
     if outcome.broken:
         print(
-            f"processes could not go on together ({outcome.broken}); {len(outcome.left_out)} groups are left, with which the same command "
-            "goes on",
+            f"processes could not continue together ({outcome.broken}); {len(outcome.left_out)} groups are left: "
+            "run the same command again to measure them",
             file=sys.stderr,
         )
     elif outcome.left_out:
         print(
-            f"--minutes was over before {len(outcome.left_out)} of {len(results.groups) + len(outcome.left_out)} groups; "
-            "the same command goes on with them",
+            f"--minutes ran out before {len(outcome.left_out)} of {len(results.groups) + len(outcome.left_out)} groups: "
+            "run the same command again to measure them",
             file=sys.stderr,
         )

@@ -29,9 +29,9 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         "plan",
         usage="%(prog)s what --length N [N ...] [options]",
         help=(
-            "what attention of a kind, or a model, takes: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits"
+            "what a kind of attention, or a model, costs: pairs, FLOPs, memory, bytes on the wire, time, and the longest sequence that fits"
         ),
-        description="Formulas and fake tensors: nothing is allocated. Times are estimates and say what they are made of.",
+        description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
     )
     names = ", ".join((*KINDS, *MODEL_PRESETS))
     parser.add_argument("what", choices=(*KINDS, *MODEL_PRESETS), metavar="what", help=f"a kind of attention or a model preset: {names}")
@@ -40,11 +40,11 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--batch", type=size, default=1, help="sequences at a time; default: 1")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, float16 on an older one, else float32"
+        "--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, float16 on an older one, else float32"
     )
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--train", action="store_true", help="forward and backward; the default")
-    passes.add_argument("--infer", action="store_true", help="forward alone; a language model generates")
+    passes.add_argument("--infer", action="store_true", help="forward only; a language model generates")
     parser.add_argument("--gpu", help="H200, a100-80gb, …; cpu; default: this machine's, or its CPU")
     parser.add_argument("--memory", type=gib, metavar="GIB", help="of the device, instead of its own")
     parser.add_argument("--world-size", type=size, default=1, help="processes that share a sequence, one GPU each; default: 1")
@@ -52,13 +52,13 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     shape.add_argument("--heads", type=size, help="query heads; default: 12")
     shape.add_argument("--head-dim", type=size, help="default: 64")
     shape.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
-    shape.add_argument("--causal", action="store_true", default=None, help="a position sees itself and what lies before")
-    shape.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), help="who holds what; default: that kind's usual one")
+    shape.add_argument("--causal", action="store_true", default=None, help="a position sees only itself and earlier ones")
+    shape.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), help="which rank holds what; default: the kind's usual one")
     shape.add_argument("--exchange", choices=("auto", "all_gather", "ring", "all_to_all"), help="of ring and ring_dilated; default: auto")
     add_pattern(shape, "dilated", "block_sparse")  # type: ignore[arg-type]
     model = parser.add_argument_group("of a model")
-    model.add_argument("--checkpoint", action="store_true", default=None, help="keep each block's input only, and compute the block again")
-    model.add_argument("--weight-shards", type=size, help="processes over which FSDP spreads weights; default: 1")
+    model.add_argument("--checkpoint", action="store_true", default=None, help="save only each block's input, and recompute the block")
+    model.add_argument("--weight-shards", type=size, help="processes over which FSDP shards weights; default: 1")
     add_json(parser)
     parser.set_defaults(run=_plan, parser=parser)
 
@@ -127,5 +127,5 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
     if given:
         raise UsageError(
-            f"{', '.join(given)} given, which {'is' if len(given) == 1 else 'are'} {whose}, and what is planned is {args.what}: drop it"
+            f"{', '.join(given)} given, {'an option' if len(given) == 1 else 'options'} {whose}, but the plan is for {args.what}: drop it"
         )

@@ -27,13 +27,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
     parser.add_argument("--memory", type=gib_of, metavar="GIB", help="of each device; default: what it has")
     parser.add_argument("--parameters", type=parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
-    parser.add_argument("--heads", type=size, help="query heads; default: those usual for so many parameters")
-    parser.add_argument("--head-dim", type=size, help="default: that usual for so many parameters")
+    parser.add_argument("--heads", type=size, help="query heads; default: as usual for this number of parameters")
+    parser.add_argument("--head-dim", type=size, help="default: as usual for this number of parameters")
     parser.add_argument("--gpus", type=size, help="default: 1")
     parser.add_argument("--batch", type=size, help="sequences of a training step over all GPUs; default: 1")
     parser.add_argument("--users", type=size, help="requests at a time over all GPUs; default: 32")
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, but for encoders")
-    parser.add_argument("--attention", choices=KINDS, help="that the model has or must have; default: what the rules say")
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, except for encoders")
+    parser.add_argument("--attention", choices=KINDS, help="which the model has or must have; default: chosen by rules")
     add_json(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -46,7 +46,7 @@ def parameters(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of parameters; expected e.g. 125M, 7B or 1240000000")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of parameters; expected e.g. 125M, 7B or 1240000000")
     return number
 
 

@@ -51,9 +51,9 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     for preset in MODEL_PRESETS:
         model = shown.add_parser(preset, help="a model")
-        model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to tell of; default: a few orders of magnitude")
+        model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
         model.add_argument(
-            "--memory", type=gib, metavar="GIB", help=("GiB of the device that it has to fit; default: this machine's GPU, or its RAM")
+            "--memory", type=gib, metavar="GIB", help=("of the device that it must fit in; default: this machine's GPU, or its RAM")
         )
         add_json(model)
         model.set_defaults(run=_model, parser=model)
@@ -63,7 +63,7 @@ def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> 
     add_pattern(parser, kind)
     add_shape(parser, length=length, heads=4)
     parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
-    parser.add_argument("--width", type=size, help="characters across; default: those of the terminal")
+    parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
     parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
     add_json(parser)
     parser.set_defaults(run=_pattern, kind=kind, parser=parser)
@@ -87,7 +87,7 @@ def _pattern(args: argparse.Namespace) -> int:
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if args.image is not None:
         if args.head is not None or args.width is not None:
-            raise UsageError("--head and --width are of the drawing in the terminal; a picture has every head: drop them, or --image")
+            raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them or --image")
         try:
             _write_picture(pattern, args)
         except ImportError as error:
@@ -109,8 +109,8 @@ def _pattern(args: argparse.Namespace) -> int:
 def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
     """Returns the figures of a pattern that ``show`` prints.
 
-    Pairs are over all heads, ``density`` and ``coverage`` are relative to dense attention with the same causality, and ``keys_per_query``
-    is the mean over heads and queries.
+    Pairs are counted over all heads. ``density`` and ``coverage`` are relative to dense attention with the same causality;
+    ``keys_per_query`` is the mean over heads and queries.
     """
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads
@@ -166,7 +166,7 @@ def _write_picture(pattern: DilatedPattern | BlockPattern, args: argparse.Namesp
     if args.image.suffix.lower() != ".png":
         raise UsageError(f"--image is {args.image}; expected a file that ends in .png")
     if not args.image.parent.is_dir():
-        raise UsageError(f"--image is {args.image}; expected a file in a folder that is there: make {args.image.parent} first")
+        raise UsageError(f"--image is {args.image}; expected a file in a folder that exists: make {args.image.parent} first")
     if args.heads > _PICTURED_HEADS:
         raise UsageError(f"--heads is {args.heads}; a picture has at most {_PICTURED_HEADS} panels: give fewer heads")
     path = str(args.image)

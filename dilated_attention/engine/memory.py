@@ -3,8 +3,9 @@
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype, a bytes in the accumulation dtype (float32, or float64
 for float64); R = B·N·H rows of the log-sum-exp.
 
-On a GPU (``branches/strategy.py``), with parts = the layers of a chunk. They are freed as soon as the chunk's kernels are issued,
-so the layers of the other lane are in the allocator's reserve (as measured by ``tests/gpu/test_engine.py`` and benchmarks/extreme.py):
+On a GPU (``branches/strategy.py``), with parts = the branch buffers of a chunk. They are freed as soon as the chunk's kernels are issued,
+so the buffers of the chunk on the other stream are in the allocator's reserve (measured by ``tests/gpu/test_engine.py`` and
+benchmarks/extreme.py):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, the chunk's lse, and what a launch sums
@@ -211,7 +212,7 @@ def attention_memory(
 def _parts(
     pattern: DilatedPattern, shape: Shape, chunk_sizes: Callable[[DilatedPattern], ChunkSizes], batch: int, row_bytes: int, lse_bytes: int
 ) -> int:
-    """Returns the bytes of a chunk's layers, in the tier where they are largest."""
+    """Returns the bytes of a chunk's branch buffers, in the tier where they are largest."""
     if make_plan(pattern, shape).single and not (pattern.tail == "zero_keys" and not shape.is_causal):
         return 0
     tiers = make_tiers(pattern, shape.num_heads, chunk_sizes)
@@ -228,7 +229,7 @@ def _layer_bytes(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes,
 def _forward_parts(
     pattern: DilatedPattern, piece: SequencePiece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int
 ) -> int:
-    """Returns the bytes of a stretch's layers. If its nested branches are visited together, only the others have layers."""
+    """Returns the bytes of a piece's branch buffers. If its nested branches are visited together, only the others have buffers."""
     positions = (0, piece.length)
     shape = replace(whole, queries=positions, keys=positions, documents=(positions,))
     q, k = queries[:, : piece.length], keys[:, : piece.length]

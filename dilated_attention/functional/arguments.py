@@ -1,4 +1,4 @@
-"""The way of every public function: checks its arguments once, makes the record of the call, and runs it.
+"""What every public function does: it checks its arguments once, makes the record of the call, and runs it.
 
 A call like an earlier one is recognized by its arguments and not checked again, except for the masks.
 """
@@ -118,7 +118,7 @@ def _key(
     window: tuple[int, ...],
     options: Options,
 ) -> Hashable:
-    """Returns the key of a call: all its arguments but the masks. None where equal values do not imply equal calls."""
+    """Returns the key of a call: all its arguments except the masks. None where equal values do not imply equal calls."""
     if tuple(map(type, options)) not in _OPTION_TYPES:
         return None
     if branches is not None:

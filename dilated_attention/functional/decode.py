@@ -78,9 +78,8 @@ def decode_attention(
     if max_length > holds and (page_table is not None or keys.span > slots):
         what = "whose table has pages for" if page_table is not None else "of"
         raise ValueError(
-            f"max_length is {max_length} with a cache {what} {holds} positions, and rows read up to {keys.span} positions back; give the "
-            "cache "
-            f"at least {min(keys.span, max_length)} slots a request"
+            f"max_length is {max_length} with a cache {what} {holds} positions, and rows read up to {keys.span} positions back; "
+            f"give the cache at least {min(keys.span, max_length)} slots per request"
         )
     if not torch.compiler.is_compiling() and positions.device.type == "cpu" and B:
         lowest, highest = int(positions.min()), int(positions.max())

@@ -20,9 +20,8 @@ CHUNK = 32768
 SCORES_AT_ONCE = 2**24
 # the alternative named when torch.func transforms an inspection function
 WAY_OUT = (
-    "give it q.detach() and k.detach() outside of vmap, one call for all of the batch; for derivatives of weights at small N take the "
-    "softmax "
-    "of plain scores under the pattern's dense_mask(N, N, H)"
+    "give it q.detach() and k.detach() outside of vmap, one call for all of the batch; "
+    "for derivatives of weights at small N take the softmax of plain scores under the pattern's dense_mask(N, N, H)"
 )
 
 
@@ -155,8 +154,8 @@ def checked_patterns(
     """Returns the dilated pattern and the block pattern of a call, None for one that the call does not give."""
     if (segment_lengths is None) != (dilation_rates is None):
         raise ValueError(
-            f"segment_lengths is {segment_lengths} and dilation_rates is {dilation_rates}; each branch needs one of both: give both, or "
-            "neither"
+            f"segment_lengths is {segment_lengths} and dilation_rates is {dilation_rates}; "
+            "each branch needs one of both: give both, or neither"
         )
     blocks = None if pattern is None else checked_pattern(pattern)
     if segment_lengths is None:

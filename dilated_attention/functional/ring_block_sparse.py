@@ -101,7 +101,7 @@ def checked_ring_pattern(pattern: Any) -> BlockPattern:
     if pattern.is_chosen:
         raise ValueError(
             f"pattern is {pattern!r}, which is chosen by content; the processes of a ring find what to exchange from the pattern alone: "
-            "use a pattern that shapes determine, or block_sparse_attention on one process"
+            "use a pattern that is determined by shapes, or block_sparse_attention on one process"
         )
     return pattern
 

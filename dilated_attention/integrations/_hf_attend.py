@@ -177,9 +177,8 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
         mask = attention_mask
         if mask.num_keys != num_keys:
             raise ValueError(
-                f"attention {name!r}: the layer brings {num_keys} keys, and its mask was made for {mask.num_keys}; expected one cache "
-                "whose layers "
-                'are equally long. Load this model with attn_implementation="sdpa"'
+                f"attention {name!r}: the layer brings {num_keys} keys, and its mask was made for {mask.num_keys}; "
+                'expected one cache whose layers are equally long. Load this model with attn_implementation="sdpa"'
             )
         # a layer that is not causal itself may leave causality to its mask
         if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
@@ -193,9 +192,8 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
         causal = of_module if is_causal is None else is_causal
         if causal is None:
             raise ValueError(
-                f"attention {name!r}: {type(module).__name__} does not say whether it is causal; expected is_causal=True or False, as an "
-                "argument or "
-                "an attribute of the module"
+                f"attention {name!r}: {type(module).__name__} does not say whether it is causal; "
+                "expected is_causal=True or False, as an argument or an attribute of the module"
             )
         causal = bool(causal)
         if attention_mask is None:
@@ -206,10 +204,9 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
             raise TypeError(f"attention_mask is a {type(attention_mask).__name__}; expected a tensor or None")
     if not mask.is_causal and num_queries != num_keys:
         raise ValueError(
-            f"attention {name!r}: {num_queries} queries and {num_keys} keys in a layer that is not causal; expected self-attention, whose "
-            "queries and "
-            "keys are the same positions. Load a model with cross-attention, or one that is not causal and has a cache, with "
-            'attn_implementation="sdpa"'
+            f"attention {name!r}: {num_queries} queries and {num_keys} keys in a layer that is not causal; "
+            "expected self-attention, whose queries and keys are the same positions. "
+            'Load a model with cross-attention, or one that is not causal and has a cache, with attn_implementation="sdpa"'
         )
     return mask
 
@@ -230,7 +227,7 @@ def _bounds_of(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) ->
         same = torch.compiler.is_compiling() or bool((of_queries == of_keys).all())
     if not same or of_queries is None:
         raise ValueError(
-            f"cu_seq_lens_q is {of_queries} and cu_seq_lens_k is {of_keys}; expected equal bounds: packed documents have as many queries "
-            "as keys"
+            f"cu_seq_lens_q is {of_queries} and cu_seq_lens_k is {of_keys}; expected equal bounds: "
+            "packed documents have as many queries as keys"
         )
     return of_queries.to(torch.int32)

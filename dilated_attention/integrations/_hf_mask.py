@@ -71,9 +71,9 @@ class KeyMask:
 
 def _own_attention(what: Any) -> str:
     return (
-        f"{what} of a KeyMask: this model computes its attention itself, or changes its mask, and cannot have another; expected a model "
-        "that calls "
-        'transformers\' attention interface with the mask that it was given. Load it with attn_implementation="eager"'
+        f"{what} of a KeyMask: this model computes its attention itself, or changes its mask, and cannot have another; "
+        "expected a model that calls transformers' attention interface with the mask that it was given. "
+        'Load it with attn_implementation="eager"'
     )
 
 

@@ -73,9 +73,8 @@ def refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
                 'Load it with attn_implementation="eager"'
             )
         raise ValueError(
-            f"attention {name!r}: the layer is given {argument}, of which it is not known whether it changes attention; expected None. If "
-            "it does not, "
-            f"say so by register(ignored=({argument!r},))"
+            f"attention {name!r}: the layer is given {argument}, of which it is not known whether it changes attention; expected None. "
+            f"If it does not, say so by register(ignored=({argument!r},))"
         )
 
 
@@ -87,8 +86,8 @@ def refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> N
         or getattr(module, "is_cross_attention", False)
     ):
         raise ValueError(
-            f"attention {name!r} in a model with cross-attention ({type(module).__name__}), whose queries and keys are positions of two "
-            "sequences; "
+            f"attention {name!r} in a model with cross-attention ({type(module).__name__}), "
+            "whose queries and keys are positions of two sequences; "
             'expected an encoder or a decoder alone. Load it with attn_implementation="sdpa"'
         )
 
@@ -99,9 +98,8 @@ def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
     if mask.query_offset == 0 or pattern.is_prefix_stable:
         return
     raise ValueError(
-        f"attention {name!r}: {type(pattern).__name__} keeps other pairs of a longer sequence, so that cached keys are not those of a "
-        "full forward; "
-        "expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
+        f"attention {name!r}: {type(pattern).__name__} keeps other pairs of a longer sequence, so that cached keys are not those "
+        "of a full forward; expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
     )
 
 
@@ -111,17 +109,16 @@ def check_shards(
     """Refuses what needs the whole sequence on one process, and positions that do not belong to a shard."""
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
-            f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, which a "
-            "sequence spread over "
-            'processes does not have; expected the whole sequence in one forward. Decode with model.set_attn_implementation("dilated") on '
-            "one process"
+            f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
+            "which a sequence spread over processes does not have; expected the whole sequence in one forward. "
+            'Decode with model.set_attn_implementation("dilated") on one process'
         )
     if mask.cu_seqlens is not None and not is_packed:
         told = "may be packed, which a compiled model cannot rule out" if is_guess else "restart within the shard"
         raise ValueError(
-            f"attention {name!r}: position_ids {told}; expected those of shard_inputs and, of packed documents, their bounds in the whole "
-            "sequence as "
-            "cu_seq_lens_q and cu_seq_lens_k. Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"
+            f"attention {name!r}: position_ids {told}; expected those of shard_inputs and, of packed documents, "
+            "their bounds in the whole sequence as cu_seq_lens_q and cu_seq_lens_k. "
+            "Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"
         )
     if position_ids is None or is_packed or torch.compiler.is_compiling() or getattr(module, "layer_idx", None) not in (None, 0):
         return
@@ -141,9 +138,8 @@ def warn_of_windows_only(name: str, config: Any) -> None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None or all(kind == "sliding_attention" for kind in kinds):
         warnings.warn(
-            f'attn_implementation="{name}" changes nothing in {type(config).__name__}: all its layers have sliding windows, which stay as '
-            "the model was "
-            f"trained. To spread the layers over the whole sequence, set config.sliding_window = None; config.{CONFIG_KEY} says what they "
-            "then see",
+            f'attn_implementation="{name}" changes nothing in {type(config).__name__}: '
+            "all its layers have sliding windows, which stay as the model was trained. "
+            f"To spread the layers over the whole sequence, set config.sliding_window = None; config.{CONFIG_KEY} says what they then see",
             stacklevel=3,
         )

@@ -102,8 +102,8 @@ def _check_table(table: torch.Tensor, config: SlideEncoderConfig) -> None:
     side, width = config.grid_size, config.encoder.embed_dim
     if tuple(table.shape) != (1, side * side + 1, width):
         raise ValueError(
-            f"pos_embed has shape {tuple(table.shape)}; expected (1, grid_size² + 1, embed_dim) = {(1, side * side + 1, width)}: set "
-            "grid_size"
+            f"pos_embed has shape {tuple(table.shape)}; "
+            f"expected (1, grid_size² + 1, embed_dim) = {(1, side * side + 1, width)}: set grid_size"
         )
     cells = torch.tensor([(x, y) for x in range(0, side, max(1, side // 8)) for y in (0, side // 3, side // 2, side - 1)])
     rows = grid_positions(cells, width, tile_size=1, grid_size=side)

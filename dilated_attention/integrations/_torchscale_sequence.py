@@ -134,9 +134,8 @@ def _load_stack(
     if prefix + _Q not in names:
         if other + _Q in names:
             raise ValueError(
-                f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides and a decoder "
-                "what lies "
-                f"before: say kind={other[:-1]!r}, or take the prefix off if that is what they are"
+                f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides "
+                f"and a decoder what lies before: say kind={other[:-1]!r}, or take the prefix off if that is what they are"
             )
         prefix = ""
     weights = Weights(names, prefix)

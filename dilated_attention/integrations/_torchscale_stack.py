@@ -133,9 +133,8 @@ def stack_config(weights: Weights, *, num_heads: int | None, is_causal: bool, is
     has_sub_norm, has_last_norm = norms.pop(), "layer_norm.weight" in weights
     if not (has_sub_norm or has_last_norm or is_pre_norm):
         raise ValueError(
-            "there is neither layer_norm nor inner_attn_ln, as in models with norms behind each layer (post-norm, deepnorm), whose "
-            "residual "
-            "connections differ; those do not exist here. If norms come first in this model, say is_pre_norm=True"
+            "there is neither layer_norm nor inner_attn_ln, as in models with norms behind each layer (post-norm, deepnorm), "
+            "whose residual connections differ; those do not exist here. If norms come first in this model, say is_pre_norm=True"
         )
     if is_causal and not has_last_norm:
         raise ValueError(
@@ -210,7 +209,6 @@ def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         w, r = branch
         warnings.warn(
             f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is shifted "
-            "from "
-            "the second segment on, an error that is not reproduced here, so these weights give another result there",
+            "from the second segment on, an error that is not reproduced here, so these weights give another result there",
             stacklevel=3,
         )

@@ -57,7 +57,7 @@ def _named(source: Mapping[Any, Any], part: str | None) -> dict[str, torch.Tenso
         for wrapper in _INSIDE:
             name = name.replace(wrapper, "")
         if name in weights:
-            raise ValueError(f"{name} is there twice, with and without the names of wrappers such as {_INSIDE[0]!r}; remove one")
+            raise ValueError(f"{name} occurs twice, with and without the names of wrappers such as {_INSIDE[0]!r}; remove one")
         weights[name] = value.detach()
     if not weights:
         raise ValueError("source holds no tensors; expected the weights of a model")
@@ -86,7 +86,7 @@ def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; expected one with weights, .safetensors or written by torch.save")
+        raise FileNotFoundError(f"{path} is not a file; expected one with weights, .safetensors or written by torch.save")
     if path.suffix == ".safetensors":
         return read_safetensors(path)[0]
     # torch.load's error for a file without read permission depends on its format
@@ -105,13 +105,11 @@ def _load_file(path: Path) -> Any:
         if type(error).__name__ == "UnpicklingError" and any(word in reason for word in _REFUSED_BY_TORCH):
             raise ValueError(
                 f"{path} holds more than tensors, and unpickling it could run any code in it: {reason}. If you trust where it comes from, "
-                "write "
-                "its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
+                "write its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
             ) from error
         raise ValueError(
             f"{path} cannot be read as a file of torch.save with weights alone ({type(error).__name__}: {reason}); it is empty, damaged, "
-            "cut off or of "
-            "another format: copy or download it again, or give it the suffix .safetensors if that is what it is"
+            "cut off or of another format: copy or download it again, or give it the suffix .safetensors if that is what it is"
         ) from error
 
 
@@ -165,8 +163,8 @@ class Weights:
             if order is not None:
                 if value.shape[0] != order.numel():
                     raise ValueError(
-                        f"{self.prefix}{name}.{kind} has shape {tuple(value.shape)}; expected {order.numel()} rows, as many as the model "
-                        "is wide"
+                        f"{self.prefix}{name}.{kind} has shape {tuple(value.shape)}; "
+                        f"expected {order.numel()} rows, as many as the model is wide"
                     )
                 self.taken[f"{into}.{kind}"] = value[order.to(value.device)]
 

@@ -101,9 +101,8 @@ def configure(model_or_config: Any, **options: Any) -> None:
     can_set = getattr(model_or_config, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise ValueError(
-            f"{type(model_or_config).__name__} computes its attention itself, whatever attn_implementation says; expected a model of "
-            "transformers' "
-            "attention interface, e.g. LlamaForCausalLM"
+            f"{type(model_or_config).__name__} computes its attention itself, whatever attn_implementation says; "
+            "expected a model of transformers' attention interface, e.g. LlamaForCausalLM"
         )
     config = getattr(model_or_config, "config", model_or_config)
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}

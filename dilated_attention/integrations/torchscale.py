@@ -79,7 +79,7 @@ def _kind_of(weights: dict[str, torch.Tensor]) -> str:
             "these are the layers of an encoder or of a decoder, which have the same names; say kind='encoder' or kind='decoder'"
         )
     raise ValueError(
-        f"these are no weights of TorchScale's that are known here: {', '.join(sorted(weights)[:8])}; expected q_proj.weight, {first} or "
+        f"these are not weights of TorchScale that are known here: {', '.join(sorted(weights)[:8])}; expected q_proj.weight, {first} or "
         "patch_embed.proj.weight among them"
     )
 

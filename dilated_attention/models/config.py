@@ -231,8 +231,8 @@ class LongNetConfig(ModelConfig):
             raise ValueError(f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; use a multiple of {self.num_heads}")
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(
-                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; at most {MAX_HEAD_DIM}: use more "
-                "heads"
+                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; "
+                f"at most {MAX_HEAD_DIM}: use more heads"
             )
         if self.num_heads % (self.num_kv_heads or 1):
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads = {self.num_heads}")

@@ -113,17 +113,15 @@ def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
     config = kind._read(stored.saved_with, f"the configuration in {weights}")
     if stored.interrupted:
         warnings.warn(
-            f"saving into {folder} was interrupted before {CONFIG_FILE} was replaced; the configuration that {WEIGHTS_FILE} holds is "
-            "taken. "
-            "save_pretrained writes both anew",
+            f"saving into {folder} was interrupted before {CONFIG_FILE} was replaced; "
+            f"the configuration that {WEIGHTS_FILE} holds is taken. save_pretrained writes both anew",
             stacklevel=3,
         )
     if stored.interrupted or stored.beside is None:
         return config
     way_out = (
-        f"delete {CONFIG_FILE} to load the weights with the configuration that they were saved with; for another one, build the model "
-        "with it and "
-        "call load_state_dict(safetensors.torch.load_file(…))"
+        f"delete {CONFIG_FILE} to load the weights with the configuration that they were saved with; "
+        "for another one, build the model with it and call load_state_dict(safetensors.torch.load_file(…))"
     )
     try:
         given = kind._read(stored.beside, str(path))

@@ -44,8 +44,8 @@ class LongNetStack(nn.Module):
             ring = RingSettings.of(None, None, "contiguous", "auto", None, 60.0)
         if ring is not None and config.drop_path > 0:
             raise ValueError(
-                f"drop_path is {config.drop_path} and processes share the sequence; each would drop its own rows of a sample: use "
-                "drop_path=0"
+                f"drop_path is {config.drop_path} and processes share the sequence; "
+                "each would drop its own rows of a sample: use drop_path=0"
             )
         self.config = config
         self.ring = ring

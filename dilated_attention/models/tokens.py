@@ -49,7 +49,6 @@ def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, igno
             return
     but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")
     raise ValueError(
-        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: check the tokenizer, or make the model "
-        "with a "
-        "larger vocab_size"
+        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: "
+        "check the tokenizer, or make the model with a larger vocab_size"
     )

@@ -11,7 +11,7 @@ from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
 
 
 class Pattern(ABC):
-    """Which keys a query attends to, and how often: the multiplicity m_h(i, j) ≥ 0 of ``DESIGN`` section 1.
+    """Which keys a query attends to, and how often: the multiplicity m_h(i, j) ≥ 0 (docs/meaning.md).
 
     A pattern knows nothing about a model's tensors or about kernels. ``dense_mask`` *is* its definition. Every count below is derived
     from it, in closed form for large N, and tests check that both agree.

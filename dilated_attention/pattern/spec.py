@@ -49,7 +49,7 @@ class SpecPattern(Pattern):
             kind = vars(type(self))
             if "__init__" in kind and "__dataclass_fields__" not in kind:
                 raise TypeError(
-                    f"{type(self).__name__} has an __init__ of its own and is no dataclass, so two of them cannot be told apart; "
+                    f"{type(self).__name__} has an __init__ of its own and is not a dataclass, so two of them cannot be told apart; "
                     "write its arguments as fields and decorate it with @dataclass(frozen=True)"
                 )
             self.__dict__["_spec"] = _written(self)

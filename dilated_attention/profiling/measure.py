@@ -25,8 +25,8 @@ SNAPSHOT_EVENTS = 200_000
 # share of the peak by which replayed events may miss it without a note
 UNTOLD = 0.01
 _CPU_CANNOT = (
-    "reserved memory and fragmentation: CPU memory is malloc's, which does not tell",
-    "tensors from before the block: they count in the process, not in the figures of tensors and ops",
+    "reserved memory and fragmentation: CPU memory comes from malloc, which does not report them",
+    "tensors from before the block: they are included in the figures of the process, but not in those of tensors and ops",
 )
 
 
@@ -47,7 +47,7 @@ class ProfiledBlock:
             RuntimeError: the block has not ended.
         """
         if self._result is None:
-            raise RuntimeError("this profile has no figures yet; look at it after the with block")
+            raise RuntimeError("this profile has no figures yet; read it after the with block")
         return self._result
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class ProfiledBlock:
             raise RuntimeError("a profile is made once; call profile_memory() again for another block")
         if self._ops and torch._C._autograd._profiler_enabled():
             # otherwise PyTorch would silently end the profile that is running
-            raise RuntimeError("torch.profiler is under way, and there can be one at a time; end it first, or on a GPU pass ops=False")
+            raise RuntimeError("torch.profiler is already running, and there can be only one; end it first, or on a GPU pass ops=False")
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -144,7 +144,7 @@ class ProfiledBlock:
         if peak is None:
             cannot.append("what the process had in memory: this system has no /proc/self/status")
         elif not self._resets:
-            cannot.append("the process's peak in the block: the kernel lets nobody reset it here, so it is that of the process's life")
+            cannot.append("the process's peak in the block: the kernel here cannot reset it, so it is that of the process's life")
         return MemoryProfile(
             device="cpu",
             hardware=platform.processor() or platform.machine(),
@@ -199,7 +199,7 @@ def profile_memory(
     Args:
         function: called once with ``args`` and ``kwargs``; without it, a context manager is returned.
         device: the device whose memory is measured; None for the current GPU if there is one, else the CPU.
-        ops: also reports by op, from PyTorch's profiler, which sees every allocation and costs some microseconds per op. False: only the
+        ops: also reports by op, from PyTorch's profiler, which sees every allocation and costs a few microseconds per op. False: only the
             allocator's own counters, which cost nothing, on a GPU.
         snapshot: file to write for PyTorch's memory viewer (docs/memory.md explains how to view it); on a GPU. It takes over PyTorch's
             recording of memory history, and ends it.
@@ -221,7 +221,7 @@ def profile_memory(
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {where}; expected a CUDA device or the CPU, of which torch tells what is allocated")
+        raise ValueError(f"device is {where}; expected a CUDA device or the CPU, for which torch reports allocations")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if where.type == "cpu" and snapshot is not None:
@@ -248,9 +248,8 @@ def _untold(ledger: Ledger | None, peak: int) -> tuple[str, ...]:
     if abs(off) <= UNTOLD * peak:
         return ()
     return (
-        f"whose memory the peak is, exactly: by the events of torch's profiler it is {size_text(abs(off))} "
-        f"{'more' if off > 0 else 'less'} than by its "
-        "allocator, as some frees are not among them",
+        f"exactly which ops hold the peak: by the events of torch's profiler it is {size_text(abs(off))} "
+        f"{'more' if off > 0 else 'less'} than by its allocator, because some frees are missing from the events",
     )
 
 

@@ -103,7 +103,7 @@ class MemoryProfile:
         for found in self.ops:
             if found.name == name:
                 return found
-        raise KeyError(f"{name!r} allocated nothing in this profile; what did: {', '.join(found.name for found in self.ops)}")
+        raise KeyError(f"{name!r} allocated nothing in this profile; these ops did: {', '.join(found.name for found in self.ops)}")
 
     def advice(self) -> list[str]:
         """Returns advice on what would need less memory, each with its reason and the measured figures; [] where none applies."""
@@ -169,27 +169,24 @@ def _fragmentation(profile: MemoryProfile) -> Iterator[str]:
     if profile.fragmentation is None or profile.fragmentation <= FRAGMENTED:
         return
     figures = (
-        f"{_text(profile.peak_reserved)} were reserved for {_text(profile.peak_allocated)} in tensors, {profile.fragmentation:.2f} "
-        "times as much"
+        f"{_text(profile.peak_reserved)} were reserved for {_text(profile.peak_allocated)} in tensors, "
+        f"{profile.fragmentation:.2f} times as much"
     )
     if "expandable_segments:True" in profile.allocator:
         yield f"torch.cuda.empty_cache() between phases of different streams or sizes: {figures}, with expandable_segments on already"
     else:
         yield (
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the program starts: {figures}, as blocks of many "
-            "sizes do "
-            "not fit into one another. On an H200 it took 200 random lengths of every attention from 3.03-4.09 to 1.01-1.16; in torch's "
-            "own setting the "
-            "longest length first comes to 1.01-1.33"
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the program starts: {figures}, because freed blocks "
+            "of one size do not fit others. On an H200 it lowered this ratio from 3.03-4.09 to 1.01-1.16 for 200 random lengths of every "
+            "attention; with torch's default setting, running the longest length first gives 1.01-1.33"
         )
 
 
 def _retries(profile: MemoryProfile) -> Iterator[str]:
     if profile.retries:
         yield (
-            f"a smaller batch or length, or any other way below, for speed too: the GPU was full {profile.retries} times, and each time "
-            "cached "
-            "memory was given back with a wait for the GPU"
+            "a smaller batch or length, or any other way below, for speed too: "
+            f"the GPU was full {profile.retries} times, and each time cached memory was released, which waits for the GPU"
         )
 
 
@@ -199,9 +196,9 @@ def _no_backward(profile: MemoryProfile) -> Iterator[str]:
     kept = _waiting(profile)
     if asked and not _has_backward(profile) and kept >= SHARE * _peak(profile):
         yield (
-            f"torch.no_grad() or torch.inference_mode() if no backward is to come: {sum(seen.count for seen in asked)} attentions were "
-            "asked for "
-            f"gradients, and {size_text(kept)} of {size_text(_peak(profile))} at the peak are results of forwards"
+            "torch.no_grad() or torch.inference_mode() if no backward follows: "
+            f"{sum(seen.count for seen in asked)} attention calls prepared for a backward, "
+            f"and {size_text(kept)} of {size_text(_peak(profile))} at the peak are results of forwards"
         )
 
 
@@ -212,10 +209,9 @@ def _activations(profile: MemoryProfile) -> Iterator[str]:
     again = any(op.name.startswith(OURS) and op.name.endswith(" (backward)") for op in profile.ops)
     if calls >= 2 and not again and kept >= SHARE * _peak(profile):
         yield (
-            f"checkpoint_activations=True of the models, or torch.utils.checkpoint around each block: {size_text(kept)} of "
-            f"{size_text(_peak(profile))} at the peak are results of forwards that wait for their backward, of {calls} attentions; of one "
-            "block it "
-            f"would be about {size_text(kept / calls)}, and the blocks' inputs"
+            "checkpoint_activations=True of the models, or torch.utils.checkpoint around each block: "
+            f"{size_text(kept)} of {size_text(_peak(profile))} at the peak are results of forwards that wait for their backward, "
+            f"from {calls} attention calls; with checkpoints: about {size_text(kept / calls)} for one block, and the blocks' inputs"
         )
 
 
@@ -226,9 +222,8 @@ def _dtype(profile: MemoryProfile) -> Iterator[str]:
     now, then = requirement.bytes_at(requirement.setting), requirement.bytes_at(replace(requirement.setting, dtype=torch.bfloat16))
     if now - then >= SHARE * _peak(profile):
         yield (
-            f"bfloat16 in place of {dtype_text(requirement.setting.dtype)}, by torch.autocast or .to(torch.bfloat16): "
-            f"{requirement.op} with {requirement.shapes} needs {size_text(then)} in place of {size_text(now)}, and sums in float32 all "
-            "the same"
+            f"bfloat16 in place of {dtype_text(requirement.setting.dtype)}, by torch.autocast or .to(torch.bfloat16): {requirement.op} "
+            f"with {requirement.shapes} needs {size_text(then)} in place of {size_text(now)}, and still sums in float32"
         )
 
 
@@ -250,7 +245,7 @@ def _lse_gradient(profile: MemoryProfile) -> Iterator[str]:
         scratch = _scratch(profile, f"{OURS}{op}_backward")
         if seen.requirement.lse_gradient and scratch >= SHARE * _peak(profile):
             yield (
-                f"lse.detach() where lse is only looked at: {seen.count} backwards of {op} took {size_text(scratch)} beside their results, "
+                f"lse.detach() where lse is only inspected: {seen.count} backwards of {op} took {size_text(scratch)} besides results, "
                 "and with a gradient through lse most kernels run a second time on tensors as large as q, k and v"
             )
 
@@ -262,19 +257,18 @@ def _chunks(profile: MemoryProfile) -> Iterator[str]:
     if found is None or found.scratch < max(limit // 2, SHARE * _peak(profile)):
         return
     took = (
-        f"{found.name.removeprefix(OURS)} took {size_text(found.scratch)} in a call beside what it left, where results of launches "
-        "wait for their merge"
+        f"{found.name.removeprefix(OURS)} took {size_text(found.scratch)} in a call besides its results, "
+        "for results of launches that wait to be merged"
     )
     if profile.device == "cpu":
         yield (
-            f'dilated_attention.engine.branches.launch_views.PART_BYTES["cpu"] below its {size_text(limit)}: {took}; smaller launches '
-            "cost time"
+            f'dilated_attention.engine.branches.launch_views.PART_BYTES["cpu"] below its {size_text(limit)}: {took}; '
+            "smaller launches cost time"
         )
     else:
         yield (
-            f"dilated_attention.engine.branches.chunking.TRANSIENT_BYTES below its {size_text(limit)} (or TRANSIENT_SHARE below "
-            f"{TRANSIENT_SHARE:.0%} of q, k and v, "
-            f"if that is more): {took}; smaller chunks are more launches"
+            f"dilated_attention.engine.branches.chunking.TRANSIENT_BYTES below its {size_text(limit)} "
+            f"(or TRANSIENT_SHARE below {TRANSIENT_SHARE:.0%} of q, k and v, if that is more): {took}; smaller chunks mean more launches"
         )
 
 
@@ -290,7 +284,7 @@ def _ring(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _largest(profile: MemoryProfile, applies: Callable[[MemoryRequirement], bool]) -> MemoryRequirement | None:
-    """Returns the call that needs the most memory, among those whose need is known."""
+    """Returns the call that needs the most memory, among those whose requirement is known."""
     requirements = [seen.requirement for seen in profile.seen if seen.requirement.terms is not None and applies(seen.requirement)]
     return max(requirements, key=lambda requirement: requirement.bytes_at(requirement.setting), default=None)
 

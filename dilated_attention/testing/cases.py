@@ -55,7 +55,7 @@ class Space:
 
     @classmethod
     def of_backend(cls, name: str, **changes: Any) -> Space:
-        """Returns what the backend's declared facts allow."""
+        """Returns what the backend's declared capabilities allow."""
         capabilities = registry.get(name).capabilities
         dims = tuple(sorted(capabilities.head_dims or HEAD_DIMS))
         dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (

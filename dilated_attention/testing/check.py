@@ -125,10 +125,10 @@ def check_backend(
     Args:
         name: the registered name.
         device: where to run; None for CUDA if it is available and the backend supports it, else the CPU.
-        dtypes: the dtypes to draw from; None for all that its facts declare.
+        dtypes: the dtypes to draw from; None for all that its capabilities declare.
         cases: the number of cases to run.
         seed: the seed of the first case; case i of seed s is case i + 1 of seed s − 1.
-        space: what to draw; None for what the backend's facts allow.
+        space: what to draw; None for what the backend's capabilities allow.
 
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.

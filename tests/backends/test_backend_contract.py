@@ -1,4 +1,4 @@
-"""What every backend promises the engine, and the traps of the libraries behind them, each met by somebody (DESIGN, section 5)."""
+"""What every backend promises the engine, and the traps of the libraries behind them, each of which somebody has met."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_a_dilated_call_runs_on_it_segment_by_segment(
 
 
 def test_library_paths_are_checked(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="is no file; expected the path of a shared library"):
+    with pytest.raises(ValueError, match="is not a file; expected the path of a shared library"):
         flash3_fp8.load_library(tmp_path / "none.so")
     with pytest.raises(NotImplementedError):
         BACKEND.backward()  # type: ignore[call-arg]

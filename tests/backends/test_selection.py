@@ -137,7 +137,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             fresh.select(request)
     assert [record.message for record in caplog.records] == [f"backend sdpa_cpu (chosen) for {request.describe()}"]
-    with pytest.raises(ValueError, match="'math' is registered already"):
+    with pytest.raises(ValueError, match="'math' is already registered"):
         fresh.register(registry.get("math"))
 
 

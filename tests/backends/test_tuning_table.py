@@ -326,7 +326,7 @@ def test_tuning_into_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--seconds", "0"], 2, "'0' is no number above 0"),
+        (["--seconds", "0"], 2, "'0' is not a number above 0"),
         (["--backends", "flash9"], 2, "--backends has flash9; expected some of flash4"),
         (["--backends", "flash4"], 1, "nothing was measured"),
         (["--device", "abacus"], 2, "--device is 'abacus'"),
@@ -483,14 +483,14 @@ def test_every_bad_file_is_a_preference_error_with_its_path(cache: Path) -> None
 def test_a_preference_file_that_cannot_be_read_is_a_preference_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tuning_table.cache_path(CPU)
     path.mkdir()
-    with pytest.raises(PreferenceError, match="it is no regular file") as caught:
+    with pytest.raises(PreferenceError, match="it is not a regular file") as caught:
         tuning_table.measured_here(CPU)
     assert str(path) in str(caught.value)
     path.rmdir()
     # nobody writes to it: reading would wait for ever
     os.mkfifo(path)
     tuning_table.refresh()
-    with pytest.raises(PreferenceError, match="it is no regular file"):
+    with pytest.raises(PreferenceError, match="it is not a regular file"):
         tuning_table.measured_here(CPU)
     path.unlink()
     write(row("math"))

@@ -174,7 +174,7 @@ def test_a_file_of_another_form_is_named(change: Any, tmp_path: Path) -> None:
     path = tmp_path / "counted.json"
     run(Counted(), session(), output=tmp_path, plots=False)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=r"counted\.json is no benchmark result of schema 1 .*--fresh replaces it"):
+    with pytest.raises(ValueError, match=r"counted\.json is not a benchmark result of schema 1 .*--fresh replaces it"):
         run(Counted(), session(), output=tmp_path, plots=False)
 
 
@@ -386,8 +386,8 @@ def test_the_command_line_measures_and_resumes(tmp_path: Path, capsys: pytest.Ca
     assert again.err == ""
     assert json.loads(again.out)["rows"][0]["values"]["ms"] > 0
     assert main([*command, "--dtypes", "bfloat16", "--fresh", "--minutes", "0"]) == 0
-    assert "--minutes was over before" in capsys.readouterr().err
-    for bad, text in ((["--device", "cuda:99"], "--device is 'cuda:99'"), (["--seconds", "0"], "--seconds: '0' is no number above 0")):
+    assert "--minutes ran out before" in capsys.readouterr().err
+    for bad, text in ((["--device", "cuda:99"], "--device is 'cuda:99'"), (["--seconds", "0"], "--seconds: '0' is not a number above 0")):
         with pytest.raises(SystemExit) as caught:
             main([*command, *bad])
         assert caught.value.code == 2

@@ -91,7 +91,7 @@ def test_all_are_right_and_others_are_held_to_it(tmp_path: Path, capsys: pytest.
     assert timed["inference_only", "forward"]["ms"] > 0
     notes = {row["name"]: row["note"] for row in rows if "note" in row}
     assert notes["unscaled"].startswith("wrong: out off by") and notes["fails"] == "raised NotImplementedError: only for even days"
-    assert "gave (2, 192, 32); expected out of q's shape (2, 192, 2, 16)" in notes["of_another_shape"]
+    assert "returned (2, 192, 32); expected a tensor of q's shape (2, 192, 2, 16)" in notes["of_another_shape"]
     assert not {name for name, _ in timed} & set(notes)
     assert "192 positions, batch 2, 2 heads of 16, float32, full" in printed and "wrong: out off by" in printed
     line = next(line for line in printed.splitlines() if line.split()[:2] == ["torch", "sdpa"] and "%" in line).split()

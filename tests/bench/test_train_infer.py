@@ -87,9 +87,9 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
     }
     # 2 layers of keys and values of 128 floats, for the prompt, what comes behind it, and 4 more
     assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 4 + 5 * 8)
-    assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing behind a prompt" in text
+    assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing after a prompt" in text
     assert "block_sparse: the last 256 keys" in text and "dilated: segments/rates 256/1, 1,024/4" in text
-    assert "more than 150 tokens of prompts together are left out" in text
+    assert "prompts of more than 150 tokens in total are left out" in text
     assert main(command) == 0
     assert (tmp_path / "train-infer.json").read_text() == before
 
@@ -196,7 +196,7 @@ def test_results_of_a_gpu_are_told_and_drawn(tmp_path: Path) -> None:
     assert gpt.columns == ["N", "1,024", "4,096", "16,384", "65,536", "131,072"]
     # a rate over dense: more is better
     assert float(gpt.rows[1][5].split("(")[1].split()[0]) > 10
-    assert "activations computed again at 16,384, 65,536, 131,072" in gpt.caption and "like dilated" in gpt.caption
+    assert "activations recomputed at 16,384, 65,536, 131,072" in gpt.caption and "like dilated" in gpt.caption
     assert "[1] out of memory" in llama.caption and "train llama-7b N=65536 B=1 bfloat16: out of memory" in llama.caption
     assert tables[4].columns[1:3] == ["1 × 1,024", "8 × 1,024"]
     pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]

@@ -54,7 +54,7 @@ def test_bench_without_a_suite_exits_with_2_and_says_what_there_is(capsys: pytes
         assert caught.value.code == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert "tune,speed" in captured.err or "'0' is no size" in captured.err
+        assert "tune,speed" in captured.err or "'0' is not a size" in captured.err
 
 
 def test_show_tells_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

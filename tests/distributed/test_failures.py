@@ -239,8 +239,8 @@ def test_the_watch_ends_ranks_that_wait_without_blocking(tmp_path: Path) -> None
     for rank in (0, 2):
         assert ends[rank].code == 1 and TIMEOUT <= ends[rank].seconds < TIMEOUT + MARGIN
         text = (
-            f"RingError: rank {rank}: ring backward, hop 0: dK and dV: exchange 2 with ranks {(rank - 1) % 4}, {(rank + 1) % 4} is not "
-            "done 2."
+            f"RingError: rank {rank}: ring backward, hop 0: dK and dV: "
+            f"exchange 2 with ranks {(rank - 1) % 4}, {(rank + 1) % 4} is not done 2."
         )
         assert ends[rank].error.startswith(text), ends[rank]
         assert f"rank 1 {SILENT}" in ends[rank].error
@@ -292,8 +292,8 @@ def disagrees(rank: int, world: int, argument: str, value: Any) -> None:
 def test_every_rank_ends_with_the_same_refusal(tmp_path: Path, argument: str, value: object, usual: str) -> None:
     ends = play(3, disagrees, argument, value, folder=tmp_path)
     text = (
-        f"ValueError: ring_attention: ranks disagree on {argument}: ranks 0, 2 have {usual}, rank 1 has {value}; all ranks must make "
-        "the same call"
+        f"ValueError: ring_attention: ranks disagree on {argument}: "
+        f"ranks 0, 2 have {usual}, rank 1 has {value}; all ranks must make the same call"
     )
     for end in ends:
         assert end.code == 1 and end.error == text and end.seconds < TIMEOUT

@@ -74,9 +74,8 @@ def test_an_odd_rank_is_named_on_all(argument: str, rank: int) -> None:
     assert (
         told
         == [
-            f"ring_attention: ranks disagree on {argument}: ranks {rest} have {CALL[argument]}, rank {rank} has {OTHERS[argument]}; all "
-            "ranks "
-            f"must make the same call"
+            f"ring_attention: ranks disagree on {argument}: "
+            f"ranks {rest} have {CALL[argument]}, rank {rank} has {OTHERS[argument]}; all ranks must make the same call"
         ]
         * 4
     )
@@ -87,11 +86,9 @@ def test_several_differences_and_a_missing_argument() -> None:
     assert (
         told
         == [
-            "ring_attention: ranks disagree on dtype: ranks 0, 2, 3 have torch.bfloat16, rank 1 has torch.float32; on heads: ranks 0, 2 "
-            "have 8, "
-            "rank 1 has 4, rank 3 has 2; on causal: ranks 2, 3 have True, rank 0 has no such argument, rank 1 has False; all ranks must "
-            "make "
-            "the same call"
+            "ring_attention: ranks disagree on dtype: ranks 0, 2, 3 have torch.bfloat16, rank 1 has torch.float32; on heads: "
+            "ranks 0, 2 have 8, rank 1 has 4, rank 3 has 2; on causal: "
+            "ranks 2, 3 have True, rank 0 has no such argument, rank 1 has False; all ranks must make the same call"
         ]
         * 4
     )
@@ -102,8 +99,8 @@ def test_another_function_is_all_that_is_told_of_it() -> None:
     assert (
         told
         == [
-            "ranks disagree on function: ranks 0, 1, 2 have ring_attention, rank 3 has sequence_attention; all ranks must make the same "
-            "call"
+            "ranks disagree on function: ranks 0, 1, 2 have ring_attention, rank 3 has sequence_attention; "
+            "all ranks must make the same call"
         ]
         * 4
     )

@@ -177,11 +177,11 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # no rank is odd, yet the call is wrong
     (BASE | {"seq_len": 40}, {}, r"ranks hold \[8, 8, 8, 8\] positions; a contiguous sequence of 40 has \[10, 10, 10, 10\]"),
     (tensors(batch=1, cu_seqlens=BOUNDS) | BASE, {}, r"cu_seqlens is \[0, 3, 8\]; expected bounds .* end at N = 32"),
-    (BASE | {"exchange": "all_to_all"} | tensors(heads=6), {}, "exchange='all_to_all': 6 heads are no multiple of 4 ranks"),
+    (BASE | {"exchange": "all_to_all"} | tensors(heads=6), {}, "exchange='all_to_all': 6 heads are not a multiple of 4 ranks"),
     (BASE | {"exchange": "all_to_all"} | tensors(heads=12, kv_heads=3), {}, "3 key/value heads and 4 ranks: neither is a multiple"),
     (BASE | {"exchange": "all_to_all", "branch_heads": "split"}, {}, "exchange='all_to_all': branch_heads='split'"),
     (BASE | {"exchange": "2d", "ranks_per_node": 3}, {}, "ranks_per_node is 3 for a group of 4 processes; expected a divisor of 4"),
-    (BASE | {"exchange": "2d", "ranks_per_node": 4} | tensors(heads=6), {}, "exchange='2d': 6 heads are no multiple of 4 ranks"),
+    (BASE | {"exchange": "2d", "ranks_per_node": 4} | tensors(heads=6), {}, "exchange='2d': 6 heads are not a multiple of 4 ranks"),
 ]
 
 

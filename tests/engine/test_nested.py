@@ -90,8 +90,8 @@ def test_longnet_visits_a_quarter_less() -> None:
 @pytest.mark.parametrize(
     ("lengths", "rates", "offsets", "words"),
     [
-        ([8, 12], [1, 2], [[0], [0]], "no multiple of 8"),
-        ([8, 16], [2, 3], [[0], [0]], "no multiple of 2"),
+        ([8, 12], [1, 2], [[0], [0]], "not a multiple of 8"),
+        ([8, 16], [2, 3], [[0], [0]], "not a multiple of 2"),
         ([8, 16], [2, 4], [[0], [1]], "modulo 2"),
         ([8, 16], [1, 3], [[0], [0]], "does not divide"),
         ([8, 16], [1, 2], [[0], [-1]], "takes no position"),

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
 HEADS, SEGMENTS, RATES, GRID = 16, (64, 181, 512, 2048), (1, 2, 4, 16), 40
 SHAPE = Shape(HEADS, SEGMENTS, RATES)
-# 181 is no multiple of 2: with more tiles TorchScale shifts, and so the restatement
+# 181 is not a multiple of 2: with more tiles TorchScale shifts, and so the restatement
 LENGTHS = (170, 64, 1, 100)
 
 

@@ -550,7 +550,7 @@ def test_no_weight_is_cut_doubled_or_left_beside() -> None:
             load_torchscale(longer, **settings)
     with pytest.raises(ValueError, match=r"k_proj\.bias has shape"):
         load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
-    with pytest.raises(ValueError, match="is there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
     with pytest.raises(ValueError, match="weights under 'model' and beside it"):
         load_torchscale({"model": weights, "k_proj.bias": weights["k_proj.bias"]}, **settings)

@@ -73,7 +73,7 @@ def test_forward_is_the_formula_of_its_parts() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 def test_loss_in_chunks_is_the_whole_cross_entropy(chunk: int | None, device: str) -> None:
     hidden = torch.randn(2, 40, 16, dtype=torch.float64, device=device, requires_grad=True)
-    # 50 is no multiple of 8: on a GPU the weight gets six rows of zeros, which must not take part
+    # 50 is not a multiple of 8: on a GPU the weight gets six rows of zeros, which must not take part
     weight = torch.randn(50, 16, dtype=torch.float64, device=device, requires_grad=True)
     targets = torch.randint(50, (2, 40), device=device)
     targets[0, 5] = -100

@@ -286,9 +286,9 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     [
         (b"", "is not JSON"),
         (b"\xff\xfe{}", "is not UTF-8"),
-        (b"[" * 10_000 + b"]" * 10_000, "nested too deep"),
-        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deep"),
-        (b'{"a": 1, "b": 2, "a": 3}', "key 'a' is there twice"),
+        (b"[" * 10_000 + b"]" * 10_000, "nested too deeply"),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
+        (b'{"a": 1, "b": 2, "a": 3}', "key 'a' occurs twice"),
         (b'{"a": ' + b"1" * 5000 + b"}", "is not JSON.*digits"),
         (b'{"a": 1', "is not JSON"),
     ],

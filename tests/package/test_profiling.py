@@ -143,7 +143,7 @@ def test_what_is_refused() -> None:
         _ = block.peak_allocated
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(RuntimeError, match=r"torch\.profiler is under way"),
+        pytest.raises(RuntimeError, match=r"torch\.profiler is already running"),
         block,
     ):
         pass

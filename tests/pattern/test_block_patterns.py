@@ -469,7 +469,7 @@ def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
 
 def test_from_one_entry_of_a_batch() -> None:
     block_mask = create_block_mask(lambda b, h, q, k: q - k <= 100 * b, 2, None, 300, 300, device="cpu")
-    with pytest.raises(ValueError, match="block_mask has 2 batch entries and a pattern is for all of a batch; choose one"):
+    with pytest.raises(ValueError, match="block_mask has 2 batch entries and a pattern holds for the whole batch; choose one"):
         from_block_mask(block_mask)
     with pytest.raises(ValueError, match="batch is 2; block_mask has 2 batch entries: expected 0 to 1"):
         from_block_mask(block_mask, batch=2)

@@ -310,7 +310,7 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
         ("dilated", {}, "needs segment_lengths"),
         ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give one of both"),
         ("ring", {"layout": "diagonal", "world_size": 2}, "layout"),
-        ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are no multiple of 3"),
+        ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
         ("dense", {"layout": "zigzag"}, "layout is 'zigzag'"),
         ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
@@ -344,7 +344,7 @@ def test_checkpointing_sharding_and_sharing_a_sequence_save_memory() -> None:
     spread = tiny(2**20, world_size=4)
     assert spread.peak == pytest.approx(plain.peak, rel=0.1) and spread.exchange.bytes.forward_received == 0
     sharded = tiny(2**18, weight_shards=4)
-    assert dict(sharded.terms)["weights"] == dict(plain.terms)["weights"] // 4 and "two blocks whole" in dict(sharded.terms)
+    assert dict(sharded.terms)["weights"] == dict(plain.terms)["weights"] // 4 and "two unsharded blocks" in dict(sharded.terms)
 
 
 def test_generating_needs_the_cache_and_one_stretch_of_the_prompt() -> None:

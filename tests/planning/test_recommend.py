@@ -105,7 +105,7 @@ def test_measured_figures_stand_on_the_page_that_is_cited(use_case: str) -> None
     for setting in {setting for extra in EXTRA[use_case] for answer in _answers(use_case, extra) for setting in answer.settings}:
         if setting.name in names and setting.source != "computed":
             page = (DOCS / setting.source.split(",")[0]).read_text()
-            for figure in FIGURE.findall(re.sub(r"[\d,]+ (positions keep|tokens a GPU; )", "", setting.reason)):
+            for figure in FIGURE.findall(re.sub(r"[\d,]+ (positions keep|tokens per GPU; )", "", setting.reason)):
                 seen += 1
                 # rounded
                 assert {"16,600": "16,637", "1,120": "1,120"}.get(figure, figure) in page, (setting, figure)
@@ -211,7 +211,7 @@ def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
     ).setting("kind").reason
     asked = recommend("training", 2**20, gpu="H200", attention="dense")
     assert asked.kind == "dense" and asked.setting("kind").reason.startswith("asked for")
-    with pytest.raises(KeyError, match="no setting is called 'branches'; there are kind"):
+    with pytest.raises(KeyError, match="no setting is called 'branches'; the settings are kind"):
         asked.setting("branches")
 
 
@@ -318,7 +318,7 @@ def test_a_head_dim_that_kernels_refuse_is_told_of() -> None:
     [
         (("tuning", 100), "use_case"),
         (("training", 0), "length"),
-        (("training", 100, "parameters", 1e10), "take 'large-training'"),
+        (("training", 100, "parameters", 1e10), "use 'large-training'"),
         (("large-training", 100), "for more than 7,000,000,000"),
         (("short-sequences", 8192), "for fewer than 8,192"),
         (("training", 100, "users", 4), "users given, which 'training' does not use"),
@@ -347,7 +347,7 @@ def test_the_command_prints_what_the_function_answers(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         main(["recommend", "large-training", "--length", "1k"])
     assert caught.value.code == 2
-    assert "for more than 7,000,000,000: give so many, or take 'training'" in capsys.readouterr().err
+    assert "for more than 7,000,000,000: give that many, or use 'training'" in capsys.readouterr().err
     for wrong in (["--parameters", "many"], ["--length", "0"], ["--attention", "linear"]):
         with pytest.raises(SystemExit) as caught:
             main(["recommend", "training", "--length", "64", *wrong])

@@ -1,1 +1,1 @@
-"""Kernels that compute lists of kept blocks."""
+"""Kernels that compute attention over lists of kept blocks."""

@@ -8,7 +8,7 @@ from dilated_attention.backends.base import Backend, Options
 
 
 class BlocksBackend(Backend):
-    """A backend whose facts say ``blocks_only``, so that it is never selected for a dense problem."""
+    """A backend whose capabilities say ``blocks_only``, so that it is never selected for a dense problem."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError(f"{self.name} computes lists of blocks only")

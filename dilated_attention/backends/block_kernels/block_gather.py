@@ -17,8 +17,8 @@ from dilated_attention.backends.block_lists import WORD, BlockLists
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.nonfinite import ContainedBackend
 
-# bytes of keys, values and pairs of one piece. On a CPU it fits near the caches (2 to 64 MiB differ by less than the timings vary); on a
-# GPU larger pieces mean fewer launches
+# bytes of keys, values and pairs of one piece. On a CPU a piece is about as large as the caches (between 2 and 64 MiB the difference is
+# below the noise of the timings); on a GPU larger pieces mean fewer launches
 _PIECE_BYTES = 8 * 2**20
 _PIECE_BYTES_GPU = 64 * 2**20
 
@@ -102,7 +102,7 @@ class GatheringBackend(ContainedBackend):
 
 def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
     """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
-    assert not options.causal and options.mask.band is None, "lists say themselves where they end"
+    assert not options.causal and options.mask.band is None, "block lists already include causality and the window"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
     starts, num_keys = lists.row_starts.long().cpu(), _keys_of_rows(lists).cpu()

@@ -34,7 +34,7 @@ class GluonSettings:
     maxnreg: int = 168
 
 
-# H200, random blocks of 128x128, speed as a fraction of that in proportion to dense FlashAttention-4, at densities of 50, 10, 5 and 2 %:
+# H200, random blocks of 128x128, rate per kept pair as a fraction of dense FlashAttention-4's, at densities of 50, 10, 5 and 2 %:
 # head dim 128, stages (2, 3): 0.94, 0.87, 0.89, 0.84; (3, 2): 0.95, 0.85, 0.85, 0.75; (2, 2): 0.95, 0.87, 0.85, 0.76;
 # 64, (5, 4): 0.83, 0.85, 0.85, 0.79; (4, 4): 0.81, 0.83, 0.80, 0.76; (5, 4) with 240 registers instead of 232: 0.74, 0.74, 0.74, 0.73.
 # Key tiles of 64, two programs per multiprocessor at head dim 64, and sums of weights kept per thread lose 2 to 15 %.

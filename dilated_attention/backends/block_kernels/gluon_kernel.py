@@ -1,8 +1,8 @@
 """The block-sparse forward on Hopper, written in Gluon: one warp loads by TMA, and two warpgroups multiply and exponentiate.
 
 A program processes query blocks of 128 rows in turn. Its loading warp walks their lists of key blocks and keeps a ring of key and value
-tiles full *across query blocks*. So a query block with five key blocks costs five steps, without the time to fill a pipeline, which kernels
-with one query block per program lose below 10 % density. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of the next key tile and P·V
+tiles full *across query blocks*. So a query block with five key blocks costs five steps, and no time to fill a pipeline. Kernels with one
+query block per program lose that time below 10 % density. Each consumer warpgroup owns 64 rows: it issues Q·Kᵀ of the next key tile and P·V
 of the last one, and computes the softmax of the next tile while P·V runs.
 """
 

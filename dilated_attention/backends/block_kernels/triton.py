@@ -119,7 +119,7 @@ class TritonBlocksBackend(BlocksBackend):
         capability = request.hardware.capability
         if request.dtype is torch.float32 and request.head_dim > 128 and capability and _shared_memory(capability) == "small":
             limit = f"compute capability {capability[0]}.{capability[1]}"
-            return [f"float32 of head_dim {request.head_dim} needs more shared memory than {limit} has; up to 128 it does not"]
+            return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
     def forward_blocks(
@@ -302,7 +302,7 @@ class _Problem:
 
 def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options) -> _Problem:
     (B, Nq, H, D), (_, Nk, K, _) = q.shape, k.shape
-    assert not options.causal and options.dropout is None and options.mask.band is None, "lists say by themselves which pairs are kept"
+    assert not options.causal and options.dropout is None and options.mask.band is None, "block lists already say which pairs are kept"
     assert (Nq, Nk) == (lists.num_queries, lists.num_keys) and v.shape == k.shape and k.dtype == v.dtype == q.dtype and H % K == 0
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
     assert all(x.stride(3) == 1 or D == 1 for x in (q, k, v))

@@ -1,1 +1,1 @@
-"""Kernel libraries installed beside torch: FlashAttention 2, 3 and 4, and xformers."""
+"""Kernel libraries that are installed in addition to torch: FlashAttention 2, 3 and 4, and xformers."""

@@ -28,7 +28,7 @@ class Flash2Backend(Backend):
         native_window=True,
         max_batch=65_535,
         aligned_last=True,
-        source="written to the interface of flash-attn 2.8.3; its kernels were run here only as torch bundles them",
+        source="written against the interface of flash-attn 2.8.3; its kernels were only run as bundled in torch",
     )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,8 +30,8 @@ class Flash3Backend(WritingBackend):
         dtypes=HALVES,
         package="flash-attn-3",
         install=(
-            "build flash_attn_interface, or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers "
-            "0.0.34 wheel"
+            "build flash_attn_interface, "
+            "or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers 0.0.34 wheel"
         ),
         compute_capabilities=((9, 0), (9, 0)),
         head_dim_multiple=8,
@@ -45,7 +45,7 @@ class Flash3Backend(WritingBackend):
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.deterministic and request.needs_grad and request.head_dim > 192:
-            return [f"its deterministic backward ends at head_dim 192, not {request.head_dim}"]
+            return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> No
     """
     for file in (path, cuda_runtime):
         if file is not None and not Path(file).is_file():
-            raise ValueError(f"{file} is no file; expected the path of a shared library")
+            raise ValueError(f"{file} is not a file; expected the path of a shared library")
     if cuda_runtime is not None:
         ctypes.CDLL(str(cuda_runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(path))

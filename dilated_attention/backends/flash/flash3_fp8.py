@@ -17,7 +17,7 @@ from dilated_attention.backends.hardware import refresh
 # and −1 in the other, the relative error is 2.0 in one sum, 0.22 at 8192 and 0.18 at 4096; the last two add 8 and 16 % to the time
 # (H200, D = 128)
 KEYS_A_SUM = 8192
-# the most splits that the library's combining kernel accepts
+# the largest number of splits that the library's combining kernel accepts
 _MOST_SPLITS = 128
 # the largest size of the float32 results of all splits of a launch
 _SPLIT_BYTES = 2**30
@@ -50,9 +50,9 @@ class Flash3Fp8Backend(Backend):
     tensor, have errors just as small: e4m3 is a floating-point format, and only values 2^15 times smaller than the largest are lost. Two
     other effects matter:
 
-    * The tensor cores sum 8-bit products with less precision than float32, and a sum of values with the same sign is too small, the more
-      so the more terms it has: values of mean 1 came out 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the values is
-      subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
+    * The tensor cores sum 8-bit products with less precision than float32. A sum of values with the same sign comes out too small, and
+      the error grows with the number of terms: values of mean 1 were 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the
+      values is subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
     * A constant in the keys costs mantissa bits that the scores need, so their mean is subtracted too.
 
     Measured on an H200 by benchmarks/fp8_forward.py: the total time breaks even at 32,768 dense keys and is better beyond (131,072:
@@ -126,10 +126,10 @@ class Flash3Fp8Backend(Backend):
 def load_library(path: str | Path) -> None:
     """Registers ``fa3_fwd::fwd`` from ``fa3_fwd/_C.abi3.so`` of the package fa3-fwd, if that is unpacked rather than installed."""
     if not Path(path).is_file():
-        raise ValueError(f"{path} is no file; expected the path of a shared library")
+        raise ValueError(f"{path} is not a file; expected the path of a shared library")
     torch.ops.load_library(str(path))
     if not hasattr(torch.ops.fa3_fwd, "fwd"):
-        raise ValueError(f"{path} registers no fa3_fwd::fwd; expected fa3_fwd/_C.abi3.so of the package fa3-fwd")
+        raise ValueError(f"{path} does not register fa3_fwd::fwd; expected fa3_fwd/_C.abi3.so of the package fa3-fwd")
     refresh()
 
 

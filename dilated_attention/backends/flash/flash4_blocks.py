@@ -19,14 +19,14 @@ def block_reasons(request: AttentionRequest) -> list[str]:
     capability = request.hardware.capability
     reasons = []
     if capability is None or capability[0] != 9:
-        reasons.append("its lists of blocks are tried on compute capability 9.0 alone")
+        reasons.append("its block-sparse kernels were tested only on compute capability 9.0")
     if request.head_dim > 128:
         reasons.append(f"with lists of blocks head_dim is at most 128, not {request.head_dim}")
     if request.needs_grad:
         q_block, k_block = request.blocks
         if k_block != 128 or (request.head_dim <= 64 and q_block != 128):
             least = "128x128" if request.head_dim <= 64 else "64x128 or 128x128"
-            reasons.append(f"its backward of head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
+            reasons.append(f"its backward with head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
         if request.deterministic:
             reasons.append("its backward over lists of blocks is not deterministic here")
     return reasons
@@ -134,7 +134,7 @@ def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, h
 def _interval(lists: BlockLists) -> tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]:
     if lists.masks is None:
         return None, None
-    assert lists.interval is not None, "asked for none but interval masks"
+    assert lists.interval is not None, "only interval masks are supported"
     if "whole blocks" not in lists.cache:
         # the kernels also read the bounds of the missing rows of the last block
         missing = lists.num_rows * lists.q_block - lists.num_queries

@@ -1,6 +1,6 @@
 """This project's kernels over a table of tiles (``tiles/``).
 
-They compute a whole call in two launches forward and three backward, or one dense problem.
+They compute one dense problem, or a whole call with two launches in the forward and three in the backward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TilesBackend(WritingBackend):
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         if request.dtype is torch.float32 and request.head_dim > _MAX_FLOAT32:
-            return [f"float32 of head_dim {request.head_dim} spills its registers; up to {_MAX_FLOAT32} it does not"]
+            return [f"float32 with head_dim {request.head_dim} spills registers; head_dim up to {_MAX_FLOAT32} does not"]
         return []
 
     def forward_into(
@@ -81,7 +81,7 @@ class TilesBackend(WritingBackend):
 
 
 def float32_precision() -> str:
-    """Returns how float32 products are computed: as three products of tf32 parts, which are as exact; as one if torch's setting allows."""
+    """Returns how float32 products are computed: as three products of tf32 parts, which are as exact, or as one if torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 

@@ -80,7 +80,7 @@ def query_kernel(
 ):  # fmt: skip
     """Computes dq of ROWS queries of one head.
 
-    It also stores, by place, what the kernel of keys needs: δ, lse · log2(e) and the words of dropout. OWN: ``out_ptr`` holds each branch's
+    It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words. OWN: ``out_ptr`` holds each branch's
     own output by place.
     """
     pid = tl.program_id(0)
@@ -331,7 +331,7 @@ def key_kernel(
             natural_scale = natural_scale * keep_scale
             dv0, dv1 = dv0 * keep_scale, dv1 * keep_scale
         if PADDING:
-            # the gradient accumulated for a padded key may be any number or NaN and affects no other key
+            # the gradient accumulated for a padded key may be any number or NaN; it affects no other key
             shown = tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0
             dk0, dv0 = tl.where(shown[:, None], dk0, 0.0), tl.where(shown[:, None], dv0, 0.0)
             dk1, dv1 = tl.where(shown[:, None], dk1, 0.0), tl.where(shown[:, None], dv1, 0.0)

@@ -27,7 +27,7 @@ class TileCall:
 
     Args:
         walk: branches, documents, and positions of the queries.
-        offsets: o of each branch and head; −1 if the head does not run the branch.
+        offsets: the offset of each branch and head; −1 if the head does not run the branch.
         left, right: query i sees keys i − left … i + right; None if unbounded. Causal is right = 0. Windows need one branch of rate 1.
         zero_keys: whether each segment has the zero keys of ``tail="zero_keys"``.
     """
@@ -64,9 +64,8 @@ class Prepared:
         self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
         if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
             raise ValueError(
-                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions of a head; the tiles count to "
-                f"{MAX_PLACES:,}: "
-                'use backend="auto", or shorter sequences'
+                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions per head; "
+                f'tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
             )
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
@@ -91,7 +90,7 @@ class Prepared:
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the packed mask (B, branches, words) int32 that the kernels of queries read: see ``padding.py``."""
+        """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
         if padding is None:
             return None
         branches = self.call.walk.num_branches
@@ -111,7 +110,7 @@ class Prepared:
         """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
-            padding: packed for the kernels of queries, unpacked for the kernel of keys.
+            padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
         """
         assert rows is not None
         nothing = self.offsets

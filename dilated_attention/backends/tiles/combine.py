@@ -1,4 +1,4 @@
-"""Combines the branches' results, which are stored at places: the merge (forward) and the sum (backward), one launch each.
+"""Combines the branches' results, which are stored at places (``table.py``): the merge (forward) and the sum (backward), one launch each.
 
 A position's place in a branch is computed from its document (found by bisection of the starts), its segment, and the offset of the head.
 ``spans`` (documents, branches, 4) int32: segment length, places per segment, place of segment 0, unused.
@@ -69,7 +69,7 @@ def merge_kernel(
             m = tl.maximum(m, tl.load(part_lse_ptr + head_row * part_rows + place, mask=taken, other=-float("inf")))
     shift = tl.where(m == -float("inf"), 0.0, m)
     columns = tl.arange(0, COLUMNS)
-    # where a row is only in the direct branch, its result is kept
+    # a row that is only in the direct branch keeps its result
     written = others if DIRECT >= 0 else inside
     out_at = out_ptr + batch * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_n + columns[None, :]
     total = tl.zeros([ROWS], tl.float32)

@@ -41,7 +41,7 @@ def _tile_launch(
     """Builds one of the three launches over tiles: "forward", "query" or "key".
 
     Args:
-        flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only that of keys has them.
+        flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only "key" has them.
         tensors: the tensors that are read by rows, all aligned; None if some are not.
     """
     of_keys = which == "key"
@@ -71,7 +71,7 @@ def forward(
     """Writes out (B, Nq, H, D), with any strides whose last one is 1, and lse (B, H, Nq), contiguous.
 
     Args:
-        parts: (B, H, places, D), flat. It receives the own outputs of all branches but the direct one; with None they are not kept.
+        parts: (B, H, places, D), flat. It receives the separate outputs of all branches except the direct one; None does not store them.
     """
     rows = p.batch * p.num_heads * p.part_rows
     given = q, k, v, out, lse
@@ -169,7 +169,7 @@ def backward(
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
     tables, key_tables = p.tables(launches[0].table, p.packed(padding), words), p.tables(launches[1].table, padding, words)
-    # the kernel of keys reads the words of queries from the statistics
+    # the key kernel reads the queries' words from the statistics
     key_tables = *key_tables[:3], key_tables[-1]
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))

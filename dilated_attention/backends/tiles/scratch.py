@@ -18,8 +18,8 @@ class Extent:
 
     Args:
         batch, heads, key_heads: B, H, and the number of heads for which gradients of keys are summed.
-        part_rows, delta_rows: number of query places in all branches but the direct one, and in all branches.
-        key_part_rows: number of key places in all branches but the direct one.
+        part_rows, delta_rows: number of query places in all branches except the direct one, and in all branches.
+        key_part_rows: number of key places in all branches except the direct one.
     """
 
     batch: int
@@ -35,7 +35,7 @@ class Extent:
         return self.batch * self.heads * self.part_rows * self.head_dim
 
     def forward(self, dtype: torch.dtype, *, is_saved: bool) -> Parts:
-        """Returns the parts of the forward: the branches' outputs, unless they are kept elsewhere, and their lse."""
+        """Returns the parts of the forward: the branches' outputs, unless they are stored elsewhere, and their lse."""
         return (0 if is_saved else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
 
     def backward(self, dtype: torch.dtype, *, dropout: bool) -> Parts:

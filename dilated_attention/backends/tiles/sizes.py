@@ -1,4 +1,4 @@
-"""The kernels' tile sizes, which were measured, are shipped, and are looked up by head dim, dtype and the rows of a problem."""
+"""The kernels' tile sizes. They were measured beforehand, and are looked up by head dim, dtype and the rows of a problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class TileSizes(NamedTuple):
-    """ROWS of a program (queries, or keys for dk and dv), the BLOCK that it visits at a time, warps, and stages of the pipeline."""
+    """ROWS of a program (queries, or keys for dk and dv), the size of the BLOCK that it visits at a time, warps, and pipeline stages."""
 
     rows: int
     block: int

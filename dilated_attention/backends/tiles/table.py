@@ -78,7 +78,7 @@ class Spans:
     Args:
         lengths, places, bases, first, counts: (documents, branches) int64: segment length, places per segment, place of segment 0,
             index of the first segment with positions in the range, and the number of such segments.
-        num_places, all_places: number of places in all branches but the direct one, and in all branches.
+        num_places, all_places: number of places in all branches except the direct one, and in all branches.
     """
 
     lengths: torch.Tensor

@@ -15,7 +15,7 @@ from dilated_attention.backends.block_kernels.flex_tables import block_mask
 from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.mask_convert import clear_empty_rows
 
-# limit of recompiles for one kind of call: a batch, head count or length of 1 and each new stride order cost one; torch's default is 8
+# limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64
 _BLOCK = 128
 
@@ -125,7 +125,7 @@ def _flex(
     """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
-        assert band is None, "lists say themselves where they end"
+        assert band is None, "block lists already include causality and the window"
         mask, name = block_mask(lists), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
     elif band is not None:
         mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"

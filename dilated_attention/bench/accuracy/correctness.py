@@ -1,4 +1,4 @@
-"""Correctness checks: results against softmax attention in float64, for all rows where they are few, else for sampled ones.
+"""Correctness checks: compares results with softmax attention in float64, on all rows if there are few, otherwise on sampled rows.
 
 A relative error is ‖found − true‖ / ‖true‖ over the rows examined. Anything that exceeds its bound gets no speed figure.
 """
@@ -32,7 +32,7 @@ def wrong(errors: dict[str, float], bound: float) -> str:
 
 
 def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradients: bool = True) -> dict[str, float]:
-    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``, which must be short: N² of memory."""
+    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``. It takes N² memory, so N must be small."""
     leaves = problem.qkv(7)
     dout = problem.draw(problem.num_heads, 101)
     with torch.set_grad_enabled(gradients):

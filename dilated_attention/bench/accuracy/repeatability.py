@@ -75,7 +75,6 @@ def errors(kind: str, problem: Problem, extra: dict[str, Any], *, chosen: Sequen
 
     ``<result>_max`` = E, the largest absolute error; ``<result>_share`` is E as a share of the bound 2·E(plain) + one rounding. The
     relative errors ‖found − true‖ / ‖true‖ are in ``errors``.
-    ``<result>_share`` of the bound 2·E(plain) + one rounding; relative errors ‖found − true‖ / ‖true‖ in ``errors``.
     """
     pattern = KINDS[kind](problem)
     with torch.no_grad():
@@ -125,7 +124,7 @@ def _in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(dtype: torch.dtype, plain: Result, truth: Result, float32_lse: torch.Tensor) -> dict[str, float]:
-    """Returns the bounds of RELIABILITY's rule, as ``dilated_attention.testing.measure`` defines them."""
+    """Returns the bounds that ``dilated_attention.testing.measure`` defines."""
     if dtype is torch.float64:
         return {name: relative_bound(truth[name], FLOAT64_TOLERANCE) for name in RESULTS}
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
@@ -155,9 +154,8 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 def repeats(kind: str, problem: Problem, runs: int, extra: dict[str, Any], *, chosen: Sequence[str] | None = None) -> list[Row]:
     """Runs the same inputs ``runs`` times, with and without ``deterministic``.
 
-    Values: ``<result>_equal_runs``, the number of runs that are equal bit for bit, and ``<result>_spread``, the largest relative difference
-        of
-    a run from the first.
+    Values: ``<result>_equal_runs``, the number of runs that are equal bit for bit, and ``<result>_spread``, the largest relative
+    difference of a run from the first.
     """
     rows = []
     for name in backends(chosen):

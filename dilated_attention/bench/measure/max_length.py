@@ -35,7 +35,7 @@ _LSE_BOUND = 0.02
 
 @dataclass(frozen=True)
 class Kind:
-    """What the search runs. ``growth`` is the power of the length by which its time grows."""
+    """What the search runs. Its time grows with the length to the power ``growth``."""
 
     name: str
     what: str
@@ -158,7 +158,7 @@ def _limited(limits: Limits, problem: Problem, function: Callable[[], dict[str, 
     release(workspaces=True)
     left = torch.cuda.memory_allocated(problem.device) - before
     if found.value is None:
-        return Attempt(None, f"{found.note}, {left / 2**20:.0f} MiB not given back" if left > 2**24 else found.note)
+        return Attempt(None, f"{found.note}, {left / 2**20:.0f} MiB not released" if left > 2**24 else found.note)
     return found
 
 

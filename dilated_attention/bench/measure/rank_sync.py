@@ -1,4 +1,4 @@
-"""Processes that measure together: a failure on one is known to all before any continues, and times are those of the slowest."""
+"""Processes that measure together. All learn of a failure on one of them before any continues; times are those of the slowest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CALLS = 25
 
 
 class Broken(RuntimeError):
-    """A process failed during an exchange, or by a bug: the group cannot be used afterwards. Raised on all with the same text."""
+    """A process failed during an exchange, or because of a bug, so the group is unusable. Raised on all processes with the same text."""
 
 
 class RankSync:
@@ -34,7 +34,7 @@ class RankSync:
         self._control = _control() if self.size > 1 else None
 
     def everywhere(self, function: Callable[[], T]) -> Attempt[list[T]]:
-        """Returns ``function()`` of every process, by rank; or, the same on all, a note that names the first process that failed.
+        """Returns ``function()`` of every process, by rank. If one failed, returns on all of them a note that names the first that did.
 
         Results are sent between processes, so they must be plain figures.
 
@@ -85,7 +85,7 @@ class RankSync:
         return Attempt({name: max(timings, key=lambda timing: timing.ms) for name, timings in of_all.items()})
 
     def _firsts(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Returns the seconds of a third call: the first may compile, the second finds the allocator without its blocks."""
+        """Returns the seconds of a third call: the first may compile, and the second may still have to allocate its blocks."""
         found = {}
         for name, function in functions.items():
             for _ in range(3):

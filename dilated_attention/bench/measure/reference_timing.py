@@ -1,9 +1,9 @@
 """Times as multiples of yardsticks that are timed in turns with the measured calls, so that a busy or throttled machine slows both.
 
-On a GPU a time is that between two events; on a CPU it is process time, which does not count while other processes run. A figure is the
-fastest call divided by the fastest call of the yardstick: other load only ever adds time. There are three yardsticks, a matrix product, a
-copy, and many small operations, as other processes may affect a core's clock, the memory or its caches. A change is reported only as far as
-all three show it.
+On a GPU a time is measured between two events; on a CPU it is process time, which excludes time when other processes run. A figure is the
+fastest call divided by the fastest call of the yardstick, because other load only ever adds time. There are three yardsticks (a matrix
+product, a copy, and many small operations), because other processes may affect a core's clock, the memory or the caches. A change is
+reported only to the extent that all three show it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def change(then: Figures, now: Figures) -> float:
 
 
 def verdict(then: Figures, now: Figures, threshold: float) -> str:
-    """``"slower"`` or ``"faster"`` where by all yardsticks the change exceeds ``threshold`` and the noise of both; else ``"same"``."""
+    """Returns "slower" or "faster" if by every yardstick the change exceeds ``threshold`` and the noise of both; otherwise "same"."""
     slower = faster = True
     for name in YARDSTICKS:
         noise = math.hypot(then.noise[name], now.noise[name])

@@ -1,4 +1,4 @@
-"""Runs functions that may fail and turns failures into notes, so that a suite continues: out of memory, refused by a backend, wrong."""
+"""Runs functions that may fail (out of memory, refused by a backend, wrong) and turns failures into notes, so that a suite continues."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def release(*, workspaces: bool = False) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Returns once a GPU's autograd thread has freed what the last backward held.
+    """Waits until a GPU's autograd thread has freed what the last backward held.
 
     A backward returns to its caller before that thread has dropped the tensors of its last step. Bytes counted right after it may therefore
     be freed during the next call, and a peak relative to them would be too small. The thread starts this small backward only after dropping

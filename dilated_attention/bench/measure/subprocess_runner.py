@@ -34,7 +34,7 @@ _helper: _Helper | None = None
 def why_no_children() -> str:
     """Returns why calls in separate processes are not possible here; empty if they are."""
     if not (hasattr(os, "fork") and os.path.exists("/proc/self/status")):
-        return "measured in processes of their own, which need Linux's fork and /proc"
+        return "measured in separate processes, which need Linux's fork and /proc"
     return ""
 
 
@@ -58,7 +58,7 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
         code = helper.process.wait()
         raise RuntimeError(f"the process that forks children for measurements ended with code {code}") from gone
     if isinstance(found, str):
-        raise RuntimeError(f"in a process of its own: {found}")
+        raise RuntimeError(f"in a separate process: {found}")
     assert isinstance(found, Attempt)
     return found
 

@@ -153,7 +153,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
-    """Returns the peak bytes of a call beyond those before it, results included; None off CUDA, where PyTorch does not count them."""
+    """Returns the peak bytes of a call beyond those before it, results included; None without CUDA, where PyTorch does not count them."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

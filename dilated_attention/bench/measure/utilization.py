@@ -41,5 +41,5 @@ def explained(results: Results, dtype: str) -> str:
     peaks = [(name, gpu.peak(name)) for name in dict.fromkeys((dtype, "fp8")) if name != "float32"]
     told = ", ".join(f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in peaks if peak is not None)
     if dtype not in ("float16", "bfloat16") or gpu.peak(dtype) is None:
-        return f"No utilisation in {dtype}: its peak depends on whether a kernel takes TF32 products, or is not known."
+        return f"No utilisation in {dtype}: its peak depends on whether a kernel uses TF32 products, or is not known."
     return f"In brackets: share of {gpu.name}'s peak, {told} ({gpu.source})."

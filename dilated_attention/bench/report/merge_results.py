@@ -15,8 +15,7 @@ def stem(results: Results) -> str:
 
 
 def joined(results: Results, folder: Path | None) -> tuple[Results, list[str]]:
-    """Returns ``results`` with the groups that runs with other numbers of processes stored in ``folder``, and what is left out, as
-    sentences.
+    """Returns ``results`` with the groups that other numbers of processes stored in ``folder``, and sentences on what is left out.
 
     Only results with the same hardware, versions and settings are combined. Labels include the number of processes if there are several
     files.

@@ -57,7 +57,7 @@ class Row:
         if not (
             isinstance(row.name, str) and isinstance(row.note, str) and all(isinstance(x, dict) for x in (row.case, row.values, row.errors))
         ):
-            raise TypeError(f"{str(stored)[:200]} is no row")
+            raise TypeError(f"{str(stored)[:200]} is not a row")
         return row
 
 
@@ -145,8 +145,8 @@ class Results:
         ):
             if theirs != ours:
                 raise ValueError(
-                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; --fresh replaces the file, or choose another "
-                    "--output"
+                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; "
+                    "--fresh replaces the file, or choose another --output"
                 )
 
     @classmethod
@@ -163,10 +163,10 @@ class Results:
             groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
             hardware, versions = whole["machine"]["hardware"], whole["machine"]["versions"]
             if not all(isinstance(x, dict) for x in (hardware, versions, whole["settings"])) or not isinstance(hardware["devices"], int):
-                raise TypeError("hardware, versions or settings are of another form")
+                raise TypeError("hardware, versions or settings have another form")
             return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
+            raise ValueError(f"{path} is not a benchmark result of schema {SCHEMA} ({error}); --fresh replaces it") from error
 
     @property
     def rows(self) -> list[Row]:

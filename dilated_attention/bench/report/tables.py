@@ -53,8 +53,7 @@ def pivot(
     more_is_better: bool = False,
     share: Callable[[Row], float | None] = lambda row: None,
 ) -> Table:
-    """Builds a table: names as rows, the case's ``across`` as columns, ``values[value] · scale`` in the cells, or a note where a figure is
-    missing.
+    """Builds a table: names as rows, the case's ``across`` as columns, and in the cells ``values[value] · scale``, or a note if missing.
 
     Args:
         baseline: name of a contender, or one figure per column; "(x ×)" is appended to cells: the baseline's figure divided by the cell's,

@@ -52,7 +52,7 @@ class Accuracy(Suite):
         parser.add_argument("--head-dim", type=size, default=64, help="default 64")
         parser.add_argument("--steps", type=size, help="of training in each dtype; default 30, on a CPU 8")
         parser.add_argument(
-            "--backends", nargs="+", choices=backends(), help=("default: all; each is compiled anew for every dtype and mask")
+            "--backends", nargs="+", choices=backends(), help=("default: all; each is recompiled for every dtype and mask")
         )
         parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
 
@@ -143,7 +143,7 @@ class Accuracy(Suite):
             lines.append(Line(name, [row.case["step"] for row in those], [abs(row.values["difference"]) for row in those]))
         if lines:
             plots.append(
-                Plot(name="loss", title="A tiny model's loss against float32's", x_label="step", y_label="|difference|, nats a token",
+                Plot(name="loss", title="A tiny model's loss against float32's", x_label="step", y_label="|difference|, nats per token",
                      lines=lines, log_y=True, note="autocast with float32 weights; fp8: the forward of the float32 run's weights")
             )  # fmt: skip
         return plots
@@ -162,9 +162,8 @@ def _error_tables(kind: str, dtype: str, rows: list[Row]) -> list[Table]:
             body.append([name, *("–" if worst[key] < 0 else figure(worst[key]) for key in RESULTS), told])
     what = f"{kind}, {dtype}"
     caption = (
-        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: largest absolute error, as a share "
-        "of the "
-        f"bound 2 · that of {PLAIN} in the same dtype + one rounding; ! is beyond it."
+        f"‖found − float64's‖ / ‖float64's‖, the worst of {' and '.join(_masks(rows))}. Last column: "
+        f"largest absolute error, as a share of the bound 2 · that of {PLAIN} in the same dtype + one rounding; ! is beyond it."
     )
     if dtype == "fp8":
         caption += f" {PLAIN}: only q, k and v are rounded to 8 bits. No bound is set, and there are no gradients."
@@ -201,10 +200,9 @@ def _loss_table(kind: str, rows: list[Row]) -> Table:
             body.append([name, f"{mine[0].values['loss']:.5f}", f"{mine[-1].values['loss']:.5f}",
                          *(figure(x) for x in (sum(differences) / len(differences), max(differences)))])  # fmt: skip
     caption = (
-        "nats a token. The model of preset longnet-tiny from the same weights on the same data: float16 and bfloat16 by autocast with "
-        "float32 weights; "
-        "fp8: no training, the forward of the float32 run's weights with attention in 8 bits. Differences from float32 grow as trainings "
-        "part."
+        "nats per token. The model of preset longnet-tiny from the same weights on the same data. "
+        "float16 and bfloat16: by autocast with float32 weights. fp8: no training, the forward of the float32 run's weights with attention "
+        "in 8 bits. Differences from float32 grow as the trainings diverge."
     )
     positions = f"{rows[0].case['N']:,} tokens" if rows else ""
     columns = ["dtype", "first loss", "last loss", "mean difference", "largest difference"]
@@ -230,7 +228,7 @@ def _repeat_table(kind: str, rows: list[Row]) -> Table:
         body.append([name, *cells])
     case = rows[0].case
     caption = (
-        "equal: all runs bit for bit. Otherwise runs equal to the first one, and the largest relative difference from it, over all of it. "
+        "equal: all runs bit for bit. Otherwise the number of runs equal to the first one, and the largest relative difference from it. "
         "det.: with deterministic=True."
     )
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
@@ -253,9 +251,9 @@ def _invariance_table(kind: str, rows: list[Row]) -> Table:
             else:
                 cells.append("equal" if row.values["equal"] else figure(row.values["difference"]))
         body.append([name, *cells])
-    caption = "equal: out bit for bit, but for its order; otherwise the largest absolute difference, where values are of order 1."
+    caption = "equal: out bit for bit, except for its order; otherwise the largest absolute difference, where values are of order 1."
     legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
-    title = f"changes that change nothing, {kind}, {_shape(rows[0].case)}"
+    title = f"changes that must not change results, {kind}, {_shape(rows[0].case)}"
     return Table(title, ["backend", *INVARIANCES], body, "\n".join(filter(None, [caption, legend, absent(rows, "equal")])))
 
 

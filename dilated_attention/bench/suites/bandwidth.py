@@ -37,7 +37,7 @@ class Bandwidth(Suite):
     about = "achieved against possible bandwidth and FLOP/s of every pass (roofline)"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all but those of 8 bits")
+        parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all except the 8-bit ones")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
 
     def problems(self, session: Session) -> list[Problem]:
@@ -121,7 +121,7 @@ def _ceilings(session: Session) -> list[Row]:
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         calls[PRODUCT, str(dtype).removeprefix("torch.")] = functools.partial(torch.mm, a, b)
     rows = []
-    # one after another: right after a product, a copy would run at the clock rate reduced by its heat
+    # not in turns: a product heats the chip, and a copy right after it would run at a reduced clock rate
     for (name, dtype_name), call in calls.items():
         timing = interleaved({name: call}, device, seconds=max(session.seconds, 0.2) if session.seconds >= 0.1 else session.seconds)[name]
         # the fastest, as it is an upper limit
@@ -211,8 +211,8 @@ def _attention_table(label: str, rows: Sequence[Row], roof: Roof) -> Table:
         cells.append([f"{row.name}, {row.case['pass']}", figure(v["flops"] / 1e9), figure(v["least_bytes"] / 1e6), *figures, bound, share])
     columns = ("", "GFLOP", "least MB", "ms", "FLOP/byte", "TFLOP/s", "GB/s", "roof", "share of roof")
     caption = (
-        "FLOP: 4·D a pair forward, 10·D backward, of pairs that the pattern keeps. Least MB: what any implementation must read and write "
-        "once. "
+        "FLOP: 4·D per pair forward, 10·D backward, over the pairs that the pattern keeps. "
+        "Least MB: what any implementation must read and write once. "
         "Roof: the lower of the measured product rate and of FLOP/byte times the measured copy."
     )
     return Table(label, columns, cells, "\n".join(filter(None, [caption, absent(rows, "ms")])))
@@ -248,10 +248,9 @@ def _roofline(results: Results, which: str, roof: Roof) -> list[Plot]:
     if roof.datasheet_copy and stated:
         label = f"data sheet: {figure(roof.datasheet_copy)} GB/s, {figure(stated)} TFLOP/s"
         lines.append(_roof_line(label, roof.datasheet_copy, stated, first, last))
-    note = "Right of the bend products are the limit, left of it memory. A contender has a point for each shape."
-    return [Plot(name=f"roofline-{which}", title=f"Roofline, {which}, {dtype}", x_label=("FLOPs for each byte that must be "
-        "moved"), y_label="TFLOP/s",
-                 lines=lines, log_x=True, log_y=True, note=note)]  # fmt: skip
+    note = "The limit is matrix products to the right of the bend, and memory to the left of it. A contender has a point for each shape."
+    return [Plot(name=f"roofline-{which}", title=f"Roofline, {which}, {dtype}", x_label="FLOPs for each byte that must be moved",
+                 y_label="TFLOP/s", lines=lines, log_x=True, log_y=True, note=note)]  # fmt: skip
 
 
 def _roof_line(label: str, gb_s: float, tflops: float, first: float, last: float) -> Line:

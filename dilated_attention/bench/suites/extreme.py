@@ -22,7 +22,7 @@ class Extreme(Suite):
     """Finds the longest sequence that one device can handle, by kind of attention."""
 
     name = "extreme"
-    about = "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory is out"
+    about = "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
@@ -33,10 +33,10 @@ class Extreme(Suite):
         parser.add_argument("--first", type=size, help="length to begin with; default: 256k on a GPU, 1k on a CPU")
         parser.add_argument("--most", type=size, default=2**30, help="length to end at; default: 1G")
         parser.add_argument(
-            "--memory-gib", type=float, help="to be filled; default: the GPU's, 0.125 on a CPU, each length in a process of its own"
+            "--memory-gib", type=float, help="memory to fill; default: the GPU's, 0.125 on a CPU, where each length runs in its own process"
         )
         parser.add_argument("--limit", type=float, help="seconds of one call beyond which a search ends; default: 10 on a GPU, 3 on a CPU")
-        parser.add_argument("--steps", type=int, help="of bisection, once memory is out; default: 4 on a GPU, 2 on a CPU")
+        parser.add_argument("--steps", type=int, help="of bisection, after memory has run out; default: 4 on a GPU, 2 on a CPU")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options, limits = session.options, self.limits(session)
@@ -100,7 +100,7 @@ class Extreme(Suite):
             f"{'causal' if held['causal'] else 'full'}"
         )
         caption = (
-            f"Of one sequence of {shape}. Bytes are the peak of the call, inputs and results included. Sampled rows of every length "
+            f"One sequence of {shape}. Bytes are the peak of the call, inputs and results included. Sampled rows of every length "
             "are checked against float64."
         )
         longest_table = Table("longest sequence", columns, rows, caption)

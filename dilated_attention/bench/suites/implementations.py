@@ -55,8 +55,8 @@ class Implementations(Suite):
             default=[],
             metavar="NAME=MODULE.PATH:FUNCTION",
             help=(
-                "another implementation: function(problem) -> callable of q, k, v (B, N, H, D); held to dense or dilated attention; "
-                "repeatable"
+                "another implementation: function(problem) -> callable of q, k, v (B, N, H, D); "
+                "held to dense or dilated attention; repeatable"
             ),
         )
         parser.add_argument("--longest", type=float, help="seconds that one call may take; default 1.5 in full size, 1 in small")
@@ -205,8 +205,8 @@ def _table(results: Results, case: tuple[tuple[str, Any], ...]) -> Table:
         body.append([name, "–" if share is None else f"{figure(100 * share)} %", *cells, faster])
     columns = ["implementation", "pairs", "forward ms", "tokens/s", "peak MiB", "training ms", "tokens/s", "peak MiB", f"× {BASELINE}"]
     caption = [
-        f"pairs: share of dense attention's, with multiplicity. Training: forward + backward; its time against {BASELINE}'s in the last "
-        "column. "
+        "pairs: share of dense attention's, with multiplicity. Training: forward + backward; "
+        f"its time against {BASELINE}'s in the last column. "
         "Peak: beyond the inputs" + ("." if any("peak_bytes" in row.values for row in rows) else "; not counted on a CPU."),
         *(
             [f"Ring modules: {of['processes']} processes share each sequence; the others run whole on each of them."]

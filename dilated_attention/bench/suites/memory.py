@@ -257,7 +257,7 @@ def _held(planned: Planned, memory: int, session: Session) -> Attempt[int]:
     release(workspaces=True)
     # with the limit of a whole GPU, the CUDA context takes some of it, too
     if torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) < 0.95 * memory:
-        return Attempt(None, "not tried: others hold memory of this GPU")
+        return Attempt(None, "not tried: other processes hold memory of this GPU")
     torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory, device)
     try:
 

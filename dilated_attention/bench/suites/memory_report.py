@@ -36,7 +36,7 @@ def _attention_tables(results: Results) -> list[Table]:
         if not rows:
             continue
         tables.append(pivot(rows, "peak_bytes", across="N", scale=2**-20, title=f"peak memory of {which}, MiB by positions",
-                            caption="Inputs, results and all between; causal, one sequence."))  # fmt: skip
+                            caption="Inputs, results and everything in between; causal, one sequence."))  # fmt: skip
         tables.append(_reductions(rows, which))
         if any("off" in row.values for row in rows):
             tables.append(pivot(rows, "off", across="N", scale=100, title=f"measured against predicted, {which}, percent",
@@ -57,7 +57,7 @@ def _reductions(rows: Sequence[Row], which: str) -> Table:
         against = [f"{figure(x / peak)} ×" if x else "–" for x in (standard, best)]
         cells.append([name, f"{longest:,}", figure(peak / 2**20), figure(peak / longest / batch / 2**20), *against])
     columns = ("", "positions", "MiB", "MiB per token", "less than standard", "less than best dense kernel")
-    return Table(f"memory of {which} per token, and by how much less", columns, cells, absent(rows, "peak_bytes"))
+    return Table(f"memory of {which} per token, and the reduction", columns, cells, absent(rows, "peak_bytes"))
 
 
 def _fits_tables(results: Results) -> list[Table]:
@@ -70,7 +70,7 @@ def _fits_tables(results: Results) -> list[Table]:
         failed = [f"{row.name}, {row.case['GB']} GB: {row.note}" for row in rows if row.note and not row.note.startswith("not tried")]
         caption = (
             "By formula: one layer's attention of Llama-7B's shape, 32 heads of 128, causal, bfloat16, inputs and results included, "
-            f"nine tenths of the memory taken. {checked} of {len(rows)} were run under that limit of memory on this GPU"
+            f"nine tenths of the memory in use. {checked} of {len(rows)} were run under that memory limit on this GPU"
         )
         caption += f"; {'; '.join(failed)}." if failed else "."
         tables.append(
@@ -104,9 +104,8 @@ def _model_tables(results: Results) -> list[Table]:
         full = bool(rows) and bool(rows[0].case["full"])
         what = "Llama-7B's shape" if full else "Llama-7B's proportions at a sixteenth of its width"
         caption = (
-            f"A model of {what}, one sequence. {some} layers are measured; those of {model_memory.LAYERS} are these and what each layer "
-            "more takes, "
-            f"by {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
+            f"A model of {what}, one sequence. {some} layers are measured. Figures of {model_memory.LAYERS} layers are these plus what "
+            f"each further layer takes, from {model_memory.DEPTHS[0]} and {some} layers. Training: AdamW in float32, its moments included."
         )
         tables.append(
             Table(
@@ -120,10 +119,9 @@ def _model_tables(results: Results) -> list[Table]:
     if rows:
         named = [replace(row, name=f"{row.name}, {row.case['work']}") for row in rows]
         caption = (
-            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory taken. Training: float32 weights and "
-            "AdamW, bfloat16 "
-            f"autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; {figure(MOST_POSITIONS)} is as far as "
-            "is looked."
+            "By formula and fake tensors: all 32 layers, one sequence, nine tenths of the memory in use. Training: "
+            "float32 weights and AdamW, bfloat16 autocast. Generating: bfloat16, keys and values cached. 0: not even the weights fit; "
+            f"{figure(MOST_POSITIONS)} is the upper limit of the search."
         )
         tables.append(pivot(named, "longest", across="GB", title="longest sequence of a 7B model on one GPU, by GB", caption=caption))
     return tables

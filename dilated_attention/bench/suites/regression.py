@@ -63,10 +63,10 @@ class Regression(Suite):
         parser.add_argument(
             "--suites", nargs="+", choices=(CORE, *COMPARED), default=[CORE], help=f"default: {CORE}, short cases of every module"
         )
-        parser.add_argument("--rows", metavar="REGEX", help="only rows whose name or case it finds; default: all")
+        parser.add_argument("--rows", metavar="REGEX", help="only rows whose name or case it matches; default: all")
         parser.add_argument("--baseline", type=Path, help=f"default: {BASELINES}/<hardware>.json")
         parser.add_argument("--save-baseline", action="store_true", help="measure several times and store that as the baseline")
-        parser.add_argument("--threshold", type=float, default=0.2, help="share of time that a row may lose; default: 0.2")
+        parser.add_argument("--threshold", type=float, default=0.2, help="slowdown that is allowed, as a share of the time; default: 0.2")
         parser.add_argument("--rounds", type=int, help="of every measurement; default: 1, for a baseline 3")
 
     def settings(self, session: Session) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Regression(Suite):
             try:
                 only = re.compile(options.rows)
             except re.error as error:
-                raise UsageError(f"--rows is {options.rows!r}, which is no regular expression: {error}") from error
+                raise UsageError(f"--rows is {options.rows!r}, which is not a regular expression: {error}") from error
         if options.save_baseline:
             if only is not None:
                 raise UsageError("--rows and --save-baseline are given; a baseline has all rows: leave --rows out")
@@ -111,13 +111,13 @@ class Regression(Suite):
         there = hardware_of(baseline.machine)
         if there != here:
             raise ValueError(
-                f"{path} is of other hardware, {there}; this is {here}: times of both say nothing about the code. Make one here with "
+                f"{path} is of other hardware, {there}; this is {here}: their times cannot be compared. Make one here with "
                 "--save-baseline"
             )
         if baseline.settings != self.settings(session):
             raise ValueError(
-                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; use the same --suites, --size and "
-                "--dtypes"
+                f"{path} was made with {baseline.settings}, and this run has {self.settings(session)}; "
+                "use the same --suites, --size and --dtypes"
             )
         return Check(baseline, options.threshold, options.rounds or 1, only)
 

@@ -19,7 +19,7 @@ def tables(results: Results) -> list[Table]:
                 "baseline",
                 ("", "ms", "noise"),
                 cells,
-                "Noise: half of how far figures of blocks of turns lie apart, by the yardstick that shows more.",
+                "Noise: half the spread of the figures over blocks of turns, by the yardstick that shows more.",
             )
         ]
     tables = [_counts(rows)]
@@ -40,7 +40,7 @@ def plots(results: Results) -> list[Plot]:
         lines.append(Line(name, [row.values["then_ms"] for row in mine], [1 + row.values["change"] for row in mine], joined=False))
     ends = [min(x for line in lines for x in line.x), max(x for line in lines for x in line.x)]
     lines.append(Line("as the baseline", ends, [1, 1], dashed=True, marked=False))
-    note = "By the yardstick that shows least; a point a case."
+    note = "By the yardstick that shows the smallest change; one point per case."
     return [Plot(name="change", title="Time against the baseline", x_label="milliseconds in the baseline", y_label="time / baseline's time",
                  lines=lines, log_x=True, note=note)]  # fmt: skip
 
@@ -67,5 +67,5 @@ def _state_table(title: str, rows: Sequence[Row]) -> Table:
         v = row.values
         shown = [figure(v["then_ms"]) if "then_ms" in v else "–", figure(v["ms"]) if "ms" in v else "–"]
         cells.append([_described(row), *shown, f"{v['change']:+.0%}" if "change" in v else "–", _noise(row) if v else "–", row.note])
-    caption = "Change and noise are of time by the yardsticks', not of milliseconds, which a busy machine stretches."
+    caption = "Change and noise are of times relative to the yardsticks', not of milliseconds, which are longer on a busy machine."
     return Table(title, ("", "ms then", "ms now", "change", "noise", ""), cells, caption)

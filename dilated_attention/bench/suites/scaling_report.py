@@ -11,7 +11,7 @@ from dilated_attention.bench.report.tables import Table, figure, pivot
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 MODES = {
-    "strong": "strong scaling over processes: the same sequence, shared by more",
+    "strong": "strong scaling over processes: the same sequence, shared by more processes",
     "weak": "weak scaling over processes: as many positions for each, so a longer sequence",
 }
 # number of lengths, from the longest, that a law is fitted to: at short ones the times are those of launches
@@ -121,9 +121,8 @@ def _over_processes(results: Results, mode: str) -> Table | None:
     caption = [
         "ms: the median of the slowest process; alone: TFLOP/s of the same kernel on one process, "
         + ("on the whole sequence" if mode == "strong" else "on as many positions as each has")
-        + ", in the same run; efficiency: TFLOP/s of each process over that; against one: tokens per second "
-        "over those of one process's run; "
-        "received and sent by the process with most"
+        + ", in the same run; efficiency: TFLOP/s of each process over that; "
+        "against one: tokens per second over those of one process's run; received and sent by the process with the most"
     ]
     missing = [f"{row.name}, W={row.case['W']}, {'causal' if row.case['causal'] else 'full'}: {row.note}" for row in rows if row.note]
     caption.append("`torchrun --nproc-per-node W -m dilated_attention bench scaling` with the same --output adds the rows of W processes")
@@ -218,7 +217,7 @@ def _of_processes(results: Results) -> list[Plot]:
         for which, title in PASSES.items():
             for value, scale, name, what, unit in (
                 ("efficiency", 100.0, "efficiency", "Efficiency", "% of the kernel alone"),
-                ("received_bytes", 2.0**-20, "wire", "Bytes on the wire", "MiB received by the process with most"),
+                ("received_bytes", 2.0**-20, "wire", "Bytes on the wire", "MiB received by the process with the most"),
             ):
                 lines = []
                 for kind in _kinds(rows):

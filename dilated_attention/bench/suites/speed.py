@@ -114,7 +114,7 @@ class Speed(Suite):
                 line = Line("fastest dense kernel", list(best), [ms / batches[n] for n, (ms, _) in best.items()], dashed=True)
                 plots.append(
                     Plot(name=f"time-{suffix}", title=f"Time, {_TOLD[which]}, {dtype}", x_label="positions",
-                         y_label="milliseconds a sequence", lines=[line, *ours], log_x=True, log_y=True, note=shape)
+                         y_label="milliseconds per sequence", lines=[line, *ours], log_x=True, log_y=True, note=shape)
                 )  # fmt: skip
             faster = _speedups(rows, best)
             if which == "both" and faster:
@@ -194,7 +194,7 @@ def _tables(results: Results, rows: list[Row], which: str, dtype: str, part: str
     if any("tflops" in row.values for row in rows):
         gpu = gpu_of(results)
         caption = (
-            f"FLOPs: {FLOPS[which]} D a pair of query and key that the pattern has, with multiplicity; "
+            f"FLOPs: {FLOPS[which]} D per (query, key) pair of the pattern, with multiplicity; "
             f"projections are not counted. {explained(results, dtype)}"
         )
         counted = [row for row in rows if "tflops" in row.values]

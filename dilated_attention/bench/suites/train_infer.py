@@ -51,12 +51,12 @@ class TrainInfer(Suite):
         )
         parser.add_argument("--batches", type=size, nargs="+", help="requests that are continued together; default: 1 8; on a CPU 1 4")
         parser.add_argument(
-            "--prompts", type=size, help="tokens of all requests together, at most; default: 128k, from 1G parameters on 64k"
+            "--prompts", type=size, help="maximum tokens of all requests together; default: 128k, from 1G parameters on 64k"
         )
         parser.add_argument(
             "--tokens", type=size, help="of a training step, at least one sequence; default: 32k, from 1G parameters on 8k; on a CPU 2k"
         )
-        parser.add_argument("--layers", type=size, help="so many of a model, which is then called cut")
+        parser.add_argument("--layers", type=size, help="use only this many layers; the model's name then says cut")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
@@ -126,6 +126,6 @@ def _groups(session: Session, shape: Shape, task: str, context: int, large: bool
 def _left_out(shape: Shape, kinds: Sequence[str], context: int, batch: int, dtype: str, most: int) -> list[Row]:
     case = {"task": "prefill", "model": shape.name, "N": context, "B": batch, "dtype": dtype}
     return [
-        Row(name=kind, case=case, note=f"more than {most:,} tokens of prompts together are left out; --prompts raises that")
+        Row(name=kind, case=case, note=f"prompts of more than {most:,} tokens in total are left out; --prompts raises that")
         for kind in kinds
     ]

@@ -11,7 +11,7 @@ from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
 
 PLACE = "requests × positions"
-GENERATING = {"prefill": "reading a prompt", "decode": "writing behind a prompt"}
+GENERATING = {"prefill": "reading a prompt", "decode": "writing after a prompt"}
 
 
 def models(rows: Iterable[Row]) -> list[str]:
@@ -29,7 +29,7 @@ def tables(results: Results) -> list[Table]:
                     "samples_per_s", title=f"{model}: training, sequences per second by positions", caption=f"{_how(rows)}; {_kinds(rows)}"
                 )
             )
-            what = "of what the model needs; what is computed again for the backward does not count"
+            what = "counts what the model needs, not what is recomputed for the backward"
             found.append(rate("tflops", title=f"{model}: training, TFLOP/s by positions", caption=what, baseline=None))
         if any("peak_bytes" in row.values for row in rows):
             what = "weights, gradients, the optimiser's moments and activations"
@@ -95,7 +95,7 @@ def _how(rows: Sequence[Row]) -> str:
     again = [f"{context:,}" for context, _, _, checkpointed in sorted(settings) if checkpointed]
     sentences = [
         f"forward, backward and step of {' or '.join(optimisers)}, all in {_where(rows)}; sequences × positions: {batches}",
-        f"activations computed again at {', '.join(again)}" if again else "",
+        f"activations recomputed at {', '.join(again)}" if again else "",
     ]
     return "; ".join(filter(None, sentences))
 

@@ -231,7 +231,7 @@ MODULES: tuple[Contender, ...] = (
     Contender(name="DilatedAttention", what="LongNet's branches: w = 2048 · 4^i, r = 4^i", make=_dilated, pattern=dilated_pattern),
     block_sparse("BlockSparseAttention 10%", "a tenth of the blocks, random", tenth),
     block_sparse("BlockSparseAttention window", "a sliding window of N/16 on either side", window),
-    block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks a row", big_bird),
+    block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", big_bird),
     Contender(
         name="BlockSparseAttention chosen",
         what="the tenth of the blocks that scores highest",

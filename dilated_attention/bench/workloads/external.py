@@ -34,7 +34,7 @@ class Foreign:
             out = attend(q, k, v)
             if not isinstance(out, torch.Tensor) or out.shape != q.shape:
                 got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-                raise Refused(f"{self.target} gave {got}; expected out of q's shape {tuple(q.shape)}")
+                raise Refused(f"{self.target} returned {got}; expected a tensor of q's shape {tuple(q.shape)}")
             return out
 
         return checked
@@ -52,7 +52,7 @@ class Foreign:
         nearer = dilated_pattern if errors[1] < errors[0] else dense_pattern
         return Contender(
             name=self.name,
-            what=f"{self.target}, held to {'dilated' if nearer is dilated_pattern else 'dense'} attention",
+            what=f"{self.target}, compared with {'dilated' if nearer is dilated_pattern else 'dense'} attention",
             make=self.make,
             pattern=nearer,
             trains=attend(*replace(small, num_positions=min(64, small.num_positions)).qkv()).requires_grad,
@@ -69,7 +69,7 @@ def foreign(text: str) -> Foreign:
     module, _, function = target.partition(":")
     if not (name and module and function):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
+            f"{text!r} is not a contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
         )
     try:
         found = importlib.import_module(module)

@@ -99,7 +99,7 @@ def measure(
 
 
 def _first(model: LongNetLM, prompt: torch.Tensor, new_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Writer, int | None]:
-    """Reads a prompt and generates some tokens, which compiles kernels and captures the step. Also returns the peak, None off CUDA."""
+    """Reads a prompt and generates some tokens, which compiles kernels and captures the step. Also returns the peak; None without CUDA."""
     batch, context = prompt.shape
     longest = context + 4 + _TURNS * new_tokens
     if device.type == "cuda":

@@ -42,13 +42,13 @@ def wrong(errors: dict[str, float], dtype: torch.dtype) -> str:
 
 def _need_triton(device: torch.device, dtype: torch.dtype) -> None:
     if not has_kernels(torch.empty(0, device=device, dtype=dtype)):
-        raise Refused("a Triton kernel, for GPUs; on a CPU it is part of other loops")
+        raise Refused("a Triton kernel for GPUs; on a CPU other loops include this work")
 
 
 def _merge_two(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """The work of a ring in each step: merges a part into (out, lse), in place."""
+    """Merges a part into (out, lse) in place, as a ring does in each step."""
     N, H, D = (2**17, 16, 128) if full else (2**15, 4, 64)
-    # sums are kept in float32 on a CPU; on a GPU each is rounded
+    # on a CPU sums stay in float32; on a GPU each sum is rounded to the inputs' dtype
     kind = dtype if device.type == "cuda" or dtype is torch.float64 else torch.float32
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     out, part = (torch.randn(1, N, H, D, device=device).to(kind) for _ in range(2))
@@ -94,7 +94,7 @@ def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepa
     errors = {"out": _relative(out, true_out), "lse": _relative(lse, true_lse)}
     layers, D = _layers(2**18 if full else 2**14, 16), 128
     out, lse, parts, part_lses = _buffers(layers, D, device, dtype, 2)
-    # rows that only the direct branch takes are already in place
+    # rows that only the direct branch computes are already in place
     rows = layers.positions // layers.step * layers.heads
     moved = parts.nbytes + part_lses.nbytes + lse.nbytes + 2 * rows * D * dtype.itemsize
     return lambda: merge_triton.merge_buffers(layers, out, lse, parts, part_lses), moved, errors

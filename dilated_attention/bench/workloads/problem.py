@@ -15,10 +15,9 @@ _STRETCH = 2**22
 
 
 def geometric(num_positions: int, *, first: int = 2048, factor: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns LongNet's branches up to the whole sequence: w = first · factor^i, r = factor^i, the last w ≥ N (arXiv 2307.02486, section
-    2.2).
+    """Returns LongNet's branches up to the whole sequence (arXiv 2307.02486, section 2.2): w = first · factor^i, r = factor^i, last w ≥ N.
 
-    Short sequences start at an eighth of their length, so that there are several branches.
+    For short sequences the first w is an eighth of the length, so that there are several branches.
     """
     length = min(first, max(16, num_positions // 8))
     lengths, rates = [length], [1]

@@ -30,7 +30,7 @@ from dilated_attention.factory import create_attention
 
 
 class _Shard(torch.autograd.Function):
-    """Takes a tensor that every process has whole to this process's part; the gradient is again whole on all of them."""
+    """Returns this process's part of a tensor that every process holds whole. The gradient is again whole on every process."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -43,7 +43,7 @@ class _Shard(torch.autograd.Function):
 
 
 class _Unshard(torch.autograd.Function):
-    """The inverse, whose gradient is the inverse, too: all processes pass in the same gradient."""
+    """The inverse of ``_Shard``. Its gradient is the inverse, too, since all processes pass in the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _Unshard(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OnShards:
-    """``part`` attends on this process's part of a sequence; ``whole`` does so as a function of whole tensors, the same on all."""
+    """``part`` attends on this process's part of a sequence; ``whole`` does so on whole tensors, which are equal on all processes."""
 
     part: Attend
     layout: str
@@ -107,19 +107,19 @@ def _contender(name: str, what: str, kind: str, layout: str, config: Callable[[P
 
 
 RINGS: tuple[Contender, ...] = (
-    _contender("RingAttention", "dense, spread over processes", "ring", "zigzag", lambda problem: {}, pattern=dense_pattern),
+    _contender("RingAttention", "dense, sharded over processes", "ring", "zigzag", lambda problem: {}, pattern=dense_pattern),
     _contender(
         "RingDilatedAttention",
-        "LongNet's branches, spread over processes",
+        "LongNet's branches, sharded over processes",
         "ring_dilated",
         "contiguous",
         _branches,
         pattern=dilated_pattern,
     ),
-    _contender("RingBlockSparseAttention", "a tenth of the blocks, spread", "ring_block_sparse", "contiguous", _blocks, pattern=tenth),
+    _contender("RingBlockSparseAttention", "a tenth of the blocks, sharded", "ring_block_sparse", "contiguous", _blocks, pattern=tenth),
     _contender(
         "RingMultiheadDilatedAttention",
-        "with projections and norm, spread",
+        "with projections and norm, sharded",
         "ring_multihead_dilated",
         "contiguous",
         _branches,
@@ -129,7 +129,7 @@ RINGS: tuple[Contender, ...] = (
     ),
     _contender(
         "RingMultiheadBlockSparseAttention",
-        "a tenth of the blocks, with projections and norm, spread",
+        "a tenth of the blocks, with projections and norm, sharded",
         "ring_multihead_block_sparse",
         "contiguous",
         _blocks,

@@ -148,9 +148,8 @@ def measure(kind: Kind, problem: Problem, own: Problem, mode: str, together: Ran
     """Returns a row for each pass.
 
     Values: ``ms`` of the slowest process, with percentiles; ``tflops`` of one process; ``alone_ms`` and ``alone_tflops`` of the kernel on
-        one
-    process; ``efficiency``, the ratio of ``tflops`` to the latter; ``sent_bytes`` and ``received_bytes`` of the process with the most, and
-    on a GPU ``peak_bytes`` beyond the inputs.
+    one process; ``efficiency``, the ratio of ``tflops`` to ``alone_tflops``; ``sent_bytes`` and ``received_bytes`` of the process with the
+    most, and on a GPU ``peak_bytes`` beyond the inputs.
 
     Args:
         problem: of the whole sequence.

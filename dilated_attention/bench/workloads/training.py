@@ -89,8 +89,7 @@ def measure(
     """Returns a row for each kind.
 
     Values: ``ms`` of a step, with percentiles; ``samples_per_s``, sequences of ``context`` tokens; ``tokens_per_s``; ``tflops`` by the
-        FLOPs
-    that the model needs, without recomputation; ``loss`` of the first tokens before any step; on a GPU ``peak_bytes`` of everything.
+    FLOPs that the model needs, without recomputation; ``loss`` of the first tokens before any step; on a GPU ``peak_bytes`` of everything.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     means = means_of(shape, batch * context, dtype, memory)
@@ -151,7 +150,7 @@ def _trainers(
 
 
 def _first(trainer: Trainer, device: torch.device) -> int | None:
-    """Runs a step that compiles, and one whose peak is measured: bytes of everything on the device, None off CUDA."""
+    """Runs a step that compiles, and one whose peak is measured: bytes of everything on the device; None without CUDA."""
     trainer()
     if device.type != "cuda":
         return None

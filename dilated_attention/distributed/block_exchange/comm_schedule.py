@@ -1,4 +1,4 @@
-"""A rank's part of a block-sparse call as a script: every row that is copied, sent, received or summed is determined once, in advance.
+"""A rank's part of a block-sparse call as a schedule: every row that is copied, sent, received or summed is determined once, in advance.
 
 A step's memory is (rows, 2, B, heads, D). K and V of a row are adjacent, so that what one rank sends another is one message. First come
 the rows of the buffer that kernels read, then the rows packed for other ranks, then received rows that must be put in order before they
@@ -132,7 +132,7 @@ class BlockSchedule:
 
 @torch.no_grad()
 def make_block_schedule(ring_problem: RingBlockProblem, rank: int, head_steps: tuple[int, ...], device: torch.device) -> BlockSchedule:
-    """Makes the script of one rank.
+    """Makes the schedule of one rank.
 
     Args:
         head_steps: number of key/value heads in each step.

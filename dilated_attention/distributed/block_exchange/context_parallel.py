@@ -76,7 +76,7 @@ class _BlockSetup:
     digest: str
 
 
-# the maximum bytes of the lists of all cached scripts, in addition to those cached by ``block_lists``, from which they are made
+# the maximum bytes of the lists of all cached schedules, in addition to those cached by ``block_lists``, from which they are made
 MAX_CACHED_BYTES = 2**30
 MOST_SETUPS = 256
 
@@ -286,7 +286,7 @@ def _script_of(ring_problem: RingBlockProblem, rank: int, steps: tuple[int, ...]
         schedule = make_block_schedule(ring_problem, rank, steps, device)
         while _scripts and schedule.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
             _scripts.popitem(last=False)
-            # setups keep scripts alive
+            # setups keep schedules alive
             _setups.clear()
     _scripts[key] = schedule
     return schedule

@@ -75,7 +75,7 @@ def _of_runs(ring_problem: RingBlockProblem, runs: list[Range], length: int, dev
 
 
 def join_rows(parts: Sequence[BlockLists]) -> BlockLists:
-    """Concatenates lists along the query blocks; all parts but the last consist of whole blocks."""
+    """Concatenates lists along the query blocks; all parts except the last consist of whole blocks."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]

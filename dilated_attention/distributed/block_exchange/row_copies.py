@@ -9,7 +9,7 @@ from dilated_attention.engine.branches.merge import has_kernels
 
 
 def gather_rows(memory: torch.Tensor, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes ``rows`` of k and v (B, n, G, D) to rows ``to`` of memory (R, 2, B, G, D). k and v may have any strides but the last."""
+    """Writes ``rows`` of k and v (B, n, G, D) to rows ``to`` of memory (R, 2, B, G, D). Only the last stride of k and v must be 1."""
     if not len(to):
         return
     if has_kernels(memory):

@@ -123,8 +123,7 @@ def _message(session: Session, store: Store) -> str:
         calls = {}
     return (
         f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
-        "this "
-        "group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
+        "this group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
     )
 
 

@@ -209,9 +209,8 @@ class Wire:
             # after a timeout the other ranks report soon, too; after a lost connection the peer is known
             blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
-                f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. Look "
-                "at the "
-                f"output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
+                f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. "
+                f"Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
             )
         self.session.told = True
         return RingError(self.session.failed)
@@ -239,8 +238,7 @@ class Wire:
         peers = names(self.session, exchange.peers)
         return (
             f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it "
-            "could "
-            f"run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
+            f"could run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
         )
 
     def fail(self, message: str) -> None:

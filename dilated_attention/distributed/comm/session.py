@@ -156,9 +156,8 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
     ):
         raise RingError(
             f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not come; "
-            "dead, "
-            f"stalled or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
-            f"({timeout:g} s) if they are only late"
+            "dead, stalled or busy with another call: all ranks of the group must make the same calls. "
+            f"Look at their output, or raise timeout= ({timeout:g} s) if they are only late"
         )
     joint = hashlib.sha256("".join(seen).encode()).hexdigest()[:16]
     session.store = PrefixStore(joint, store)

@@ -70,7 +70,7 @@ def explain(session: Session, wait: Wait, collect: float) -> tuple[str, list[int
         verdict = f"{names(session, silent)} {_has(silent)} not reported: dead, stalled or in another call"
         return "; ".join([*told, verdict]), silent
     if behind:
-        return "; ".join(_told(session, waits, rank) + ", which comes earlier: it made another number of calls" for rank in behind), behind
+        return "; ".join(_told(session, waits, rank) + ", which comes earlier: it made fewer or more calls" for rank in behind), behind
     told = [_told(session, waits, rank) for rank in waits]
     return f"all ranks report that they wait or have given up: {'; '.join(told)}", list(wait.peers)
 

@@ -1,4 +1,4 @@
-"""A rank's plan as a script: every message of every step is determined once, because the CPU time delays short calls."""
+"""A rank's plan as a schedule: every message of every step is determined once, because its CPU time would delay short calls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ByHeads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommSchedule:
-    """The script of one rank. ``local_ranges``, ``covered`` and ``single`` are those of its plan.
+    """The schedule of one rank. ``local_ranges``, ``covered`` and ``single`` are those of its plan.
 
     Args:
         writes_once: whether the gradient of each key row is owed exactly once, so that gradients need no initial value.

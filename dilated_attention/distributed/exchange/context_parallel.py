@@ -1,4 +1,4 @@
-"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, route, backend, and backward."""
+"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, sharding plan, backend, and backward."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _setups: dict[object, _RingSetup] = {}
 
 
 class _RingPass:
-    """One pass on one rank: its tensors as the route needs them, its backend, and its part of the results."""
+    """One pass on one rank: its tensors as the sharding plan needs them, its backend, and its part of the results."""
 
     def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, *, is_backward: bool) -> None:
         self.members, self.pattern, self.settings, self.ring = members, settings.pattern, settings, ring
@@ -194,7 +194,7 @@ class _RingPass:
 
     def _wires(self, setup: _RingSetup) -> tuple[Wire, Wire]:
         """Returns the wires for keys and for their gradients, with few multiprocessors if the exchange is small next to the computation."""
-        # do not decide by what this rank has: a rank without rows has no home part either, and all must take the same lane
+        # all ranks must choose the same wire, so the choice may not depend on this rank: one without rows has no local part either
         small = not setup.schedule.ring_problem.is_fresh and setup.schedule.ring_problem.exchange != "ring"
         names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)

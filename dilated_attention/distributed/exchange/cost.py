@@ -24,7 +24,7 @@ FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
 # received keys may take this fraction of the device's memory
 SHARE = 0.25
 # a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
-# costs launches of its own; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
+# costs additional launches; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
 # 4,096 and 8,192 tokens per GPU, and lose 2 % at 16,384)
 STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
 # multiprocessors for exchanges that are small compared with the computation they overlap with
@@ -55,7 +55,7 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class ExchangeEstimate:
-    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and why it is not chosen, if so.
+    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and any reason against it.
 
     Args:
         possible: whether it could be used; then a reason against it is only a preference.
@@ -94,7 +94,7 @@ def exchange_estimates(question: ExchangeRequest) -> tuple[ExchangeEstimate, ...
     found.append(ExchangeEstimate("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
     if not x.is_dense:
         # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
-        found = [replace(offer, reason=offer.reason or "more is moved") for offer in found]
+        found = [replace(offer, reason=offer.reason or "moves more bytes") for offer in found]
         found[0] = ExchangeEstimate("all_gather", found[0].seconds, 0, None)
     return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
 
@@ -241,9 +241,9 @@ def _tell(question: ExchangeRequest, exchange: str) -> None:
 
 def table(question: ExchangeRequest) -> str:
     """Formats the model's result for every exchange, best first."""
-    lines = ["  exchange     forward (model)   beside the results"]
+    lines = ["  exchange     forward (model)  besides the results"]
     for offer in exchange_estimates(question):
-        note = f"  not taken: {offer.reason}" if offer.reason else ""
+        note = f"  not chosen: {offer.reason}" if offer.reason else ""
         lines.append(f"  {offer.exchange:<12} {offer.seconds * 1e3:>11.3f} ms {offer.bytes_held / 2**20:>15,.1f} MiB{note}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The home part: a rank's queries on the keys of their own runs, computed by the single-device engine without communication."""
+"""The local part: a rank's queries on the keys of the same ranges, computed by the single-device engine without communication."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def local_shape(ring_problem: RingProblem, span: Range) -> Shape:
 def _is_a_sequence(ring_problem: RingProblem, span: Range) -> bool:
     """Whether the pattern restricted to ``span`` is the same pattern on a sequence of that length.
 
-    It is if every branch begins a segment at the first position of the span, or has the whole span in one segment and counts its offsets
-    from there.
+    It is the same if every branch either begins a segment at the first position of the span, or has the whole span in one segment and
+    counts its offsets from that position.
     """
     start, end = span
     if ring_problem.pattern.tail != "mask":

@@ -3,14 +3,14 @@
 Every rank computes the plans of all ranks from what all of them know – N, the layout, the pattern, the documents – so no rank has to ask
 another: rank s sends rank r exactly the rows that the launches of r's plan read and s holds.
 
-    home    a rank's queries on the keys of their own runs, by the single-device engine; nothing is exchanged
-    steps   its queries on keys gathered in *buffers*, one exchange per step; step t + 1 is exchanged while t is computed
+    local part   a rank's queries on the keys of the same ranges, by the single-device engine; nothing is exchanged
+    steps        its queries on keys gathered in *buffers*, one exchange per step; step t + 1 is exchanged while t is computed
 
 Exchanges differ in how the needed keys are divided into steps:
 
-    all_gather, one dense branch    no home; one step per group of key/value heads, with all keys that the rank's queries see
-    all_gather, several branches    home, then one step with all keys of other ranks
-    ring                            home, then one step for each distance h: the keys of rank r − h
+    all_gather, one dense branch    no local part; one step per group of key/value heads, with all keys that the rank's queries see
+    all_gather, several branches    the local part, then one step with all keys of other ranks
+    ring                            the local part, then one step for each distance h: the keys of rank r − h
 
 Positions are always those in the whole sequence.
 """
@@ -123,8 +123,8 @@ class RankPlan:
 
     Args:
         local_ranges: the ranges of its queries that the engine first computes on the keys of the same ranges.
-        covered: whether every row is written by some launch; only meaningful without a home part.
-        single: whether no row is written twice; only meaningful without a home part.
+        covered: whether every row is written by some launch; only meaningful without a local part.
+        single: whether no row is written twice; only meaningful without a local part.
     """
 
     local_ranges: tuple[Range, ...]
@@ -267,7 +267,7 @@ def _segment(ring_problem: RingProblem, problem: Problem) -> tuple[int, int]:
     for index, (start, end) in enumerate(ring_problem.shape.documents):
         if start <= problem.k_start < end:
             return index, (problem.k_start - start) // length
-    raise AssertionError("every key lies in a document")
+    raise AssertionError("every key is in a document")
 
 
 def _sources(ring_problem: RingProblem, first: int, step: int, count: int) -> tuple[Source, ...]:

@@ -1,4 +1,4 @@
-"""Memory needs of attention over a sharded sequence on each rank, and over how many ranks a single-process call would fit."""
+"""Memory requirements of attention over a sharded sequence on each rank, and over how many ranks a single-process call would fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_GPUS = 1024
 
 
 def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of ``ring_attention`` and ``ring_dilated_attention`` on one rank: its own rows, their results, and received keys."""
+    """Returns what ``ring_attention`` and ``ring_dilated_attention`` need on one rank: its own rows, their results, and received keys."""
     x = arguments
     q, k = x["q"], x["k"]
     pattern = pattern_of(x["branches"])
@@ -60,7 +60,7 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 def ring_blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of ``ring_block_sparse_attention`` on one rank: its own rows and their results.
+    """Returns what ``ring_block_sparse_attention`` needs on one rank: its own rows and their results.
 
     Received key blocks are not included, because they depend on the pattern.
     """

@@ -1,6 +1,8 @@
-"""Runs a job on one rank, forward and backward: the home part by the engine, then step by step while the next steps' keys are in flight.
+"""Runs a communication schedule on one rank, forward and backward.
 
-A buffer in memory is (rows, 2, B, heads, D). K and V of a row are adjacent, so that what one rank sends of it is one message and arrives
+The engine computes the local part; then the steps follow, each while the keys of the next steps are in flight.
+
+A buffer in memory is (rows, 2, B, heads, D). K and V of a row are adjacent, so that what one rank sends for it is one message. It arrives
 where kernels read it. A launch's gradients of its key rows have the same layout and go back, unsummed, to the rank that holds the rows;
 it sums them in float32 and rounds once.
 """

@@ -46,12 +46,12 @@ class ShardingPlan:
 def make_sharding_plan(
     seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, inner: int, is_causal: bool
 ) -> ShardingPlan:
-    """Returns the route of a resolved ``exchange``; ``inner`` is the number of ranks that divide the heads in ``"2d"``."""
+    """Returns the sharding plan of a resolved ``exchange``; ``inner`` is the number of ranks that divide the heads in ``"2d"``."""
     given = [spans(seq_len, rank, size, layout) for rank in range(size)]
     # kernels cannot process strided rows causally as ranges, so they are put in order first
     computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     inner = {"all_to_all": size, "2d": inner}.get(exchange, 1)
-    assert num_heads % inner == 0, "some heads would be nobody's"
+    assert num_heads % inner == 0, "some heads would belong to no rank"
     used = []
     for rank in range(size):
         first = rank - rank % inner
@@ -79,7 +79,7 @@ def head_range(num_heads: int, parts: int, index: int) -> Range:
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
     """Returns why heads cannot be divided among ``parts`` ranks, or None if they can."""
     if num_heads % parts:
-        return f"{num_heads} heads are no multiple of {parts} ranks"
+        return f"{num_heads} heads are not a multiple of {parts} ranks"
     if num_kv_heads % parts and parts % num_kv_heads:
         return f"{num_kv_heads} key/value heads and {parts} ranks: neither is a multiple of the other"
     if branch_heads == "split":

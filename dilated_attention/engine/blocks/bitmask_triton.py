@@ -1,4 +1,4 @@
-"""Triton kernels that turn bits of kept blocks into lists, with one program per row, which it holds entirely."""
+"""Triton kernels that turn bits of kept blocks into lists. There is one program per row, which holds the whole row."""
 
 from __future__ import annotations
 

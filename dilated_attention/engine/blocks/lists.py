@@ -58,7 +58,7 @@ def block_lists(
     if num_queries < 0 or first_query + num_queries > num_keys:
         raise ValueError(
             f"queries [{first_query}, {first_query + num_queries}) reach beyond the {num_keys} keys; "
-            "block patterns are of one sequence: give at least as many keys as the last query's position + 1"
+            "queries and keys of a block pattern are one sequence: give at least as many keys as the last query's position + 1"
         )
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:

@@ -218,9 +218,8 @@ def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend
     """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
     if settings.backend == NESTED:
         raise BackendUnavailable(
-            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: visits the pairs of nested branches, not lists of "
-            "blocks\n"
-            "  backend='auto' takes the fastest that can"
+            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: "
+            "visits the pairs of nested branches, not lists of blocks\n  backend='auto' uses the fastest that can"
         )
     chosen = registry.select(request, settings.backend)
     if settings.needs_grad and not request.needs_grad:

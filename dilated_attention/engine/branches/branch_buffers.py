@@ -1,9 +1,9 @@
-"""The layers that hold the branches' results before they are merged, and the merge in plain torch.
+"""The buffers that hold the branches' results before they are merged, and the merge in plain torch.
 
-Every branch of a self-attention over N positions has one *layer*: (B, S, L, H, D) with S = ceil(N/w) segments and L = ceil(w/r)
+Every branch of a self-attention over N positions has one *buffer*: (B, S, L, H, D) with S = ceil(N/w) segments and L = ceil(w/r)
 places. Branch (w, r) takes position n of a head with offset o if r divides n mod w − o, and stores it at place (n mod w − o) / r of
 segment n div w.
-A branch that takes every position of every head needs no layer: its kernel writes directly into the result (the "direct" branch).
+A branch that takes every position of every head needs no buffer: its kernel writes directly into the result (the "direct" branch).
 
 The merge reads each part once and writes each row once, in float32:
 
@@ -29,11 +29,11 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 @dataclass(frozen=True, slots=True)
 class BranchBuffers:
-    """The layers of one pattern for some heads and N positions.
+    """The buffers of one pattern for some heads and N positions.
 
     Args:
         branches: (w, r) of each branch, w at most N.
-        offsets: o of each branch and head; −1 where the head is not part of the branch.
+        offsets: the offset o of each branch and head; −1 where the head is not part of the branch.
         positions: N.
         direct: index of the branch whose kernel writes into the result, or None.
         zero_keys: whether rows include the zero keys of TorchScale's padding.
@@ -72,7 +72,7 @@ class BranchBuffers:
         return -(-self.positions // length), -(-length // rate)
 
     def rows(self, *, with_direct: bool) -> int:
-        """Returns the number of places in all layers, for one batch element and head."""
+        """Returns the number of places in all buffers, for one batch element and head."""
         return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
 
     def split(self, flat: torch.Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[torch.Tensor | None]:
@@ -94,7 +94,7 @@ class BranchBuffers:
 
 @functools.lru_cache(maxsize=256)
 def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[int, int], positions: int, is_causal: bool) -> BranchBuffers:
-    """Returns the layers of heads [first, last) of ``num_heads``. The first branch that takes every position is the direct one."""
+    """Returns the buffers of heads [first, last) of ``num_heads``. The first branch that takes every position is the direct one."""
     branches = tuple((min(length, positions), rate) for length, rate in pattern.branches)
     offsets = tuple(row[slice(*heads)] for row in pattern.offsets(num_heads))
     direct = next((b for b, (_, rate) in enumerate(branches) if rate == 1 and NOT_IN_BRANCH not in offsets[b]), None)
@@ -102,7 +102,7 @@ def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[in
 
 
 def of_problem(problem: Problem, buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the problem's rows of its branch's layer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
+    """Returns the problem's rows of its branch's buffer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
     heads = problem.heads
     first = problem.q_start // problem.stride
     segments = slice(first, first + problem.segments)
@@ -121,7 +121,7 @@ def table(buffers: BranchBuffers, device: torch.device) -> torch.Tensor:
 def merge_buffers(
     buffers: BranchBuffers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
 ) -> None:
-    """Computes out (B, N, H, D) and lse (B, N, H) from the layers, in place; ``out`` already holds the direct branch's result."""
+    """Computes out (B, N, H, D) and lse (B, N, H) from the buffers, in place; ``out`` already holds the direct branch's result."""
     acc_dtype = part_lses[0].dtype
     high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
     spread = [_at_positions(buffers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
@@ -156,7 +156,7 @@ def count_zero_keys(buffers: BranchBuffers, parts: Sequence[torch.Tensor], part_
 
 
 def sum_buffers(buffers: BranchBuffers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
-    """Sums the layers into grad (B, N, H, D) in place, in float32; ``grad`` already holds the direct branch's share."""
+    """Sums the buffers into grad (B, N, H, D) in place, in float32; ``grad`` already holds the direct branch's share."""
     acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
     for b, part in enumerate(parts):
         acc += grad if part is None else _at_positions(buffers, b, part, 0.0)

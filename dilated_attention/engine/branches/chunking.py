@@ -87,9 +87,9 @@ def make_chunk_sizes(
 def backward_buffers_chunk_sizes(
     pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> ChunkSizes:
-    """Returns the chunks of a backward whose shares wait in layers.
+    """Returns the chunks of a backward whose shares wait in branch buffers.
 
-    A part keeps dq, dk and dv. In addition, the launch of each lane accumulates dq in float32.
+    A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
     """
     inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
     return make_chunk_sizes(

@@ -1,7 +1,7 @@
 """The fused merge and the fused sum of ``branch_buffers.py`` as Triton kernels: each part is read once and each row is written once.
 
-A program takes ROWS positions of one head. Rows that only the direct branch takes already hold their result. If those are all rows except
-every STEP-th one (every second one in LongNet's pattern), the program steps over them. Row indices have 32 bits, addresses 64.
+A program processes ROWS positions of one head. Rows that only the direct branch computes already hold their result. If those are all rows
+except every STEP-th one (every second one in LongNet's pattern), the program skips them. Row indices have 32 bits, addresses 64.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _merge_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _layer_size(num_rows, num_batches, num_heads, LENGTH: tl.constexpr, RATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the number of places in one branch's layer, over all batch elements and heads."""
+    """Returns the number of places in one branch's buffer, over all batch elements and heads."""
     segments = (num_rows + LENGTH - 1) // LENGTH
     places = (tl.minimum(num_rows, LENGTH) + RATE - 1) // RATE
     return tl.cast(segments, tl.int64) * places * num_batches * num_heads

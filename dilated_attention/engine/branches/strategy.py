@@ -202,14 +202,14 @@ def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, te
 
 
 def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> BranchBuffers:
-    """Returns the layers of a chunk. With ``onto``, layer 0 is the result so far, which covers every row."""
+    """Returns the branch buffers of a chunk. With ``onto``, buffer 0 is the result so far, which covers every row."""
     if onto:
         branches = branches.with_branches(range(branches.num_branches), part.num_heads, onto_all=True)
     return make_branch_buffers(branches, part.num_heads, chunk.heads, part.queries[1], part.is_causal)
 
 
 def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
-    """Returns the layers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
+    """Returns the buffers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
     return replace(make_branch_buffers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
 
 
@@ -377,7 +377,7 @@ def _in_chunks(chunk_sizes: ChunkSizes, shape: Shape, device: torch.device, call
         run(pieces[0], False)
         return
     with Streams(device, min(chunk_sizes.concurrent, len(pieces)) if call.backend.capabilities.concurrent else 1) as streams:
-        # alternately, so that one lane's merge is issued while the other lane computes
+        # on alternating streams, so that one stream's merge is issued while the other stream computes
         for index, chunk in enumerate(pieces):
             with streams.stream(index):
                 run(chunk, True)

@@ -123,7 +123,7 @@ def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
         if not reasons_against("triton", request, dense=is_dense):
             yield 'backend="triton" in place of "torch": reads the keys where they lie'
 
-    cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys a row"
+    cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys per row"
     return MemoryRequirement(
         op="decode_attention",
         is_backward=False,

@@ -299,10 +299,9 @@ def row_keys(
         )
     if not pattern.is_prefix_stable:
         raise ValueError(
-            f"pattern is {shown(pattern)}, in which the keys of a position depend on the length of the sequence (or are not known not "
-            "to): decoded tokens "
-            "would differ from the forward's. Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with "
-            "square blocks"
+            f"pattern is {shown(pattern)}, in which the keys of a position depend on the length of the sequence "
+            "(or are not known not to): decoded tokens would differ from the forward's. "
+            "Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with square blocks"
         )
     if type(pattern) is Causal:
         return WindowKeys(None, max_length, device)

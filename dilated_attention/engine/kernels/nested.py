@@ -105,9 +105,9 @@ def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequen
         if i == 0:
             continue
         if w % lengths[i - 1]:
-            reasons.append(f"segment length {w} of branch {i} is no multiple of {lengths[i - 1]}, that of branch {i - 1}")
+            reasons.append(f"segment length {w} of branch {i} is not a multiple of {lengths[i - 1]}, that of branch {i - 1}")
         if r % rates[i - 1]:
-            reasons.append(f"rate {r} of branch {i} is no multiple of {rates[i - 1]}, that of branch {i - 1}")
+            reasons.append(f"rate {r} of branch {i} is not a multiple of {rates[i - 1]}, that of branch {i - 1}")
         elif any((o - below) % rates[i - 1] for o, below in zip(offsets[i], offsets[i - 1], strict=True)):
             reasons.append(f"some head's offset in branch {i} differs from that in branch {i - 1} modulo {rates[i - 1]}")
     if not reasons and num_positions < 1:

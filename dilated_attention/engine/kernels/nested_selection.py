@@ -29,7 +29,7 @@ class Split:
     Args:
         family: indices of the nested branches, in increasing dilation rate; the first takes every position.
         others: pattern of the other branches, or None.
-        layers: pattern of the results to merge: one direct branch for the family, and the others.
+        layers: pattern of the branch buffers to merge: one direct branch for the family, and the others.
         saved: number of pairs per head that are not computed again because of the family.
     """
 
@@ -60,7 +60,7 @@ def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
 
 
 def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
-    """Returns the family of some heads on a stretch of whole segments."""
+    """Returns the family of some heads on a sequence of whole segments."""
     family = _family(pattern, split.family, heads, num_heads, num_positions)
     assert family.num_positions == num_positions
     return family
@@ -74,17 +74,17 @@ def reasons_against(
     num_heads, num_positions = q.shape[2], q.shape[1]
     reasons = reasons_of(NESTED_CAPABILITIES, request)
     if num_documents != 1:
-        reasons.append("takes one document a call, not packed ones")
+        reasons.append("takes one document per call, not packed ones")
     if k.shape[1] != num_positions:
         return [*reasons, "visits each pair once only where queries and keys are one whole sequence"]
     if pattern.tail == "zero_keys" and not request.causal:
-        reasons.append("knows no zero keys")
+        reasons.append("does not support zero keys")
     piece = make_pieces(pattern, num_heads, num_positions)[0]
     if piece.split is None:
         return [
             *reasons,
-            f"no two branches nest on {num_positions} positions: lengths and rates must divide the next, offsets agree, the first rate be "
-            f"1, the shortest segment hold {_TILE} positions of the largest rate, and the sequence whole segments",
+            f"no two branches nest on {num_positions} positions: each length and rate must divide the next, offsets must agree, the first "
+            f"rate must be 1, the shortest segment must hold {_TILE} positions of the largest rate, and the sequence only whole segments",
         ]
     if "triton" not in request.hardware.packages:
         return reasons

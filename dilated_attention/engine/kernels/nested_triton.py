@@ -181,8 +181,8 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _by_tma(x):
             reasons.append(
-                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: the copy engine takes a last stride of 1, others in "
-                "16 bytes"
+                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: "
+                "the copy engine takes a last stride of 1, others in 16 bytes"
             )
     return reasons
 

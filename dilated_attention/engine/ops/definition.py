@@ -44,8 +44,8 @@ def define_attention(
 
     Args:
         resolve: returns what computes calls with these (q, k, key_padding_mask, settings).
-        alternative: what error messages name for second derivatives and forward mode at small N.
-        new_saved: returns a tensor like the third output, given the inputs; by default it is empty.
+        alternative: what error messages recommend instead, for second derivatives and forward mode at small N.
+        new_saved: returns a tensor like the third output, given the inputs; by default an empty tensor.
     """
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
         @staticmethod
         def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
             given = dict(zip(names, args, strict=True))
-            # cu_seqlens is for batch size 1, a seed belongs to one call, and what detached mixing keeps is laid out for one batch
+            # cu_seqlens is for batch size 1, a seed belongs to one call, and what detached mixing saves is laid out for one batch
             alone = given["cu_seqlens"] is not None or given["seed"] is not None or settings_of(*args[-_NUM_SETTINGS:]).detached
             return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
 

@@ -26,7 +26,7 @@ _STRIDED = torch.strided
 def is_eager(tensors: Iterable[Any]) -> bool:
     """Whether the implementation may be called on these tensors in place of the op. Pass all tensors of a call, without None.
 
-    It is False, as a constant, inside torch.compile. It is also False for objects that are no tensors, which later checks report.
+    It is False, as a constant, inside torch.compile. It is also False for objects that are not tensors, which later checks report.
     """
     if torch.compiler.is_compiling():
         return False
@@ -43,7 +43,7 @@ def is_transformed() -> bool:
 
 
 def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
-    """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients and zeros without memory."""
+    """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients, and zeros without storage."""
     return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
 
 

@@ -1,7 +1,7 @@
 """FLOP formulas of the attention ops, for torch.utils.flop_counter; importing this registers them.
 
 Pairs of a block pattern are counted from the lists that kernels read, so packed documents and chosen blocks are counted exactly; tensors
-without values (fake, meta) count as a single document. Branches count packed documents as one sequence.
+without values (fake, meta) count as a single document. For dilated branches, packed documents count as one sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     if lists.masks is None:
         return int(sizes.sum())
     total = int(sizes[lists.masks < 0].sum())
-    # many blocks share a mask, and nearly all of them use all of it
+    # many blocks share a mask, and nearly all of these blocks use the whole mask
     masked = (lists.masks >= 0).nonzero()[:, 0]
     kinds, times = torch.stack((lists.masks.long(), low, high, width), 1)[masked].unique(dim=0, return_counts=True)
     rows, keys = (torch.arange(size, device=kinds.device) for size in (lists.q_block, lists.k_block))

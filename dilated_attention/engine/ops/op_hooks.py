@@ -1,7 +1,6 @@
-"""What surrounds every custom op: it reports calls to watchers and explains out-of-memory errors.
+"""A decorator for every custom op, which reports calls to watchers and explains out-of-memory errors.
 
-The decorator is applied below ``torch.library.custom_op``, so it sees only calls that really run, not fake
-tensors or torch.compile.
+It is applied below ``torch.library.custom_op``, so it sees only calls that really run, not fake tensors or torch.compile.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 RequirementOf = Callable[[Mapping[str, Any]], MemoryRequirement]
 
-# functions that receive the memory need of every call while they are in this list; a running profile adds one
+# functions that receive the memory requirement of every call while they are in this list; a running profile adds one
 watchers: list[Callable[[MemoryRequirement], None]] = []
 
 
 def report(requirement_of: RequirementOf, arguments: Mapping[str, Any]) -> None:
-    """Passes the memory need of a call to all watchers."""
+    """Passes the memory requirement of a call to all watchers."""
     for watcher in list(watchers):
         watcher(requirement_of(without_memory(arguments)))
 

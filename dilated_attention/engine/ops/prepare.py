@@ -1,4 +1,4 @@
-"""Prepares a call: chooses backend and plan shape, and makes tensors fit for kernels.
+"""Prepares a call: chooses its backend and the shape of its plan, and puts tensors into a form that kernels accept.
 
 Both the single-process op and the distributed op use it.
 """
@@ -116,7 +116,7 @@ def is_nested(
     if reasons and backend == NESTED:
         raise BackendUnavailable(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
-            "  backend='auto' takes it wherever it can, and other kernels elsewhere"
+            "  backend='auto' uses it wherever possible, and other kernels elsewhere"
         )
     if reasons or (backend == "auto" and not nested_selection.is_worth_it(pattern, q, shape.is_causal)):
         return False
@@ -131,10 +131,10 @@ def _tell_nested(request: AttentionRequest) -> None:
 
 
 def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_seqlens: torch.Tensor | None) -> Any:
-    """Number of elements of per-branch outputs that the forward keeps for a detached backward; 0 where the backward recomputes them.
+    """Number of elements of per-branch outputs that the forward saves for a detached backward; 0 where the backward recomputes them.
 
-    They are kept where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
-    on shapes only, so fake tensors work too, and a symbolic length stays symbolic.
+    They are saved where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
+    only on shapes, so fake tensors work too, and a symbolic length stays symbolic.
     """
     if not (settings.detached and settings.needs_grad):
         return 0
@@ -144,7 +144,7 @@ def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_
     if q.device.type not in strategy.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
     (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
-    # the nested kernel has no per-branch outputs; it runs here only if it was named
+    # the nested kernel has no per-branch outputs; such calls use it only if it was named
     if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
         return 0
     if settings.query_offset != 0 or k.shape[1] != N:

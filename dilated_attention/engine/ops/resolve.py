@@ -1,8 +1,8 @@
-"""Resolves a call once for all calls like it, and runs it: what is decided about a call is decided here.
+"""Resolves a call once for all calls like it, and runs it. Every decision about how a call runs is made here.
 
 A record (``ResolvedCall``) is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and
-of the registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides; so each pass
-chooses its backend and the way it runs (``branches/strategy.py``) when tensors of these strides come for the first time.
+of the registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides. So each pass
+chooses its backend and the way it runs (``branches/strategy.py``) the first time it gets tensors with these strides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dilated_attention.engine.ops.settings import CallSettings
 
 Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
-# the tensors of a call: seed of dropout; kept: the blocks that a content-chosen pattern chose
+# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen
 INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept")
-# most sets of strides that are remembered for one kind of call
+# the largest number of sets of strides that are remembered for one kind of call
 MOST_PASSES = 16
-# most ``cu_seqlens`` tensors whose records are kept, each with its tables
+# the largest number of ``cu_seqlens`` tensors whose records are kept, each with its tables
 _MOST_PACKED = 4
 Self = TypeVar("Self", bound="ResolvedCall")
 
@@ -109,7 +109,7 @@ class ResolvedCall(ABC):
         return found | dict(zip(("dout", "dlse", "out", "lse", "saved"), of_backward, strict=True)) if of_backward else found
 
     def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-        """Returns the same by calling the op."""
+        """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
         return op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
@@ -120,7 +120,7 @@ class ResolvedCall(ABC):
         return out, lse
 
     def with_documents(self: Self, cu_seqlens: Optional, num_keys: int, *, saves: bool = False) -> Self:
-        """Returns the record of calls with this very tensor, unchanged since, because the bounds of documents are data.
+        """Returns the record for calls with exactly this tensor. Its bounds are data, so an equal or modified tensor gets a new record.
 
         The tensor is read once, which synchronizes with the GPU if it is on one.
 

@@ -1,7 +1,7 @@
-"""The record of a call: every argument of an attention op that is no tensor, and its form in an op's schema.
+"""The record of a call: every argument of an attention op that is not a tensor, and its form in an op's schema.
 
 All attention ops have the same schema (``definition.py``): their tensors, then ``CallSettings.arguments()``. The part of the settings
-that torch.compile specializes on travels as one string; numbers that may change from call to call are arguments of their own.
+that torch.compile specializes on is passed as one string; numbers that may change from call to call are separate arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUM_FIXED = 10
 
 
 class CallSettings(NamedTuple):
-    """The checked arguments of one call that are no tensors. Hashable; it holds only plain Python values.
+    """The checked arguments of one call that are not tensors. Hashable; it holds only plain Python values.
 
     Args:
         branches: the arguments of a ``DilatedPattern``; None for a block pattern alone.
@@ -27,7 +27,7 @@ class CallSettings(NamedTuple):
         window: () or (left, right), with −1 for unbounded.
         detached: no gradient through the mixing weights of the branches.
         needs_grad: a backward will follow.
-        sharding: what a distributed call has in addition; () in one process.
+        sharding: the additional settings of a distributed call; () in one process.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
     """
@@ -58,7 +58,7 @@ class CallSettings(NamedTuple):
 
 
 def settings_text(fixed: tuple[Any, ...]) -> str:
-    """Returns the fixed part of the settings as a Python literal. torch.compile takes the result for a constant."""
+    """Returns the fixed part of the settings as a Python literal. torch.compile treats the result as a constant."""
     return repr(fixed)
 
 
@@ -95,7 +95,7 @@ def checked_branches(branches: tuple[Any, ...], num_heads: int) -> Branches:
     Raises:
         ValueError, TypeError: no such pattern exists.
     """
-    # not the cached pattern_of: torch.compile traces this function and warns about every lru_cache that it looks through. index() makes
+    # not the cached pattern_of: torch.compile traces this function and warns about every lru_cache that it traces through. index() makes
     # a symbolic integer a constant there
     lengths, rates, head_offsets, branch_heads, tail = branches
     lengths, rates = tuple([operator.index(w) for w in lengths]), tuple([operator.index(r) for r in rates])

@@ -75,7 +75,7 @@ def _fold(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """A vmap rule that makes one call for each index of the mapped dimension."""
     if not size:
-        raise NotImplementedError("torch.func.vmap maps over a dimension of size 0, in a call that is made for each of its entries")
+        raise NotImplementedError("torch.func.vmap maps over a dimension of size 0, and this call runs once for each entry of it")
     (flat, spec), dims = pytree.tree_flatten(list(args)), pytree.tree_leaves(list(in_dims))
     calls = [
         call(*pytree.tree_unflatten([x if dim is None else x.select(dim, i) for x, dim in zip(flat, dims, strict=True)], spec))
@@ -86,7 +86,7 @@ def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> t
 
 
 def refuse_transforms(name: str, way_out: str, *tensors: Any) -> None:
-    """Raises an error where a missing derivative of ``name`` would be taken for 0, or where vmap hides the batch dimension.
+    """Raises an error where a missing derivative of ``name`` would count as 0, or where vmap hides the batch dimension.
 
     Raises:
         NotImplementedError: a tensor is mapped, carries a tangent, or is differentiated by a transform of torch.func.

@@ -36,8 +36,8 @@ class Cache(Storage):
         lengths = [self.lengths[i] for i in chosen]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"requests have {lengths} positions; several new positions at a time need equal lengths: pass requests one by one, "
-                "cache.of(i)"
+                f"requests have {lengths} positions; several new positions at a time need equal lengths: "
+                "pass requests one by one, cache.of(i)"
             )
         for request in chosen:
             self._check_pass(request, num_tokens)
@@ -73,8 +73,7 @@ class Cache(Storage):
         if request in self._cut_off:
             raise RuntimeError(
                 f"request {request} was cut off by an error while its positions were written, and what it holds is not to be trusted; "
-                "expected "
-                f"a request whose last pass ended: call free({request}) of the cache and prefill the request anew"
+                f"expected a request whose last pass ended: call free({request}) of the cache and prefill the request anew"
             )
         if self.lengths[request] + num_tokens > self.max_length:
             raise ValueError(

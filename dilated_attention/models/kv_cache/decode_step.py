@@ -42,8 +42,7 @@ class CachePass(ABC):
         if self.cache.changes[self.requests] != self._begun:
             raise ValueError(
                 f"this pass is stale: its requests have changed since it was begun, to {self.cache.lengths[self.requests]} positions; "
-                "expected no "
-                "other pass between its beginning and its end: begin a new one"
+                "expected no other pass between its beginning and its end: begin a new one"
             )
 
     def layer(self, index: int) -> LayerCachePass:

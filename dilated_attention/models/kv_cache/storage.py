@@ -156,9 +156,8 @@ class Storage(ABC):
         dense = self.position_bytes * self.max_length * self.num_requests
         return (
             f"KV cache: {self.config.num_layers} layers × 2 × {self._shape()} × {self.num_kv_heads} heads × {self.config.head_dim}, "
-            f"{str(self.dtype).removeprefix('torch.')}: {readable(self.nbytes)}; all of {self.num_requests} × {self.max_length:,} "
-            "positions, "
-            f"as dense attention keeps them, would be {readable(dense)}"
+            f"{str(self.dtype).removeprefix('torch.')}: {readable(self.nbytes)}; "
+            f"all of {self.num_requests} × {self.max_length:,} positions, as dense attention keeps them, would be {readable(dense)}"
         )
 
     @abstractmethod

@@ -104,7 +104,7 @@ class BlockPattern(SpecPattern):
 
     # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
     is_tight: ClassVar[bool] = True
-    # whether the blocks are chosen by the content of q and k; such a pattern defines itself what | and & with it mean
+    # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
     is_chosen: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     if num_queries != num_keys:
         raise ValueError(
             f"block_mask has {num_queries} queries and {num_keys} keys; expected one sequence: make it with Q_LEN = KV_LEN, "
-            "and give the queries' place by query_offset"
+            "and pass the queries' first position as query_offset"
         )
     sizes = tuple(int(size) for size in block_mask.BLOCK_SIZE)
     if any(size % BLOCK_SIZES[0] for size in sizes):
@@ -34,7 +34,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     entries = block_mask.kv_num_blocks.shape[0]
     if batch is None and entries > 1:
         raise ValueError(
-            f"block_mask has {entries} batch entries and a pattern is for all of a batch; choose one: from_block_mask(…, batch=0)"
+            f"block_mask has {entries} batch entries and a pattern holds for the whole batch; choose one: from_block_mask(…, batch=0)"
         )
     chosen = 0 if batch is None else batch
     if not 0 <= chosen < entries:

@@ -17,7 +17,7 @@ _NO_WINDOW = 2**40
 
 @dataclass(frozen=True)
 class GlobalLocal(LocalWindow):
-    """A window, with the first positions as global tokens, which attend to all and are attended by all (Longformer, arXiv 2004.05150, 3.1).
+    """A window and global tokens: the first positions attend to all, and all attend to them (Longformer, arXiv 2004.05150, section 3.1).
 
     Args:
         window: as in ``LocalWindow``.
@@ -112,11 +112,11 @@ class BigBird(GlobalLocal):
         return self.random_blocks == 0
 
     def most_drawn(self, grid: Grid) -> int:
-        """Returns the most blocks that a row draws: no row has more blocks left than the sequence has columns."""
+        """Returns the largest number of blocks that a row draws; a row cannot draw more than all columns of the sequence."""
         return min(self.random_blocks, max(grid.num_columns, 1))
 
     def draws(self, grid: Grid, head: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the columns drawn for rows, −1 if there are fewer, by Floyd's sampling of the columns that nothing else reaches."""
+        """Returns the columns drawn for each row by Floyd's sampling, from those that nothing else reaches; −1 where too few are left."""
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
@@ -131,7 +131,7 @@ class BigBird(GlobalLocal):
         random = hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
         chosen = []
         for number in range(most):
-            # drawn from one more number than before; a duplicate is replaced by the newest number, which cannot have been drawn yet
+            # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
             newest = free - count + number
             drawn = random[number] % (newest + 1).clamp(min=1)
             for earlier in chosen:

@@ -221,8 +221,7 @@ class BlockTensor(WholeBlocks):
         if tuple(self.mask.shape) != (heads, rows, columns):
             raise ValueError(
                 f"mask has shape {tuple(self.mask.shape)}; {num_heads} heads of {num_positions} positions have ({num_heads} or 1, {rows}, "
-                f"{columns}) "
-                f"blocks of {self.q_block}x{self.k_block}"
+                f"{columns}) blocks of {self.q_block}x{self.k_block}"
             )
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Recommendation:
         kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or for a sequence shared by several processes ``"ring"`` (dense) ·
             ``"ring_dilated"`` · ``"ring_block_sparse"``: the names of ``LongNetConfig.attention``.
         segment_lengths, dilation_rates: of the branches; empty where there are none.
-        keys_per_query: mean number of keys per query and head, with multiplicity; None where the length is open.
+        keys_per_query: mean number of keys per query and head, with multiplicity; None where the length is not fixed.
         dense_keys_per_query: the same for dense attention with the same causality.
         forward, backward: backends chosen on this machine; ``backward`` is None without gradients, both are None where no backend can
             compute it.
@@ -74,7 +74,7 @@ class Recommendation:
         for setting in self.settings:
             if setting.name == name:
                 return setting
-        raise KeyError(f"no setting is called {name!r}; there are {', '.join(setting.name for setting in self.settings)}")
+        raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
 
     def as_dict(self) -> dict[str, Any]:
         told = asdict(self)

@@ -41,8 +41,7 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
     if base == "dense" and length <= SHORT:
         reason = (
             f"at {SHORT:,} positions LongNet's branches name most of dense attention's pairs: on an H200 cuDNN's dense attention took "
-            "0.62 of their "
-            "time forward and 0.70 forward + backward, for one causal sequence of 12 heads of 64"
+            "0.62 of their time forward and 0.70 forward + backward, for one causal sequence of 12 heads of 64"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{PERFORMANCE}, Short sequences")
     if base == "dense":
@@ -53,10 +52,9 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
         return Setting(name="kind", value=chosen, reason=reason, source=f"{PERFORMANCE}, Short sequences")
     if base == "block_sparse":
         reason = (
-            "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; a window with global "
-            "tokens keeps "
-            "window + global positions of each: on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 "
-            "at 65,536"
+            "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; "
+            "a window with global tokens keeps window + global positions of each: "
+            "on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 at 65,536"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
     reason = f"every query attends to all near keys and to fewer, the further off they are: {share:.2%} of dense attention's pairs"
@@ -137,8 +135,8 @@ def checkpoint_kind() -> Setting:
 def checkpoint_branches(pattern: DilatedPattern, keys: float, dense: float) -> Setting:
     value = ", ".join(f"{w}/{r}" for w, r in pattern.branches)
     reason = (
-        f"segment/rate, Prov-GigaPath's for slides of 262,144 pixels. {keys:,.0f} keys per query on the mean, dense attention has "
-        f"{dense:,.0f}"
+        "segment/rate, Prov-GigaPath's for slides of 262,144 pixels. "
+        f"{keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}"
     )
     return Setting(name="branches", value=value, reason=reason, source=f"{MODELS}, Presets")
 

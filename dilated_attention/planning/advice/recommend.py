@@ -55,8 +55,8 @@ def recommend(
 ) -> Recommendation:
     """Recommends what to use for a use case, with a reason for each setting and the code that creates it. Allocates nothing on a device.
 
-    Each reason follows from the definition, from this library's planning functions, or from figures that its documentation measured, most
-    of them on one H200, and says which. How well a model learns with an attention is not considered.
+    Each reason follows from the definition, from this library's planning functions, or from measured figures in its documentation (most of
+    them on one H200), and says which. How well a model learns with each kind of attention is not considered.
 
     Args:
         use_case: a key of ``USE_CASES``.
@@ -132,8 +132,8 @@ def recommend(
 def _check_use_case(case: Case) -> None:
     if case.name == "large-training" and (case.parameters is None or case.parameters <= rules.LARGE):
         given = "not given" if case.parameters is None else f"{case.parameters:,.0f}"
-        raise ValueError(f"parameters is {given}; 'large-training' is for more than {rules.LARGE:,}: give so many, or take 'training'")
+        raise ValueError(f"parameters is {given}; 'large-training' is for more than {rules.LARGE:,}: give that many, or use 'training'")
     if case.name == "training" and case.parameters is not None and case.parameters > rules.LARGE:
-        raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: take 'large-training'")
+        raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: use 'large-training'")
     if case.name == "short-sequences" and case.length >= rules.LONG:
-        raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: take 'training'")
+        raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: use 'training'")

@@ -229,8 +229,7 @@ def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -
     """Returns the first distribution that fits, or the last one tried if none fits.
 
     They are tried in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same with
-        blocks
-    recomputed in the backward, which costs more time than exchanges do.
+    blocks recomputed in the backward, which costs more time than exchanges do.
 
     Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does. Memory comes from ``plan_model``; a distribution whose
     footprint, by a formula, far exceeds the device is not traced.

@@ -42,7 +42,7 @@ def checkpointing(taken: bool, fits: bool) -> Setting:
             "4.2 GB by it on an H200"
         )
     else:
-        reason = "the activations fit, and computing blocks twice costs time: 289 instead of 189 ms a step of GigaPath's encoder on an H200"
+        reason = "the activations fit, and computing blocks twice costs time: 289, not 189 ms per step of GigaPath's encoder on an H200"
     if not fits:
         reason += "; even so it does not fit"
     return Setting(name="checkpoint_activations", value=str(taken), reason=reason, source=f"{SLIDES}, NVIDIA H200")
@@ -53,23 +53,23 @@ def parallel(base: str, mesh: Mesh, length: int, batch: int, is_large: bool) -> 
     if mesh.context == 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if length / gpus < TOKENS_PER_GPU and batch < gpus:
-            reason += f"; sharing one would leave less than {TOKENS_PER_GPU:,} tokens a GPU: give at least {gpus} sequences a step"
+            reason += f"; sharing one would leave less than {TOKENS_PER_GPU:,} tokens per GPU: give at least {gpus} sequences per step"
         source = f"{RING}, Figures"
     else:
         part = -(-length // mesh.context)
-        reason = f"{part:,} tokens a GPU; on four H200 "
+        reason = f"{part:,} tokens per GPU; on four H200 "
         reason += {
-            "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens a GPU on",
+            "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
             "dilated": (
-                "forward + backward had 0.92 to 0.98 of one GPU's speed from 32,768 tokens a GPU on in a CUDA graph, 0.41 to 0.87 as called"
+                "from 32,768 tokens per GPU on, forward + backward had 0.92 to 0.98 of one GPU's speed in a CUDA graph, else 0.41 to 0.87"
             ),
-            "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens a GPU",
+            "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
         }[base]
         if mesh.context > 8:
             reason += "; several nodes were not measured"
         source = f"{RING}, Figures"
     share = "FSDP2 (fully_shard)" if is_large else "FSDP2 or DDP"
-    reason += f". {share} over all {gpus}" + (", since weights, gradients and AdamW's moments are 16 bytes a parameter" if is_large else "")
+    reason += f". {share} over all {gpus}" + (", as weights, gradients and AdamW's moments are 16 bytes per parameter" if is_large else "")
     return Setting(name="mesh", value=value, reason=reason, source=source)
 
 
@@ -77,7 +77,7 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
     """Layout and exchange of a sequence shared by several processes."""
     if base == "dilated":
         layout = ('"contiguous"', "branches inside a process need no exchange")
-        how = ('"auto": all_gather', "of a longer branch only the taken positions travel, 1/r of the keys, beside the computation at home")
+        how = ('"auto": all_gather', "of a longer branch only the selected positions are sent, 1/r of the keys, during local computation")
     elif base == "block_sparse":
         layout = (
             '"contiguous"',
@@ -92,7 +92,7 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
         )
         how = (
             '"auto"',
-            "all_gather as long as the keys fit, and at 16,384 tokens a GPU the fastest: 628 TFLOP/s forward, ring 596, all_to_all 610",
+            "all_gather as long as the keys fit, and at 16,384 tokens per GPU the fastest: 628 TFLOP/s forward, ring 596, all_to_all 610",
         )
     return (
         Setting(name="layout", value=layout[0], reason=layout[1], source=f"{RING}, How it works"),
@@ -104,8 +104,8 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
     """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
         reason = (
-            "with its exchanges: at 131,072 dilated tokens a GPU it brought 6 to 30 % on four H200, at 32,768 it halved the time; "
-            "give seq_len"
+            "with its exchanges: at 131,072 dilated tokens per GPU it brought 6 to 30 % on four H200, "
+            "at 32,768 it halved the time; give seq_len"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")
     if positions <= 32768:
@@ -116,7 +116,7 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{PERFORMANCE}, Short sequences")
     reason = (
-        f"{positions:,} positions keep a GPU busy; GigaPath's encoder still went from 170 to 153 ms a step with 45,681 tiles on an H200"
+        f"{positions:,} positions keep a GPU busy; GigaPath's encoder still went from 170 to 153 ms per step with 45,681 tiles on an H200"
     )
     return Setting(name="CUDA graph", value="little to gain", reason=reason, source=f"{SLIDES}, NVIDIA H200")
 
@@ -124,15 +124,15 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
 def batch(length: int, sequences: int) -> Setting:
     if length <= 2 * LONG:
         reason = (
-            "short sequences fill a GPU together: of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels "
-            "0.363 (H200)"
+            "short sequences fill a GPU together: "
+            "of one with 4,096 positions the host took 0.589 ms forward + backward, the kernels 0.363 (H200)"
         )
         return Setting(
             name="batch", value=f"{sequences} at a time, 8 or more if they fit", reason=reason, source=f"{PERFORMANCE}, Short sequences"
         )
     reason = (
-        "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. Accumulate gradients for a "
-        "larger batch"
+        "one long sequence fills a GPU; more at a time cost memory and gain nothing that was measured. "
+        "Accumulate gradients for a larger batch"
     )
     return Setting(name="batch", value=f"{sequences} at a time", reason=reason, source=f"{GENOME}, What is trained")
 
@@ -151,8 +151,8 @@ def cache(base: str, paged: bool, rows: int, length: int, bytes_of_one: int) -> 
 
 def users(count: int, fitting: int) -> Setting:
     reason = (
-        "one request's step is bound by launches: 1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches "
-        "at any context"
+        "one request's step is bound by launches: "
+        "1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches at any context"
     )
     return Setting(name="batch", value=f"{count} requests a GPU, of {fitting} that fit", reason=reason, source=f"{DECODING}, Measured")
 

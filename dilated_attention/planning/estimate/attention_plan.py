@@ -132,7 +132,7 @@ def _text(plan: AttentionPlan) -> str:
     about = "" if plan.pairs_exact else "about "
     lines += [
         "",
-        f"pairs        {about}{plan.pairs:,}: {plan.keys_per_query:,.1f} keys a query, {plan.share_of_dense:.3%} of dense",
+        f"pairs        {about}{plan.pairs:,}: {plan.keys_per_query:,.1f} keys per query, {plan.share_of_dense:.3%} of dense",
         f"FLOPs        {flops_text(plan.flops[0])} forward" + (f", {flops_text(plan.flops[1])} backward" if plan.training else ""),
         f"least bytes  {readable(plan.least_bytes[0])} forward"
         + (f", {readable(plan.least_bytes[1])} backward" if plan.training else "")

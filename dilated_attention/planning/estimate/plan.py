@@ -118,7 +118,7 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
     found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system tells it")
+        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system reports it")
     return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
 
 

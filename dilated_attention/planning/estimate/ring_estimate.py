@@ -252,7 +252,7 @@ def _bytes_of(schedule: CommSchedule, problem: Problem, a: int) -> Bytes:
 
 
 def _held(schedule: CommSchedule, problem: Problem, prefetch_depth: int, a: int, times: int) -> tuple[int, int]:
-    """Returns the bytes of buffers alive at the same time, forward and backward; the script's steps are repeated ``times`` times."""
+    """Returns the bytes of buffers alive at the same time, forward and backward; the schedule's steps are repeated ``times`` times."""
     row = 2 * problem.batch_size * problem.head_dim
     buffers, shares = [], []
     for step in schedule.steps:

@@ -36,11 +36,9 @@ _SUSTAINED = 0.92
 # seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
 _LAUNCH = (40e-6, 90e-6)
 # seconds per call, in addition. Where kernels are short, the measured time is the CPU's (benchmarks/results/2026-11-21-h200-short.jsonl):
-# dense
-# attention, one launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches alone
-# took no
-# more than 1.45 ms (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that autograd
-# records
+# dense attention, one launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches
+# alone took no more than 1.45 ms (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that
+# autograd records
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
@@ -273,7 +271,7 @@ def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
         backend="matrix products",
         rate=peak * share,
         source=(
-            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched / pairs / problem.itemsize:.0f} passes over "
-            "all scores"
+            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, "
+            f"and {touched / pairs / problem.itemsize:.0f} passes over all scores"
         ),
     )

@@ -97,7 +97,7 @@ def peak_of_step(run: Run, fixed: Fixed, problem: Problem) -> tuple[tuple[tuple[
         # one for each thread that runs matrix products: the caller's, and autograd's
         terms.append(("cuBLAS's workspaces", (1 + run.training) * (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20))
     if fixed.whole:
-        terms.append(("two blocks whole", fixed.whole))
+        terms.append(("two unsharded blocks", fixed.whole))
     if not run.training:
         cached, at_a_time = 0, rows
         if isinstance(model, LongNetLM) and config.is_causal and problem.world_size == 1:
@@ -151,7 +151,7 @@ def insides(problem: Problem) -> dict[str, int]:
 
 
 def _kept_bytes(problem: Problem) -> int:
-    """Returns the bytes of branch outputs that a call with detached mixing keeps on a GPU (engine/ops/prepare.py)."""
+    """Returns the bytes of branch outputs that a call with detached mixing saves on a GPU (engine/ops/prepare.py)."""
     pattern = problem.pattern
     if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(pattern, DilatedPattern) or pattern.num_branches == 1:
         return 0
@@ -189,7 +189,7 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
             # tokens, tiles or patches are created inside the tape: they live as long as the step
             out, given = _stack_forward(model, run.batch_size, rows, run.weight_dtype)
             if run.training:
-                # whatever computes a loss from it keeps it no longer, and nothing keeps the gradient that it returns
+                # like a loss, this does not keep the hidden states alive, and nothing keeps the gradient that it returns
                 loss = _Loss.apply(out)
                 del out
                 tape.note()

@@ -305,10 +305,9 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
     rows = -(-problem.num_positions // problem.world_size)
     moved = trace_of(run).moved.at(rows) / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
-        f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of "
-        "the peak; "
-        f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left "
-        "out, for which short sequences wait"
+        f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, "
+        f"taken at {_LINEAR_SHARE:.0%} of the peak; what is read and written between {seconds_text(moved)}, "
+        f"at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
     )
     return attention + linear + moved, source, ""
 

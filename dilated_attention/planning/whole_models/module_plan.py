@@ -15,7 +15,7 @@ from dilated_attention.planning.estimate.problem import make_problem
 from dilated_attention.planning.whole_models.model_memory import insides
 from dilated_attention.planning.whole_models.trace import Moment, Tape, fake_tensors
 
-# except for the attention, a layer on a spread sequence does on its own rows what the layer of a single process does
+# except for the attention, a layer on a sharded sequence does on its own rows what the layer of a single process does
 _LAYERS = {
     "multihead_dilated": ("dilated", "multihead_dilated"),
     "multihead_block_sparse": ("block_sparse", "multihead_block_sparse"),

@@ -46,7 +46,7 @@ class Moment:
         inside: bytes that the operation needed temporarily in addition.
         attention: ``"forward"`` or ``"backward"`` where the operation is one of this library's attention ops, whose internal memory is not
             counted here; else "".
-        kept: number of attention calls with detached mixing whose branch outputs may be alive, as a GPU keeps them for the backward.
+        kept: number of attention calls with detached mixing whose branch outputs may be alive, since a GPU saves them for the backward.
         moved: bytes that operations, except attention, have read and written so far.
     """
 

@@ -311,7 +311,7 @@ def _key_consume(
             dv *= keep_scale
         row = first.to(gl.int64) + j0 * rate
         if PADDING:
-            # the gradient accumulated for a padded key may be any number or NaN and affects no other key
+            # the gradient accumulated for a padded key may be any number or NaN; it affects no other key
             own: gl.constexpr = gl.SliceLayout(1, o_layout)
             mine = gl.arange(0, 64, layout=own)
             shown = gl.load(padding_ptr + batch * pad_b + row + mine.to(gl.int64) * rate, mask=mine < count - j0, other=1) == 0

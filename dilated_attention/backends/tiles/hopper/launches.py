@@ -44,7 +44,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     """Builds the launch of a Hopper kernel.
 
     Args:
-        numbers: the numbers of the kernel that this one replaces.
+        numbers: the integer and float arguments of the kernel that this one replaces.
         flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
     """
     of_keys = which == "key"
@@ -64,7 +64,7 @@ def reasons_against(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[st
     """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
     reasons = []
     if flags.get("DROPOUT") and p.shared and p.group > 1:
-        reasons.append(f"drops pairs of one query head at a time: needs as many key/value heads, got {p.group} query heads to each")
+        reasons.append(f"drops pairs of one query head at a time: needs one query head per key/value head, got {p.group}")
     if p.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
     if p.head_dim % 16 or p.head_dim > 128:
@@ -74,5 +74,5 @@ def reasons_against(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[st
         if any(stride % 16 for stride in x.stride()[:3]):
             reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
         elif _ROWS * rate * x.stride(1) >= 2**31:
-            reasons.append(f"counts within a tile in 32 bits, got rate {rate} of token stride {x.stride(1)}")
+            reasons.append(f"counts within a tile in 32 bits, got rate {rate} with token stride {x.stride(1)}")
     return reasons
