@@ -38,10 +38,10 @@ from dilated_attention.engine.branches.chunking import ChunkSizes, make_tiers
 from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.branches.strategy import (
-    FUSED_DEVICES,
     backward_chunk_sizes,
     forward_chunk_sizes,
     has_own_keys,
+    is_fused,
     is_one_problem,
 )
 from dilated_attention.engine.branches.views import key_rows, launches, query_rows
@@ -159,7 +159,7 @@ def attention_memory(
     queries = torch.empty((B, N, H, D), device="meta", dtype=dtype)
     keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
 
-    if device_type in FUSED_DEVICES and dtype is not torch.float64:
+    if is_fused(device_type) and dtype is not torch.float64:
         scratch = functools.partial(
             tiles_scratch, pattern, shape, B, D, dtype, detached=detached, is_saved=saved_bytes > 0, dropout=dropout
         )

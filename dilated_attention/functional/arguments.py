@@ -32,7 +32,7 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Options(NamedTuple):
-    """The options that all public functions share, as the caller gave them."""
+    """The options that all public functions share, as the caller gave them. ``strategy``: see ``CallSettings``."""
 
     is_causal: bool
     return_lse: bool
@@ -43,6 +43,7 @@ class Options(NamedTuple):
     backend: str
     precision: str = "native"
     mixture_grad: str = "exact"
+    strategy: str = "auto"
 
 
 def attend(
@@ -104,7 +105,7 @@ def attend(
 
 # the types of the options in a key: 1 == True would mix up two calls, and a tensor's value may change
 _OPTION_TYPES = frozenset(
-    itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None)), (str,), (str,), (str,))
+    itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None)), (str,), (str,), (str,), (str,))
 )
 
 
@@ -184,6 +185,7 @@ def checked_settings(
         needs_grad=needs_grad(q, k, v),
         backend=options.backend,
         precision=options.precision,
+        strategy=options.strategy,
         sharding=sharding,
         scale=scale,
         dropout_p=dropout_p,

@@ -23,8 +23,8 @@ from dilated_attention.backends.flash import flash3_fp8
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.fp8 import quantise_torch
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.branches import strategy
 from dilated_attention.factory import EXAMPLES
+from tests.helpers.fused import run_fused
 
 HOPPER = EXAMPLES["hopper"]
 FP8: dict[str, Any] = {"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, "precision": "fp8"}
@@ -197,7 +197,7 @@ def test_a_dilated_call_runs_on_it_segment_by_segment(
     monkeypatch.setattr(Flash3Fp8Backend, "reasons_against", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
     monkeypatch.setattr(registry, "cached", {})
     if fused:
-        monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
+        run_fused(monkeypatch)
     q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))
     native, native_lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True)
     assert not stand_in.calls

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dilated_attention as da
 from dilated_attention.backends import Backend, MathBackend, hardware, registry, tuning_table
-from dilated_attention.engine.branches import strategy
 from dilated_attention.functional import arguments
 from dilated_attention.pattern import LocalWindow, TopBlocks
+from tests.helpers.fused import run_fused
 
 BRANCHES: tuple[list[int], list[int]] = ([4, 8], [1, 2])
 
@@ -467,7 +467,7 @@ def test_a_call_is_decided_once_and_anew_after_anything_it_depends_on(monkeypatc
     finally:
         torch.use_deterministic_algorithms(False)
     assert decided() == 0
-    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    run_fused(monkeypatch)
     assert decided() == 3 and decided() == 0
     inputs = [transposed(x).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
     assert decided() == 3 and decided() == 0

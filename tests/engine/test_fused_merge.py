@@ -17,6 +17,7 @@ from dilated_attention.engine.branches.chunking import make_chunk_sizes
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.views import query_rows
 from dilated_attention.testing import RESULTS, Case, Space, call, inputs, max_error, random_case, reference, results
+from tests.helpers.fused import run_fused
 
 SPACE = Space(window=False, dropout=False, max_length=60)
 
@@ -24,7 +25,7 @@ SPACE = Space(window=False, dropout=False, max_length=60)
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The fused path on a CPU; the list tells which passes ran through it."""
-    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    run_fused(monkeypatch)
     ran: list[str] = []
     for name in ("forward", "backward"):
         original = getattr(fused_merge, name)

@@ -13,6 +13,7 @@ from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.kernels.nested import NestedFamily, nested_attention_twin
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.testing import RESULTS, Case, call, inputs, max_error, reference, results
+from tests.helpers.fused import run_fused
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -59,7 +60,7 @@ def test_branches_that_do_not_nest_run_on_their_own(pattern: DilatedPattern) -> 
 @pytest.fixture
 def with_twin(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The nested path on a CPU; the list has the positions of each call of the kernel."""
-    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    run_fused(monkeypatch)
     monkeypatch.setattr(nested_selection, "is_worth_it", lambda *_: True)
     monkeypatch.setattr(nested_selection, "_TILE", 2)
     monkeypatch.setattr(nested_selection, "reasons_against", lambda *_: [])

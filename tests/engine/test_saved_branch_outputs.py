@@ -16,6 +16,7 @@ from dilated_attention.engine.branches import branch_buffers, strategy
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
+from tests.helpers.fused import run_fused
 from tests.helpers.op_settings import settings
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
@@ -33,7 +34,7 @@ PATTERNS = [
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cpu", "cuda"})
+    run_fused(monkeypatch)
 
 
 def make(n: int, heads: int = 2, kv_heads: int | None = None) -> list[torch.Tensor]:
@@ -107,7 +108,7 @@ def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
     # whole segments: places of positions that there are not hold nothing that could be compared
     qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
     branches = ((2, 4), (1, 2), "blocked", "all", "zero_keys")
-    arguments = (*qkv, None, None, None, None, *settings(branches=branches, detached=True, needs_grad=True).arguments())
+    arguments = (*qkv, None, None, None, None, *settings(branches=branches, detached=True, needs_grad=True, strategy="fused").arguments())
     out, lse, kept = FORWARD(*arguments)
     assert kept.numel() == 2 * 2 * 4 * (8 + 4)
     assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}

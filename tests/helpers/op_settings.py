@@ -16,6 +16,7 @@ PLAIN = CallSettings(
     needs_grad=False,
     backend="auto",
     precision="native",
+    strategy="auto",
     sharding=(),
     scale=0.5,
     dropout_p=0.0,

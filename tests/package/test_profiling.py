@@ -21,6 +21,7 @@ from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
 from dilated_attention.profiling.ledger import replay
 from dilated_attention.profiling.measure import _untold
 from dilated_attention.profiling.profile import SeenCall
+from tests.helpers.fused import run_fused
 
 # poisoned allocations are filled, which is an op more for each
 pytestmark = pytest.mark.no_poison
@@ -256,7 +257,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
 
 def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice about chunk sizes names constants that do what it says."""
-    from dilated_attention.engine.branches import chunking, strategy
+    from dilated_attention.engine.branches import chunking
     from dilated_attention.engine.branches.launch_views import PART_BYTES
 
     q, k, v = (x.detach() for x in leaves(8192, 4, 64))
@@ -266,7 +267,7 @@ def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -
         profile = profile_memory(dilated_attention, q, k, v, [512, 8192], [1, 8], device="cpu")
         scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
     assert scratch[1] < 0.6 * scratch[0]
-    monkeypatch.setattr(strategy, "FUSED_DEVICES", {"cuda", "cpu"})
+    run_fused(monkeypatch)
     scratch = []
     monkeypatch.setattr(chunking, "TRANSIENT_SHARE", 0.0)
     for size in (512 * MIB, MIB // 2):

@@ -52,6 +52,7 @@ class Call:
     request: AttentionRequest | None = None
     named: bool = False
     needs_grad: bool = False
+    strategy: str = "auto"
     position_offset: int = 0
     first_head: int = 0
 

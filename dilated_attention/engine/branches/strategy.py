@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     # this module needs Triton
     from dilated_attention.engine.kernels.tiles import Share
 
-# not the CPU, where a launch costs little and merging problem by problem stays in the cache; tests add it, to run the same code there
-FUSED_DEVICES = {"cuda"}
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -362,11 +360,16 @@ def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
     return (q.numel() + 2 * k.numel()) * q.element_size()
 
 
+def is_fused(device_type: str, strategy: str = "auto") -> bool:
+    """Whether branches run in chunks with one merge each. On a CPU a launch costs little, and merging each problem stays in the cache."""
+    return device_type == "cuda" or strategy == "fused"
+
+
 def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
     """Whether the call is self-attention over a single document: each row of a branch is in one problem, which begins with its segment."""
     start, end = shape.queries
     whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
-    if not whole or shape.window is not None or call.dropout_p or q.device.type not in FUSED_DEVICES:
+    if not whole or shape.window is not None or call.dropout_p or not is_fused(q.device.type, call.strategy):
         return False
     return q.device.type != "cuda" or has_kernels(q)
 

@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, detect
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.strategy import FUSED_DEVICES, saved_budget
+from dilated_attention.engine.branches.strategy import is_fused, saved_budget
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.oom.requirement import (
@@ -106,7 +106,7 @@ def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Adjustable
 
 def saved_bytes(pattern: DilatedPattern, setting: AdjustableSetting, q: TensorInfo, k: TensorInfo) -> int:
     """Returns the bytes that a forward with detached mixing keeps for its backward on a GPU (see ``prepare.saved_elements``)."""
-    if q.device.type not in FUSED_DEVICES or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
+    if not is_fused(q.device.type) or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
         return 0
     N = setting.length
     rows = sum(-(-N // w) * -(-min(N, w) // r) for w, r in pattern.branches)

@@ -100,6 +100,7 @@ def prepare(
         request=request,
         named=settings.backend != "auto",
         needs_grad=settings.needs_grad or is_backward,
+        strategy=settings.strategy,
     )
     return shape, call
 
@@ -110,7 +111,7 @@ def is_nested(
     """Whether the forward visits each pair that nested branches share only once: it does where it can, unless another kernel was named."""
     q, k, v = views[:3]
     backend = settings.backend
-    if backend != NESTED and (backend != "auto" or q.device.type not in strategy.FUSED_DEVICES):
+    if backend != NESTED and (backend != "auto" or not strategy.is_fused(q.device.type, settings.strategy)):
         return False
     reasons = nested_selection.reasons_against(request, pattern, (q, k, v), len(shape.documents), settings.scale)
     if reasons and backend == NESTED:
@@ -141,7 +142,7 @@ def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_
     pattern = settings.pattern
     if pattern.num_branches == 1 or pattern.branch_heads == "split":
         return 0
-    if q.device.type not in strategy.FUSED_DEVICES or (q.device.type == "cuda" and not has_kernels(q)):
+    if not strategy.is_fused(q.device.type, settings.strategy) or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
     (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
     # the nested kernel has no per-branch outputs; such calls use it only if it was named

@@ -280,7 +280,7 @@ def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:
 def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-    state = torch.are_deterministic_algorithms_enabled(), products, *strategy.FUSED_DEVICES
+    state = torch.are_deterministic_algorithms_enabled(), products
     return key, state, tuning_table.generation, hardware.generation
 
 

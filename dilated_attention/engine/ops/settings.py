@@ -15,7 +15,7 @@ from dilated_attention.pattern import DilatedPattern
 
 # segment_lengths, dilation_rates, head_offsets, branch_heads, tail
 Branches = tuple[tuple[int, ...], tuple[int, ...], "str | tuple[tuple[int, ...], ...]", str, str]
-_NUM_FIXED = 10
+_NUM_FIXED = 11
 
 
 class CallSettings(NamedTuple):
@@ -27,6 +27,7 @@ class CallSettings(NamedTuple):
         window: () or (left, right), with −1 for unbounded.
         detached: no gradient through the mixing weights of the branches.
         needs_grad: a backward will follow.
+        strategy: "auto", or "fused" to run branches in chunks with one merge each on any device, as "auto" does on a GPU.
         sharding: the additional settings of a distributed call; () in one process.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
@@ -41,6 +42,7 @@ class CallSettings(NamedTuple):
     needs_grad: bool
     backend: str
     precision: str
+    strategy: str
     sharding: tuple[Any, ...]
     scale: float
     dropout_p: float

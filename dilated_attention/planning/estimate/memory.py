@@ -16,7 +16,7 @@ from dilated_attention.backends import BackendUnavailable, reasons_of, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
-from dilated_attention.engine.branches.strategy import FUSED_DEVICES
+from dilated_attention.engine.branches.strategy import is_fused
 from dilated_attention.engine.kernels.nested_selection import MIN_OPERATIONS, chunk_family, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
@@ -69,7 +69,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
 def on_tiles(problem: Problem) -> tuple[bool, bool]:
     """Whether the forward and the backward run on a table of tiles, following the choice of ``backend="auto"``."""
     pattern = problem.pattern
-    if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
+    if not is_fused(problem.device_type) or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
         return False, False
     request = problem.request(backward=False, length=0)
     return tiles_passes(pattern, request, problem.batch_size, problem.num_positions, problem.training)
@@ -78,7 +78,7 @@ def on_tiles(problem: Problem) -> tuple[bool, bool]:
 def is_nested(problem: Problem) -> bool:
     """Whether the forward visits pairs shared by nested branches only once, following the choice of ``backend="auto"``."""
     pattern = problem.pattern
-    if problem.device_type not in FUSED_DEVICES or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
+    if not is_fused(problem.device_type) or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
         return False
     if reasons_of(NESTED_CAPABILITIES, problem.request(backward=False, length=0)) or (
         pattern.tail == "zero_keys" and not problem.is_causal
