@@ -72,6 +72,11 @@ def register_kind(kind: type[SpecPattern]) -> None:
         _read_and_kept.cache_clear()
 
 
+def kind_named(name: str) -> Any:
+    """Returns the pattern class of this name, for a base class that its subclasses import."""
+    return _KINDS[name]
+
+
 def restored(spec: str) -> SpecPattern:
     """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
     # a cache would keep live objects alive forever

@@ -19,10 +19,6 @@ Edges = dict[str, set[str]]
 # Exceptions, each with its reason. A line whose import is gone fails the tests, so that the lists only shrink.
 # imports without which there would be no circle
 KNOWN_IMPORTS = {
-    ("pattern.blocks.base", "pattern.blocks.compose"): (
-        "| and & of every block pattern make a Union or an Intersection, which are block patterns"
-    ),
-    ("pattern.blocks.base", "pattern.blocks.window"): "causal() of every block pattern is its intersection with Causal, a block pattern",
     ("pattern.blocks.base", "pattern.blocks.kept_blocks"): (
         "pairs() and mask_bytes() count the lists, which are made from a pattern's other methods"
     ),

@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
 from dilated_attention.pattern.drawing import draw
-from dilated_attention.pattern.spec import SpecPattern, name_object, register_kind, restored
+from dilated_attention.pattern.spec import SpecPattern, kind_named, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
@@ -178,9 +178,7 @@ class BlockPattern(SpecPattern):
 
     def causal(self) -> BlockPattern:
         """Returns the pattern restricted to pairs with j ≤ i."""
-        from dilated_attention.pattern.blocks.window import Causal
-
-        return self & Causal(block_size=self.block_size)
+        return self & kind_named("Causal")(block_size=self.block_size)  # type: ignore[no-any-return]
 
     def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
@@ -202,14 +200,10 @@ class BlockPattern(SpecPattern):
         return mask_mod
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
-        from dilated_attention.pattern.blocks.compose import Union
-
-        return Union.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+        return kind_named("Union").of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def __and__(self, other: BlockPattern) -> BlockPattern:
-        from dilated_attention.pattern.blocks.compose import Intersection
-
-        return Intersection.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+        return kind_named("Intersection").of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
         last = -(-checked_positions(num_positions) // self.q_block)
