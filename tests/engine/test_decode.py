@@ -324,7 +324,7 @@ def test_the_choice_of_a_decoder_is_explained() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"triton", "flash-attn-3"}), name="H200")
     dense, sparse = (explain_decode(hardware=hopper, dense=dense) for dense in (True, False))
     assert (dense.chosen, sparse.chosen) == ("triton", "triton")
-    assert "✗ flash3" in str(sparse) and "keeps some only" in str(sparse)
+    assert "✗ flash3" in str(sparse) and "keeps only some" in str(sparse)
     ampere = Hardware(device_type="cuda", capability=(8, 0), packages=frozenset({"triton", "flash-attn-3"}), name="A100")
     assert explain_decode(hardware=ampere, dense=True).chosen == "triton"
     assert explain_decode(hardware=hopper, dense=True, dtype=torch.float64).chosen == "torch"
