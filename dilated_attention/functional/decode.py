@@ -62,7 +62,7 @@ def decode_attention(
 
     >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
     """
-    way_out = "give it detached tensors outside of vmap, one call for all requests; for derivatives call the forward with query_offset"
+    way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
     refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table)
     _check_tensors(q, k, v, positions, page_table)
     slots, B = k.shape[1], q.shape[0]

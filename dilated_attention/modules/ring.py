@@ -175,7 +175,7 @@ class RingDilatedAttention(DilatedSettings):
 
         Raises:
             ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made another call.
+            RingError: a process died, stalled or made a different call.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         return ring_dilated_attention(

@@ -114,7 +114,7 @@ class RingMultiheadDilatedAttention(RingMultihead):
 
         Raises:
             ValueError, TypeError: the inputs do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made another call.
+            RingError: a process died, stalled or made a different call.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
