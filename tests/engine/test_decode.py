@@ -301,9 +301,9 @@ def test_bad_input() -> None:
         with pytest.raises(error, match=match):
             decode_attention(*(args or (one, k, v, at)), **options)
 
-    refused("one query a request", ValueError, q, k, v, at)
+    refused("one query per request", ValueError, q, k, v, at)
     refused("positions is list", TypeError, one, k, v, [3, 4])
-    refused("one position a request", ValueError, one, k, v, at[:1])
+    refused("one position per request", ValueError, one, k, v, at[:1])
     refused("positions reach from 3 to 50", ValueError, one, k, v, torch.tensor([3, 50]))
     refused("give its page_table", ValueError, one, k[:1], v[:1], at)
     refused("they must be equal", ValueError, one, k, v[:, 1:], at)
