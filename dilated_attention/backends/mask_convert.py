@@ -21,7 +21,7 @@ def additive_bias(
         return None, None
     P, L, S = q.shape[0], q.shape[1], k.shape[1]
     if band is not None:
-        assert not options.causal, "a band says by itself where it ends"
+        assert not options.causal, "a band already includes causality"
         blocked = ~band_mask(band, L, S, q.device)[None]
         if padding is not None:
             blocked = blocked | padding[:, None, :]
@@ -51,5 +51,5 @@ def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int
     diagonal = num_keys - num_queries
     left = None if lowest is None else diagonal - lowest
     right = None if highest is None else highest - diagonal
-    assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal lies in the band"
+    assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal is in the band"
     return left, right

@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--for", dest="machine", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed"
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that has it, else float16 or float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float16 or float32")
     parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
     parser.add_argument("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
     parser.add_argument(
@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps"
     )
-    parser.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, by blocks of so many positions")
+    parser.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, with blocks of this many positions")
     parser.add_argument("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
         parser.add_argument(f"--{flag}", action="store_true")

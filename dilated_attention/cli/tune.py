@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
     parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
     parser.add_argument("--dtypes", choices=("half", "float32"), nargs="+", help="default: both")
-    parser.add_argument("--backends", nargs="+", help="default: all that can; those left out come after those measured")
+    parser.add_argument("--backends", nargs="+", help="default: all usable ones; those left out come after those measured")
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it is there")
+    parser.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it exists")
     parser.add_argument("--json", action="store_true", help="print the table's rows as JSON")
 
 

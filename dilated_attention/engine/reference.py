@@ -1,4 +1,4 @@
-"""The reference implementation: section 1 of the design, literally, in float64 and O(N²). Every fast path is tested against it."""
+"""The reference implementation: docs/meaning.md, literally, in float64 and O(N²). Every fast path is tested against it."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from dilated_attention.pattern.checks import one_of
 
 
 def list_backends() -> tuple[str, ...]:
-    """Returns the names of all backends, usable here or not. ``backend=`` takes these, ``"sdpa"`` for the best of PyTorch's own, and
-    ``"auto"``.
+    """Returns the names of all backends, usable here or not. ``backend=`` takes these, ``"auto"``, and ``"sdpa"`` for PyTorch's best.
 
     Their order of preference depends on the call: ``explain_backend`` prints it, with the file of measured times that determined it.
     """

@@ -59,7 +59,7 @@ def block_sparse_attention(
 
     Raises:
         ValueError, TypeError: bad input, before anything is allocated.
-        BackendUnavailable: no backend, or not the named one, can do this; the message lists every reason.
+        BackendUnavailable: no backend can compute this, or the named one cannot; the message lists every reason.
 
     The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
     whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.

@@ -62,7 +62,7 @@ def decode_attention(
 
     >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
     """
-    way_out = "give it detached tensors outside of vmap, one call for all requests; for derivatives call the forward with query_offset"
+    way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
     refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table)
     _check_tensors(q, k, v, positions, page_table)
     slots, B = k.shape[1], q.shape[0]
@@ -125,7 +125,7 @@ def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> N
     B = q.shape[0]
     if q.shape[1] != 1:
         raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected one query a request, (B, 1, H, D): for more use query_offset of the forward"
+            f"q has shape {tuple(q.shape)}; expected one query per request, (B, 1, H, D): for more use query_offset of the forward"
         )
     if k.shape[1] < 1:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected at least one slot")
@@ -136,10 +136,10 @@ def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> N
         found = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise TypeError(f"positions is {found}; expected an int64 tensor of shape (B,) = ({B},)")
     if tuple(positions.shape) != (B,):
-        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected one position a request, ({B},)")
+        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected one position per request, ({B},)")
     if page_table is None:
         if k.shape[0] != B:
-            raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal, but for a paged cache: give its page_table")
+            raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal unless the cache is paged: give its page_table")
         return
     if not isinstance(page_table, torch.Tensor) or page_table.dtype is not torch.int32:
         found = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__

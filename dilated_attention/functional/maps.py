@@ -20,7 +20,7 @@ CHUNK = 32768
 SCORES_AT_ONCE = 2**24
 # the alternative named when torch.func transforms an inspection function
 WAY_OUT = (
-    "give it q.detach() and k.detach() outside of vmap, one call for all of the batch; "
+    "pass q.detach() and k.detach() outside of vmap, in one call for the whole batch; "
     "for derivatives of weights at small N take the softmax of plain scores under the pattern's dense_mask(N, N, H)"
 )
 
@@ -63,7 +63,7 @@ def attention_map(
             integer, or ``"cls"`` for row 0, or for the first row of each document with ``cu_seqlens``.
         pattern: see ``block_sparse_attention``.
         is_causal, scale, cu_seqlens, key_padding_mask, query_offset: see ``dilated_attention``.
-        average_heads: return the mean over heads; the maps of the single heads are never all held.
+        average_heads: return the mean over heads; the maps of the single heads are never all in memory.
         lse: the log-sum-exps (B, H, Nq) from ``return_lse=True``. They save computing those of the chosen rows: half the time.
         chunk: keys scored at a time; None for 32768.
 
@@ -155,7 +155,7 @@ def checked_patterns(
     if (segment_lengths is None) != (dilation_rates is None):
         raise ValueError(
             f"segment_lengths is {segment_lengths} and dilation_rates is {dilation_rates}; "
-            "each branch needs one of both: give both, or neither"
+            "each branch needs one of each: give both, or neither"
         )
     blocks = None if pattern is None else checked_pattern(pattern)
     if segment_lengths is None:
@@ -166,7 +166,7 @@ def checked_patterns(
         ):
             if value != default:
                 raise ValueError(
-                    f"{name} is {shown(value)} without branches, whose it is; give segment_lengths and dilation_rates, or leave it"
+                    f"{name} is {shown(value)} and applies only to branches; give segment_lengths and dilation_rates, or leave it out"
                 )
         return None, blocks
     branches = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | 
         rows = [0] if cu_seqlens is None else starts
     elif isinstance(query_rows, torch.Tensor):
         if query_rows.dtype is torch.bool or query_rows.is_floating_point() or query_rows.is_complex():
-            raise TypeError(f"query_rows has dtype {query_rows.dtype}; expected integers: of a mask take mask.nonzero()[:, 0]")
+            raise TypeError(f"query_rows has dtype {query_rows.dtype}; expected integers: for a mask use mask.nonzero()[:, 0]")
         if query_rows.ndim > 1:
             raise ValueError(f"query_rows has shape {tuple(query_rows.shape)}; expected (rows,), the same for all batch entries")
         rows = query_rows.reshape(-1).tolist()

@@ -57,7 +57,7 @@ def attention_received(
 
     Raises:
         ValueError, TypeError: bad input.
-        BackendUnavailable: no backend, or not the named one, can do this.
+        BackendUnavailable: no backend can compute this, or the named one cannot.
         NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1

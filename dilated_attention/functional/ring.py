@@ -79,7 +79,7 @@ def ring_dilated_attention(
 
     Raises:
         ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; the message names the exchange and the peer, or the difference.
+        RingError: a process died, stalled or made a different call; the message names the exchange and the peer, or the difference.
         BackendUnavailable: as in ``dilated_attention``.
 
     Differs from LongNet's published code, which drops a process's own keys in causal attention, moves whole segments through all
@@ -210,4 +210,4 @@ def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, 
         raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
     reason = why_no_heads(num_heads, num_kv_heads, per_node if exchange == "2d" else size, branch_heads)
     if reason is not None:
-        raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which shares out no heads")
+        raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")

@@ -74,7 +74,7 @@ def ring_block_sparse_attention(
 
     Raises:
         ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
-        RingError: a process died, stalled or made another call; the message names the exchange and the peer, or the difference.
+        RingError: a process died, stalled or made a different call; the message names the exchange and the peer, or the difference.
         BackendUnavailable: as in ``block_sparse_attention``, before anything is sent.
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)

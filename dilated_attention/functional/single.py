@@ -73,7 +73,7 @@ def dilated_attention(
 
     Raises:
         ValueError, TypeError: bad input, before anything is allocated.
-        BackendUnavailable: no backend, or not the named one, can do this; the message lists every reason.
+        BackendUnavailable: no backend can compute this, or the named one cannot; the message lists every reason.
         NotImplementedError: a second derivative or a forward-mode tangent (torch.func.jvp) is asked for; grad, vjp, jacrev and vmap work.
 
     Equals the paper where r divides w and w divides N. Differs from TorchScale in its exact gradients, in having no zero keys, and in

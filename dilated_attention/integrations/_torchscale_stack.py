@@ -27,8 +27,7 @@ REFUSED = {
     r"relative_(position|attention_bias)": "it adds relative position biases to its scores; attention kernels here take none",
     r"(^|\.)layernorm_embedding\.": "it normalises embeddings (layernorm_embedding); such a norm does not exist here",
     r"(^|\.)embed_positions\.": "it adds learned or sinusoidal positions to token embeddings (embed_positions), which start at 2 "
-    "as in fairseq; "
-    "models here have rotary positions, XPOS or none",
+    "as in fairseq; models here have rotary positions, XPOS or none",
     r"flat_param": "its weights are flattened by FSDP; save a full state dict first",
     r"\.ffn\.gate\.": "its feed-forward layers are gated linear units; those of LongNet are not",
 }
@@ -54,7 +53,7 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
 
 def needed(name: str, value: Any, why: str) -> Any:
     if value is None:
-        raise ValueError(f"{name} is not given, and weights do not tell it: {why}")
+        raise ValueError(f"{name} is not given, and the weights do not determine it: {why}")
     return value
 
 
@@ -129,16 +128,16 @@ def stack_config(weights: Weights, *, num_heads: int | None, is_causal: bool, is
         num_layers += 1
     norms = {f"layers.0.{name}.weight" in weights for name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm")}
     if len(norms) > 1:
-        raise ValueError("one of the two inner norms is there (self_attn.inner_attn_ln, ffn.ffn_layernorm); expected both or none")
+        raise ValueError("there is only one of the two inner norms (self_attn.inner_attn_ln, ffn.ffn_layernorm); expected both or none")
     has_sub_norm, has_last_norm = norms.pop(), "layer_norm.weight" in weights
     if not (has_sub_norm or has_last_norm or is_pre_norm):
         raise ValueError(
-            "there is neither layer_norm nor inner_attn_ln, as in models with norms behind each layer (post-norm, deepnorm), "
+            "there is neither layer_norm nor inner_attn_ln, as in models with norms after each layer (post-norm, deepnorm), "
             "whose residual connections differ; those do not exist here. If norms come first in this model, say is_pre_norm=True"
         )
     if is_causal and not has_last_norm:
         raise ValueError(
-            "there is no layer_norm, so this decoder normalises behind each layer (post-norm or deepnorm), which does not exist here"
+            "there is no layer_norm, so this decoder normalises after each layer (post-norm or deepnorm), which does not exist here"
         )
     return LongNetConfig(
         embed_dim=embed_dim,
@@ -174,7 +173,7 @@ def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"these weights are not of one model: {error}") from error
+        raise ValueError(f"these weights do not belong to one model: {error}") from error
     model.requires_grad_()
     # hooks go on a stack, not on each of its layers: layers without hooks need less memory
     watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
@@ -209,6 +208,6 @@ def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         w, r = branch
         warnings.warn(
             f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is shifted "
-            "from the second segment on, an error that is not reproduced here, so these weights give another result there",
+            "from the second segment on, an error that is not reproduced here, so these weights give a different result there",
             stacklevel=3,
         )

@@ -78,7 +78,7 @@ def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
     beside = [name for name, value in source.items() if isinstance(value, torch.Tensor)]
     if found and beside:
         raise ValueError(
-            f"this file has weights under {found[0]!r} and beside it ({_some(map(str, beside))}); pass the dict that is meant, or "
+            f"this file has weights under {found[0]!r} and also others ({_some(map(str, beside))}); pass the dict that is meant, or "
             f"part={found[0]!r}"
         )
     return source[found[0]] if found else source
@@ -108,7 +108,7 @@ def _load_file(path: Path) -> Any:
                 "write its weights alone once, torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt'), and load that file"
             ) from error
         raise ValueError(
-            f"{path} cannot be read as a file of torch.save with weights alone ({type(error).__name__}: {reason}); it is empty, damaged, "
+            f"{path} cannot be read as a file of torch.save with only weights ({type(error).__name__}: {reason}); it is empty, damaged, "
             "cut off or of another format: copy or download it again, or give it the suffix .safetensors if that is what it is"
         ) from error
 
@@ -193,7 +193,7 @@ def place(weights: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype |
     """Copies the weights to ``device`` and ``dtype``; None keeps their device, and their dtype, which must be the same for all."""
     odd = [name for name, value in weights.items() if not value.is_floating_point()]
     if odd:
-        raise ValueError(f"{_some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be restored first")
+        raise ValueError(f"{_some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be dequantised first")
     found = sorted({str(value.dtype) for value in weights.values()})
     if dtype is None and len(found) > 1:
         raise ValueError(f"these weights have the dtypes {', '.join(found)}; say which with dtype=")

@@ -176,7 +176,7 @@ def _stack_settings(stack: Any) -> dict[str, Any]:
     args = _arguments(stack)
     layer = stack.layers[0]
     if not getattr(layer, "normalize_before", True):
-        raise ValueError("normalize_before is False; models here normalise in front of each layer, never behind (post-norm)")
+        raise ValueError("normalize_before is False; models here normalise before each layer, never after it (post-norm)")
     return _attention_settings(args, layer.self_attn) | {
         "activation": str(args.activation_fn),
         "scale_embedding": stack.embed_scale != 1.0,

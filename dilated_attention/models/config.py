@@ -92,7 +92,7 @@ class ModelConfig:
             return cls.from_dict(values)
         # values in a file are not trusted: a string in place of a number means a bad file, not a wrong call
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"{name} is no {cls.__name__}: {error}") from error
+            raise ValueError(f"{name} is not a {cls.__name__}: {error}") from error
 
 
 def config_text(config: ModelConfig) -> str:

@@ -79,7 +79,7 @@ class Sampling:
         if logits.device.type == "cpu" and not bool(highest.isfinite().all()):
             row = int((~highest.isfinite()).nonzero()[0, 0])
             raise ValueError(
-                f"logits have {float(highest[row])} in row {row}; expected finite numbers, of which one at least is more than -inf"
+                f"logits have {float(highest[row])} in row {row}; expected finite numbers or -inf, at least one of them finite"
             )
         return token
 
@@ -290,7 +290,7 @@ def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int
     spoilt = next((name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())), None)
     cause = f"its parameter {spoilt} holds NaN or inf: load weights that do not"
     if spoilt is None:
-        cause = f"no parameter of it is NaN or inf, so that numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
+        cause = f"none of its parameters is NaN or inf, so numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
     raise ValueError(
         f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite "
         f"numbers, and {cause}"

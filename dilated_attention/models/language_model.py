@@ -32,7 +32,7 @@ class LongNetLM(Pretrained):
         group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. Tokens and
             targets are then each process's shards; everything but attention works per token. None for whole sequences.
         layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
-        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
             and the single-process model.
 

@@ -114,7 +114,7 @@ def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
     if stored.interrupted:
         warnings.warn(
             f"saving into {folder} was interrupted before {CONFIG_FILE} was replaced; "
-            f"the configuration that {WEIGHTS_FILE} holds is taken. save_pretrained writes both anew",
+            f"the configuration in {WEIGHTS_FILE} is used. save_pretrained writes both files again",
             stacklevel=3,
         )
     if stored.interrupted or stored.beside is None:

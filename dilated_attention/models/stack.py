@@ -104,16 +104,16 @@ class LongNetStack(nn.Module):
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
-            raise ValueError("cache is given and cu_seqlens, too; a cache has requests of their own for documents: leave cu_seqlens out")
+            raise ValueError("cache is given and cu_seqlens, too; in a cache each document is a separate request: leave cu_seqlens out")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("cache is given and gradients are asked for, which no cache keeps; call the model under torch.no_grad()")
+            raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
         made_for = (cache if isinstance(cache, Cache) else cache.cache).config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "pattern", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
         if other:
-            raise ValueError(f"the cache was made for a model of another {', '.join(other)}; make it with this model's config")
+            raise ValueError(f"the cache was made for a model with another {', '.join(other)}; make it with this model's config")
         if isinstance(cache, CachePass):
             cache.check()
             return cache
@@ -144,7 +144,7 @@ class LongNetStack(nn.Module):
         """
         if self.ring is not None:
             raise ValueError(
-                "processes share this stack's sequence, and an attention map is one process's work; load the weights without a ring"
+                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
             )
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
@@ -171,7 +171,7 @@ class LongNetDecoder(LongNetStack):
         backend: ``"auto"`` or a name of ``list_backends()``, for every layer.
         ring: how processes share the sequence; this process then gets and returns its rows. None for one process or, if the config has a
             ``ring`` attention, for all processes and contiguous shards.
-        checkpoint_activations: keep only each block's input for the backward and recompute the block (activation checkpointing).
+        checkpoint_activations: save only each block's input for the backward and recompute the block (activation checkpointing).
         device, dtype: those of the parameters.
 
     Differs from the paper in its defaults: rotary positions, where LongNet has XPOS (``positions="xpos"``).

@@ -195,7 +195,7 @@ class MultiheadProjections(nn.Module):
         """Returns the layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
 
         Args:
-            cache: the layer's view of the cache in this pass, a ``models.cache_use.LayerUse``.
+            cache: the layer's view of the cache in this pass, a ``models.kv_cache.decode_step.LayerCachePass``.
         """
         q, k, v = self.project(x, x, x)
         tables = cache.rotation(self, k.dtype) if self.rotary else None

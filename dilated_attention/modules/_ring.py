@@ -25,7 +25,7 @@ class RingSettings:
         group_name: the name by which torch.distributed finds the group again in this process; "" for one process. Names are only valid
             within a job: between jobs, transfer a ``state_dict``, not a pickled module.
         layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
-        before_init: no group was given and torch.distributed was not initialised, so this process was taken to be alone.
+        before_init: no group was given and torch.distributed was not initialised, so this process was assumed to be alone.
     """
 
     group_name: str

@@ -94,7 +94,7 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
 
         Raises:
             ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
-            BackendUnavailable: no backend, or not the named one, can do this.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         return block_sparse_attention(
             query,
@@ -225,12 +225,12 @@ def chosen_pattern(pattern: Any, sparsity_ratio: float | None, sparsity: str, bl
                 f"sparsity_ratio is {shown(sparsity_ratio)} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
             )
         if not 0 < sparsity_ratio <= 1:
-            raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the part of all pairs to compute, above 0 and at most 1")
+            raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the fraction of all pairs to compute, above 0 and at most 1")
         return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
     for name, value, default in (("sparsity", sparsity, "random"), ("block_size", block_size, 128), ("seed", seed, 0)):
         if value != default:
             raise ValueError(
-                f"{name} is {shown(value)} beside a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
+                f"{name} is {shown(value)} with a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
                 "instead of pattern"
             )
     return checked_pattern(pattern)

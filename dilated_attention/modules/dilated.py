@@ -100,7 +100,7 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
 
         Raises:
             ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
-            BackendUnavailable: no backend, or not the named one, can do this.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         return dilated_attention(
             query,

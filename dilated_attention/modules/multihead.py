@@ -116,7 +116,7 @@ class MultiheadDilatedAttention(LocalMultihead):
 
         Raises:
             ValueError, TypeError: the inputs do not fit together.
-            BackendUnavailable: no backend, or not the named one, can do this.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)

@@ -175,8 +175,8 @@ class RingDilatedAttention(DilatedSettings):
 
         Raises:
             ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made another call.
-            BackendUnavailable: no backend, or not the named one, can do this.
+            RingError: a process died, stalled or made a different call.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         return ring_dilated_attention(
             query,

@@ -29,8 +29,8 @@ class RingBlockSparseAttention(KernelSettings):
             content-chosen patterns are refused.
         group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: see ``balanced_layout``: who holds which positions. A ``Layout`` is of one
-            length.
+        layout: which process holds which positions: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``, which is for a single length: see
+            ``balanced_layout``.
         head_steps, timeout: see ``ring_block_sparse_attention``.
 
     Raises:

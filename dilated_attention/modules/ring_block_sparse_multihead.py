@@ -35,7 +35,7 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
         ValueError, TypeError: invalid settings, at construction.
         RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
-    Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, no pattern that content chooses.
+    Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, and no pattern that is chosen by content.
 
     >>> layer = RingMultiheadBlockSparseAttention(768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)

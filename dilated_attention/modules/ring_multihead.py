@@ -114,8 +114,8 @@ class RingMultiheadDilatedAttention(RingMultihead):
 
         Raises:
             ValueError, TypeError: the inputs do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made another call.
-            BackendUnavailable: no backend, or not the named one, can do this.
+            RingError: a process died, stalled or made a different call.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)

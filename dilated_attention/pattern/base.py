@@ -44,8 +44,8 @@ class Pattern(ABC):
     def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
         """Returns the floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
 
-        Two matrix products per pair forward (QKᵀ, PV), five backward; a multiply-add counts as two, and the softmax
-        is left out, as is the custom of attention kernels.
+        Two matrix products per pair forward (QKᵀ, PV), five backward. A multiply-add counts as two operations. The softmax is left
+        out, as is usual for attention kernels.
         """
         pairs = self.pairs(num_positions, num_heads, is_causal=is_causal)
         head_dim = as_int("head_dim", head_dim, minimum=1, maximum=MAX_LENGTH)

@@ -71,7 +71,7 @@ class DilatedPattern(Pattern):
             raise ValueError(
                 f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} and dilation_rates has {len(rates)} "
                 f"{shown(list(rates))}; "
-                "each branch needs one of both: give lists of equal length"
+                "each branch needs one of each: give lists of equal length"
             )
         if len(lengths) > MAX_BRANCHES:
             raise ValueError(f"segment_lengths has {len(lengths):,} entries; expected at most {MAX_BRANCHES:,}, one for each branch")

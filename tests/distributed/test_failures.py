@@ -148,7 +148,7 @@ def test_the_rank_that_serves_the_store_is_killed(tmp_path: Path) -> None:
     for end in ends[1:]:
         assert end.code == 1 and end.seconds < TIMEOUT + MARGIN
         assert "the store of torch.distributed does not answer either" in end.error
-        assert "its server, mostly global rank 0, has ended" in end.error
+        assert "its server, usually global rank 0, has ended" in end.error
 
 
 def test_a_stalled_rank_is_named_by_all(tmp_path: Path) -> None:

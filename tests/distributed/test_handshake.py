@@ -161,7 +161,7 @@ def test_a_rank_that_skips_the_handshake_is_named() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     for rank, (text, took) in enumerate(pool_of(4).run(skips, True)):
         if rank != 1:
-            assert text.startswith(f"rank {rank}: first use of the group failed after 1.0 s: rank 1 did not come;")
+            assert text.startswith(f"rank {rank}: first use of the group failed after 1.0 s: rank 1 did not join;")
             assert took < 2.0
 
 

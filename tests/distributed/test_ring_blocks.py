@@ -388,7 +388,7 @@ def test_ranks_that_disagree_all_raise_the_same(which: str, words: str) -> None:
         ({"pattern": TopBlocks(2, block_size=64)}, ValueError, "chosen by content; the processes of a ring find what to exchange"),
         ({"layout": "striped"}, ValueError, "layout is 'striped', which spreads every block over all processes"),
         ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'; expected one of 'contiguous', 'zigzag' or a Layout"),
-        ({"layout": Layout(32, (((0, 32),),))}, ValueError, "layout is of 32 positions on 1 processes, the sequence has 64 on 1"),
+        ({"layout": Layout(32, (((0, 32),),))}, ValueError, "layout is for 32 positions on 1 processes, the sequence has 64 on 1"),
         ({"head_steps": 0}, ValueError, "head_steps is 0; expected an integer ≥ 1"),
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"seq_len": 65}, ValueError, r"the group's ranks hold \[64\] positions; a contiguous sequence of 65 has \[65\]"),

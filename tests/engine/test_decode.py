@@ -301,9 +301,9 @@ def test_bad_input() -> None:
         with pytest.raises(error, match=match):
             decode_attention(*(args or (one, k, v, at)), **options)
 
-    refused("one query a request", ValueError, q, k, v, at)
+    refused("one query per request", ValueError, q, k, v, at)
     refused("positions is list", TypeError, one, k, v, [3, 4])
-    refused("one position a request", ValueError, one, k, v, at[:1])
+    refused("one position per request", ValueError, one, k, v, at[:1])
     refused("positions reach from 3 to 50", ValueError, one, k, v, torch.tensor([3, 50]))
     refused("give its page_table", ValueError, one, k[:1], v[:1], at)
     refused("they must be equal", ValueError, one, k, v[:, 1:], at)
@@ -324,7 +324,7 @@ def test_the_choice_of_a_decoder_is_explained() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"triton", "flash-attn-3"}), name="H200")
     dense, sparse = (explain_decode(hardware=hopper, dense=dense) for dense in (True, False))
     assert (dense.chosen, sparse.chosen) == ("triton", "triton")
-    assert "✗ flash3" in str(sparse) and "keeps some only" in str(sparse)
+    assert "✗ flash3" in str(sparse) and "keeps only some" in str(sparse)
     ampere = Hardware(device_type="cuda", capability=(8, 0), packages=frozenset({"triton", "flash-attn-3"}), name="A100")
     assert explain_decode(hardware=ampere, dense=True).chosen == "triton"
     assert explain_decode(hardware=hopper, dense=True, dtype=torch.float64).chosen == "torch"

@@ -124,7 +124,7 @@ def test_what_cannot_be_explained_hides_nothing(broken: Callable[..., None], mon
     q, k, v = leaves()
     broken("forward")
     monkeypatch.setattr(report, "memory_info", fails(ValueError, "no such file"))  # type: ignore[arg-type]
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)more cannot be said \(ValueError: no such file\).*CUDA out of memory"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)no details are available \(ValueError: no such file\).*CUDA out of memory"):
         dilated_attention(q, k, v, [64], [1])
 
 

@@ -189,7 +189,7 @@ ENDS: dict[str, tuple[Callable[[Members, torch.device], str | None], type[BaseEx
     "kill0": (
         lambda members, device: kill(members, device, 0),
         RingError,
-        "its server, mostly global rank 0, has ended|store of torch.distributed",
+        "its server, usually global rank 0, has ended|store of torch.distributed",
     ),
     "step": (step, RingError, "VICTIM " + SILENT),
     "stall": (stall, RingError, "rank 1 " + SILENT + "|all ranks report|gave up waiting|store of torch.distributed"),

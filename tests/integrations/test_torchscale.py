@@ -348,7 +348,7 @@ def test_weights_that_are_missing_or_wrong() -> None:
         load_torchscale({k: v for k, v in weights.items() if "fc2.bias" not in k}, kind="encoder", **STACK)
     with pytest.raises(ValueError, match="expected both or none"):
         load_torchscale({k: v for k, v in weights.items() if "inner_attn_ln" not in k}, kind="encoder", **STACK)
-    with pytest.raises(ValueError, match="normalises behind each layer"):
+    with pytest.raises(ValueError, match="normalises after each layer"):
         load_torchscale({k: v for k, v in weights.items() if not k.startswith("layer_norm")}, kind="decoder", **STACK)
     with pytest.raises(ValueError, match=r"float32, torch\.float64; say which with dtype="):
         load_torchscale(weights | {"layer_norm.bias": torch.zeros(32).double()}, kind="encoder", **STACK)
@@ -364,7 +364,7 @@ def test_weights_that_are_missing_or_wrong() -> None:
     features = {"embed_tokens.weight": torch.zeros(9, 32)}
     with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
         load_torchscale(weights | features, kind="decoder", **STACK)
-    with pytest.raises(ValueError, match=r"(?s)not of one model: .*norm\.weight"):
+    with pytest.raises(ValueError, match=r"(?s)not belong to one model: .*norm\.weight"):
         load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
 
 
@@ -552,7 +552,7 @@ def test_no_weight_is_cut_doubled_or_left_beside() -> None:
         load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
     with pytest.raises(ValueError, match="occurs twice"):
         load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
-    with pytest.raises(ValueError, match="weights under 'model' and beside it"):
+    with pytest.raises(ValueError, match="weights under 'model' and also"):
         load_torchscale({"model": weights, "k_proj.bias": weights["k_proj.bias"]}, **settings)
     with pytest.raises(ValueError, match="hold integers"):
         load_torchscale({name: value.to(torch.int8) for name, value in attention_of(4)[0].items()}, **settings)

@@ -118,7 +118,7 @@ SDPA = Contender(name="torch sdpa", what="torch's scaled_dot_product_attention, 
 DENSE: tuple[Contender, ...] = (
     STANDARD,
     SDPA,
-    dense("sdpa_flash", "FlashAttention-2, as torch bundles it"),
+    dense("sdpa_flash", "FlashAttention-2, as bundled in torch"),
     dense("flash2", "FlashAttention-2, package flash-attn"),
     dense("flash3", "FlashAttention-3"),
     Contender(

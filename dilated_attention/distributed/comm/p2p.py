@@ -47,8 +47,8 @@ class Wire:
         members: the ranks, two or more. All of them must make the wire together.
         timeout: seconds that an exchange may take once it can run.
         lane: the name of its lane; exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag.
-            NCCL has no tags, so every lane has its own communicator. It has high priority; otherwise exchanges would only begin when the
-            kernel ends that they are meant to overlap with, because it fills all multiprocessors. On four H200s, 64 MiB from each rank
+            NCCL has no tags, so every lane has its own communicator. It has high priority; otherwise an exchange would only begin when the
+            kernel that it should overlap with ends, because that kernel fills all multiprocessors. On four H200s, 64 MiB from each rank
             during a 12.4 ms kernel slowed the kernel down by 1.1 ms, and by 0.5 ms with high priority.
     """
 
@@ -330,7 +330,7 @@ class _Opening:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.is_contiguous(), "only contiguous tensors travel"
+    assert tensor.is_contiguous(), "only contiguous tensors are sent"
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 

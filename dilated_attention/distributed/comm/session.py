@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Comparing(Protocol):
-    """What a session uses of the comparison of its calls, which is made of a session."""
+    """The interface that a session uses of its ``Comparison``, which is in turn made from the session."""
 
     timeout: float
 
@@ -155,7 +155,7 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
         late := store_call(session, absent)
     ):
         raise RingError(
-            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not come; "
+            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not join; "
             "dead, stalled or busy with another call: all ranks of the group must make the same calls. "
             f"Look at their output, or raise timeout= ({timeout:g} s) if they are only late"
         )
@@ -188,5 +188,5 @@ def store_call(session: Session, call: Callable[[], T]) -> T:
     except RuntimeError as error:
         raise RingError(
             f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "
-            f"serves it, mostly global rank 0, has ended: look at its output"
+            f"serves it, usually global rank 0, has ended: look at its output"
         ) from error

@@ -60,7 +60,7 @@ def explain(session: Session, wait: Wait, collect: float) -> tuple[str, list[int
         until(lambda: store.check(keys) or None, collect, session.size)
         texts = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
     except RuntimeError as error:
-        ended = f"the store of torch.distributed does not answer either ({first_line(error)}): its server, mostly global rank 0, has ended"
+        ended = f"the store of torch.distributed does not answer either ({first_line(error)}): its server, usually global rank 0, has ended"
         return ended, list(wait.peers)
     waits = {rank: Wait(**json.loads(text)) for rank, text in texts.items()}
     waits[session.rank] = wait

@@ -43,7 +43,7 @@ class Layout:
             raise ValueError("runs is empty; expected the runs of at least one process")
         for rank, mine in enumerate(runs):
             if any(start >= end for start, end in mine) or any(a[1] > b[0] for a, b in itertools.pairwise(mine)):
-                raise ValueError(f"runs[{rank}] is {_shown(mine)}; expected runs (start, end) with start < end, ascending and apart")
+                raise ValueError(f"runs[{rank}] is {_shown(mine)}; expected runs (start, end) with start < end, ascending, without overlap")
         end = 0
         for start, stop in sorted(run for mine in runs for run in mine):
             if start != end:
@@ -69,7 +69,7 @@ def layout_name(layout: Any, known: tuple[str, ...] = LAYOUTS) -> str:
     if isinstance(layout, Layout):
         return layout.name
     if not (isinstance(layout, str) and layout.startswith(_PREFIX)):
-        one_of("layout", layout, known, also="or a Layout, as of balanced_layout")
+        one_of("layout", layout, known, also="or a Layout, e.g. from balanced_layout")
     return str(layout)
 
 
@@ -96,7 +96,7 @@ def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
     found, runs = _parsed(layout)
     if (found, len(runs)) != (seq_len, size):
         raise ValueError(
-            f"layout is of {found} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them by "
+            f"layout is for {found} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them with "
             f"balanced_layout(pattern, {seq_len}, {size})"
         )
     return runs

@@ -126,7 +126,7 @@ def unshard_sequence(
         if found != expected:
             raise ValueError(
                 f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of "
-                f"{seq_len if seq_len is not None else total} has {expected}: shard it by shard_sequence with the same layout and seq_len"
+                f"{seq_len if seq_len is not None else total} has {expected}: shard it with shard_sequence and the same layout and seq_len"
             )
     if members.size == 1:
         return [x.clone(memory_format=torch.contiguous_format) for x in buffers]
@@ -148,7 +148,7 @@ class _Linear(torch.autograd.Function):
     def jvp(ctx: Any, *_: Any) -> torch.Tensor:
         raise NotImplementedError(
             "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
-            "(torch.func.vjp, grad), or unshard the tangents by a call of their own"
+            "(torch.func.vjp, grad), or unshard the tangents in a separate call"
         )
 
 

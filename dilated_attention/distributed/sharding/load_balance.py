@@ -56,7 +56,7 @@ def balanced_layout(
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern, e.g. LocalWindow(512)")
     if pattern.is_chosen:
-        raise ValueError(f"pattern is {pattern!r}, whose blocks are chosen by content in each call; expected one that shapes determine")
+        raise ValueError(f"pattern is {pattern!r}, whose blocks are chosen by content in each call; expected one determined by shapes")
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
     work = BlockWork.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
     best, least = [], math.inf

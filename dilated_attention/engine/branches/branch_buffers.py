@@ -67,7 +67,7 @@ class BranchBuffers:
         return step if all(NOT_IN_BRANCH not in self.offsets[b] for b in others) else 1
 
     def size(self, branch: int) -> tuple[int, int]:
-        """Returns (S, L) of a branch's layer."""
+        """Returns (S, L) of a branch's buffer."""
         length, rate = self.branches[branch]
         return -(-self.positions // length), -(-length // rate)
 
@@ -186,7 +186,7 @@ def _places(buffers: BranchBuffers, branch: int, device: torch.device) -> tuple[
 
 
 def _at_positions(buffers: BranchBuffers, branch: int, buffer: torch.Tensor, empty: float) -> torch.Tensor:
-    """Spreads a layer (B, S, L, H, D), or (B, S, H, L) of lse, over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
+    """Spreads a buffer (B, S, L, H, D), or (B, S, H, L) of lse, over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
     _, taken, segment, place, _ = _places(buffers, branch, buffer.device)
     heads = torch.arange(buffers.heads, device=buffer.device)[None, :].expand_as(taken)
     if buffer.dim() == 5:

@@ -1,6 +1,6 @@
 """Cuts a call into chunks, so that results waiting for their merge take bounded memory, however long the sequence is.
 
-Heads are independent of each other, and so are stretches of positions that begin and end at a segment boundary of every branch. So a
+Heads are independent of each other, and so are ranges of positions that begin and end at a segment boundary of every branch. So a
 call is cut into chunks of heads × positions, each of which is a separate call on views.
 """
 

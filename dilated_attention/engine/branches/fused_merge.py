@@ -40,7 +40,7 @@ def forward(
 
     Args:
         is_concurrent: another chunk runs concurrently, so launches run one by one and the merge uses only a small part of the GPU.
-        direct: computes layer 0, which covers every row, into ``out`` and into the lse (B, H, N) passed to it. The plan's branches
+        direct: computes buffer 0, which covers every row, into ``out`` and into the lse (B, H, N) passed to it. The plan's branches
             are then the buffers from 1 on.
         saved_branch_outputs: flat buffer of all branches, none of them direct. It is left holding the separate output of each branch.
     """
@@ -107,7 +107,7 @@ def backward(
     Args:
         is_concurrent: as in ``forward``.
         onto: buffer 0 is what the gradients already hold. The plan's branches are then the buffers from 1 on.
-        own: with detached mixing, the separate output of each branch as the forward kept it, (B, S, L, H, D). If None, it is recomputed.
+        own: with detached mixing, the separate output of each branch as the forward saved it, (B, S, L, H, D). If None, it is recomputed.
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)

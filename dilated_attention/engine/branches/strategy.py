@@ -163,7 +163,7 @@ def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
 
 
 def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
-    """Number of elements of per-branch outputs that a forward over packed documents keeps; 0 where its backward recomputes them."""
+    """Number of elements of per-branch outputs that a forward over packed documents saves; 0 where its backward recomputes them."""
     if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
         return 0
     elements = num_places(pattern, shape) * q.shape[0] * q.shape[2] * q.shape[3]
@@ -171,7 +171,7 @@ def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.
 
 
 def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
-    """Computes a stretch of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
+    """Computes a piece of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
 
@@ -212,7 +212,7 @@ def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
 
 
 def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
-    """Computes a stretch whose nested branches are visited together, each pair once; the other branches are merged into that."""
+    """Computes a piece whose nested branches are visited together, each pair once; the other branches are merged into its result."""
     split = piece.split
     assert split is not None
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
@@ -293,7 +293,7 @@ def _fused_backward(
 def _own_of(
     pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, saved_branch_outputs: list[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Selects the kept outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
+    """Selects the saved outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
     if not saved_branch_outputs:
         return None
     layer_of = dict(zip(zip(pattern.branches, pattern.offsets(shape.num_heads), strict=True), saved_branch_outputs, strict=True))
@@ -306,7 +306,7 @@ def _own_of(
 
 
 def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
-    """Whether no two problems of a branch contribute to the gradient of the same key, so that a layer can hold it."""
+    """Whether no two problems of a branch contribute to the gradient of the same key, so that a branch buffer can hold it."""
     plan = make_plan(pattern, shape)
     return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
 
@@ -326,7 +326,7 @@ def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: torch.Tensor,
         sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
         return backward_buffers_chunk_sizes(pattern, **sizes)
     budget = transient_budget(_input_bytes(q, k)) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
-    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one layer that covers every row
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
     return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
 
@@ -352,7 +352,7 @@ def _cut(
 
 
 def saved_budget() -> int:
-    """Most bytes of per-branch outputs that a call keeps for its backward: the budget of a chunk, whatever the size of the inputs."""
+    """Limit in bytes of the per-branch outputs that a call saves for its backward: the budget of a chunk, whatever the inputs' size."""
     return transient_budget(0)
 
 

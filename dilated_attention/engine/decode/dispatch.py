@@ -27,7 +27,7 @@ TRITON_FACTS = Capabilities(
     install="pip install triton",
     compute_capabilities=((7, 0), (99, 9)),
     backward=False,
-    source="any runs of keys, read where they lie",
+    source="any runs of keys, read in place",
 )
 TORCH_FACTS = Capabilities(
     devices=frozenset({"cpu", "cuda", "mps"}), dtypes=ALL_FLOATS, backward=False, rocm=True, source="gathers a copy of the keys"
@@ -75,7 +75,7 @@ def reasons_against(name: str, request: AttentionRequest, *, dense: bool) -> lis
     """Returns every reason against decoder ``name``. ``dense``: rows read all of the first positions of the cache."""
     reasons = reasons_of(_DECODERS[name][0], request)
     if name == "flash3" and not dense:
-        reasons.append("reads every key up to the row, and this pattern keeps some only")
+        reasons.append("reads every key up to the row, but this pattern keeps only some")
     return reasons
 
 
@@ -104,7 +104,7 @@ def request_of(q: torch.Tensor | TensorInfo, num_kv_heads: int, hardware: Hardwa
 
 
 def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of a call. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
+    """Returns what a call needs. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
     q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
     (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
     request = request_of(q, K)
@@ -121,7 +121,7 @@ def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
     def kernels(_: int) -> Iterator[str]:
         if not reasons_against("triton", request, dense=is_dense):
-            yield 'backend="triton" in place of "torch": reads the keys where they lie'
+            yield 'backend="triton" in place of "torch": reads the keys without a copy'
 
     cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys per row"
     return MemoryRequirement(

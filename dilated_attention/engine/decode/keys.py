@@ -1,7 +1,7 @@
 """The keys that a row of attention reads, as a few runs of evenly spaced keys, computed on the device from the row's position alone.
 
 A branch of a dilated pattern, a window, dense attention and a kept block are each one run: keys first, first + stride, … up to some count.
-A key in several runs counts once for each, like the multiplicity m in section 1 of the design. Tables have static shapes, so a captured
+A key in several runs counts once for each, like the multiplicity m of docs/meaning.md. Tables have static shapes, so a captured
 CUDA graph can be replayed with the positions in a device tensor. Only block patterns look up their block row on the host, once every
 ``q_block`` steps.
 
@@ -300,7 +300,7 @@ def row_keys(
     if not pattern.is_prefix_stable:
         raise ValueError(
             f"pattern is {shown(pattern)}, in which the keys of a position depend on the length of the sequence "
-            "(or are not known not to): decoded tokens would differ from the forward's. "
+            "(or may depend on it): decoded tokens would differ from the forward's. "
             "Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with square blocks"
         )
     if type(pattern) is Causal:

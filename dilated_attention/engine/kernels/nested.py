@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-# most table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes; in addition,
-# the entries of a single head take 20 bytes each.
+# the largest number of table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes;
+# in addition, the entries of a single head take 20 bytes each.
 MAX_TABLE = 2**24
 # limits of the Gluon kernel: query rows and keys of a tile, and number of branches with distinct rates
 TILE_ROWS = 128
@@ -84,7 +84,7 @@ class NestedFamily:
             span = tile * self.rates[-1]
             if self.lengths[0] % span:
                 reasons.append(
-                    f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, no divisor of w = {self.lengths[0]}"
+                    f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, which does not divide w = {self.lengths[0]}"
                 )
         rows = self.lengths[-1] // (tile_rows * self.rates[min(1, self.num_levels - 1)])
         keys = max(self.keys_per_query(level) for level in range(self.num_levels)) // tile_keys

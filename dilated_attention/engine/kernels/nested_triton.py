@@ -167,9 +167,9 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     if family.num_levels > MAX_DESCRIPTORS + 1:
         reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        reasons.append(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: all bfloat16 or all float16 are taken")
+        reasons.append(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected all bfloat16 or all float16")
     if q.shape[3] not in HEAD_DIMS:
-        reasons.append(f"head dim {q.shape[3]}, one of {HEAD_DIMS} is taken")
+        reasons.append(f"head dim {q.shape[3]}; expected one of {HEAD_DIMS}")
     if family.num_heads != q.shape[2] or q.shape[2] % k.shape[2]:
         reasons.append(f"{family.num_heads} heads in the family, {q.shape[2]} query heads, {k.shape[2]} key heads")
     if min(q.shape[1], k.shape[1], v.shape[1]) < family.num_positions:
@@ -177,12 +177,12 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     if max(family.num_positions, *(x.stride(1) * family.rates[-1] for x in (q, k, v))) >= 2**31:
         reasons.append("positions and the elements between two rows of a progression are counted in 32 bits")
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        reasons.append(f"scale {scale}, above 0 is taken: the maximum of a row is taken before scaling")
+        reasons.append(f"scale {scale}; expected a scale above 0, since the maximum of a row is taken before scaling")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _by_tma(x):
             reasons.append(
                 f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: "
-                "the copy engine takes a last stride of 1, others in 16 bytes"
+                "TMA needs a last stride of 1, and other strides in multiples of 16 bytes"
             )
     return reasons
 

@@ -49,7 +49,7 @@ def make_shares(
     """Returns the shares that run one after another (``tiles_layout.ranges_of``), each with the data its launches have in common.
 
     Args:
-        is_saved: the per-branch outputs are kept from forward to backward.
+        is_saved: the per-branch outputs are saved from forward to backward.
     """
     B, _, H, D = q.shape
     keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_saved

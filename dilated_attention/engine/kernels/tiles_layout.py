@@ -28,7 +28,7 @@ class TilesLayout(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> TilesLayout:
-    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are kept, so no branch is direct."""
+    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
     rows = tuple(row[slice(*heads)] for row in pattern.offsets(shape.num_heads))
     documents = tuple(document for document in shape.documents if document[0] < document[1])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
@@ -59,7 +59,7 @@ def ranges_of(
 
     Args:
         detached: mixing is detached.
-        is_saved: the per-branch outputs are kept from forward to backward. Both passes then run everything at once.
+        is_saved: the per-branch outputs are saved from forward to backward. Both passes then run everything at once.
     """
     H = shape.num_heads
     row_bytes, budget = _of_head(pattern, shape, batch, head_dim, dtype, is_backward, detached, is_saved)
@@ -104,7 +104,7 @@ def tiles_scratch(
     is_saved: bool = False,
     dropout: bool = False,
 ) -> int:
-    """Returns the peak bytes that a pass on tiles allocates in addition to its inputs, its results and kept outputs."""
+    """Returns the peak bytes that a pass on tiles allocates in addition to its inputs, its results and saved outputs."""
     own = detached and pattern.num_branches > 1
     ranges = ranges_of(pattern, shape, batch, head_dim, dtype, is_backward=is_backward, detached=detached, is_saved=is_saved)
     most = 0

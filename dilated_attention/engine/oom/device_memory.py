@@ -53,7 +53,7 @@ def memory_info(device: torch.device) -> MemoryInfo:
 
 
 def size_text(size: float) -> str:
-    """ "1.50 GiB": the largest unit of which there is one at least."""
+    """ "1.50 GiB": in the largest unit of which there is at least one."""
     unit = 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -89,7 +89,7 @@ def _cpu_memory() -> MemoryInfo:
             if soft != resource.RLIM_INFINITY:
                 bounds.append((max(0, soft - used), f"the limit of {size_text(soft)} of {name}"))
         bounds += _of_container()
-    free, bound = min(bounds, default=(None, "the system does not tell"))
+    free, bound = min(bounds, default=(None, "the system does not report it"))
     return MemoryInfo(device="cpu", total=total, free=free, allocated=resident, reserved=resident, bound=bound)
 
 

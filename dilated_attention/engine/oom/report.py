@@ -51,7 +51,7 @@ def explain(error: RuntimeError, requirement_of: Callable[[], MemoryRequirement]
     try:
         text = _text(own, place, requirement_of())
     except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
-        text = f"out of memory in {place}; more cannot be said ({type(failed).__name__}: {failed})"
+        text = f"out of memory in {place}; no details are available ({type(failed).__name__}: {failed})"
     # a single argument, since some libraries read args[0]
     error.args = (f"{text}\n  torch: {own.strip()}",)
 
@@ -138,7 +138,7 @@ def _text(own: str, place: str, requirement: MemoryRequirement) -> str:
     if requirement.terms is not None:
         how = "at least" if requirement.least else "about"
         terms, held = terms_text(requirement.terms(requirement.setting)), size_text(requirement.held)
-        lines.append(f"  needs: {how} {terms}; of that {held} lay there before the call")
+        lines.append(f"  needs: {how} {terms}; of that {held} existed before the call")
     lines.append(f"  memory: {memory}")
     suggestions = suggestions_for(requirement, memory, asked)
     if suggestions:
@@ -147,7 +147,7 @@ def _text(own: str, place: str, requirement: MemoryRequirement) -> str:
         lines += [f"    {way}" for way in suggestions]
     elif requirement.terms is not None and memory.left is not None:
         others = max(0, memory.allocated - requirement.held)
-        lines.append(f"  would fit: no part of this call, while {size_text(others)} are held beside it: free some of that")
+        lines.append(f"  would fit: no part of this call, while other tensors hold {size_text(others)}: free some of that")
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ class AdjustableSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequirement:
-    """The memory need of one call of an operation. It holds no tensors.
+    """The memory requirement of one call of an operation. It holds no tensors.
 
     Args:
         op: name of the function that the user calls.

@@ -1,4 +1,4 @@
-"""Computes the memory needs of the single-process operations from their arguments."""
+"""Computes the memory requirements of the single-process operations from their arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def setting_of(arguments: Mapping[str, Any]) -> AdjustableSetting:
 
 
 def dilated_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of ``dilated_attention`` and ``attention``. For self-attention it is the engine's own estimate."""
+    """Returns what ``dilated_attention`` and ``attention`` need. For self-attention it is the engine's own estimate."""
     x = arguments
     q, k = x["q"], x["k"]
     pattern = pattern_of(x["branches"])
@@ -105,7 +105,7 @@ def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Adjustable
 
 
 def saved_bytes(pattern: DilatedPattern, setting: AdjustableSetting, q: TensorInfo, k: TensorInfo) -> int:
-    """Returns the bytes that a forward with detached mixing keeps for its backward on a GPU (see ``prepare.saved_elements``)."""
+    """Returns the bytes that a forward with detached mixing saves for its backward on a GPU (see ``prepare.saved_elements``)."""
     if not is_fused(q.device.type) or pattern.num_branches == 1 or pattern.branch_heads == "split" or q.shape[2] != k.shape[2]:
         return 0
     N = setting.length
@@ -115,7 +115,7 @@ def saved_bytes(pattern: DilatedPattern, setting: AdjustableSetting, q: TensorIn
 
 
 def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of ``block_sparse_attention``, with or without dilated branches: the tensors allocated whichever kernel runs."""
+    """Returns what ``block_sparse_attention`` needs, with or without dilated branches: the tensors allocated whichever kernel runs."""
     x = arguments
     q, k = x["q"], x["k"]
     both = x["branches"] is not None
@@ -143,7 +143,7 @@ def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 def selection_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns the need of choosing blocks by content, without an estimate of its size. Scores exist for only some rows at a time."""
+    """Returns the requirement of choosing blocks by content, without an estimate of its size. Scores exist for only some rows at a time."""
     x = arguments
     q = x["q"]
     return MemoryRequirement(
@@ -157,7 +157,7 @@ def selection_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 def rows_requirement(op: str) -> Callable[[Mapping[str, Any]], MemoryRequirement]:
-    """Returns the need function of an op that treats every row (…, K) of x independently. It gives shapes but no estimate."""
+    """Returns the requirement function of an op that treats every row (…, K) of x independently. It gives shapes but no estimate."""
 
     def requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         x = arguments

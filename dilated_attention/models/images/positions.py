@@ -44,7 +44,7 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
     if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
         # not in eager mode: after a failed assertion a process cannot use its GPU any more, while a ValueError names the tile
         inside = ((cells >= 0) & (cells < grid_size)).all()
-        torch._assert_async(inside, f"coords lie outside the grid of {grid_size} cells a side at tile_size {tile_size}")
+        torch._assert_async(inside, f"coords are outside the grid of {grid_size} cells per side at tile_size {tile_size}")
     elif not cells.numel():
         return cells
     else:

@@ -120,7 +120,7 @@ class SlideEncoder(Pretrained):
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
     Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal

@@ -72,12 +72,12 @@ class Cache(Storage):
     def _check_pass(self, request: int, num_tokens: int) -> None:
         if request in self._cut_off:
             raise RuntimeError(
-                f"request {request} was cut off by an error while its positions were written, and what it holds is not to be trusted; "
-                f"expected a request whose last pass ended: call free({request}) of the cache and prefill the request anew"
+                f"request {request} was cut off by an error while its positions were written, and what it holds cannot be trusted; "
+                f"expected a request whose last pass ended: call free({request}) of the cache and prefill the request again"
             )
         if self.lengths[request] + num_tokens > self.max_length:
             raise ValueError(
-                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are asked for, and max_length is "
+                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are requested, and max_length is "
                 f"{self.max_length}; "
                 "make a cache with a larger max_length"
             )
@@ -141,7 +141,7 @@ class KVCache(Cache):
         return self._ends[request] <= self.first_to_overwrite(length)
 
     def _forget(self, request: int) -> None:
-        """Does nothing: a slot is always written anew before it is read."""
+        """Does nothing: a slot is always written again before it is read."""
 
     def _shape(self) -> str:
         return f"{self.num_requests} × {self.capacity:,} positions"

@@ -41,7 +41,7 @@ class Storage(ABC):
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
         if not config.is_causal:
-            raise ValueError("config.is_causal is False; keys of past positions are of use to causal attention only")
+            raise ValueError("config.is_causal is False; keys of past positions are useful only for causal attention")
         self.config = config
         self.num_requests = as_int("num_requests", num_requests, minimum=1)
         self.max_length = as_int("max_length", max_length, minimum=1)

@@ -34,7 +34,7 @@ class _Composite(BlockPattern):
                 raise TypeError(f"{name} got {part!r} ({type(part).__name__}) as pattern {i}; expected a block pattern")
             if part.is_chosen:
                 raise ValueError(
-                    f"{name} got {part!r}, which is chosen by content, as pattern {i}; join it by | or &, which know what that means"
+                    f"{name} got {part!r}, which is chosen by content, as pattern {i}; combine it with | or &, which support that"
                 )
             if part.block_size != parts[0].block_size:
                 raise ValueError(

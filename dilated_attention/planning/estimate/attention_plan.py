@@ -137,7 +137,7 @@ def _text(plan: AttentionPlan) -> str:
         f"least bytes  {readable(plan.least_bytes[0])} forward"
         + (f", {readable(plan.least_bytes[1])} backward" if plan.training else "")
         + " through device memory"
-        + (", a process" if plan.world_size > 1 else ""),
+        + (", per process" if plan.world_size > 1 else ""),
         "",
         f"peak memory  {readable(plan.peak)}" + (" a process" if plan.world_size > 1 else ""),
     ]

@@ -21,9 +21,9 @@ from dilated_attention.planning.text import below_text, columns_text, fit_text, 
 from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, trace_of
 from dilated_attention.validation import check_bool
 
-# shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach: with these, the estimate for a training
-# step of
-# Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
+# shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
+# step of Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured
+# (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
 _BANDWIDTH_SHARE = 0.5
 _LINEAR_SHARE = 0.45
 
@@ -85,14 +85,14 @@ def _text(plan: ModelPlan) -> str:
     lines += [
         "",
         f"parameters   {plan.parameters:,} in {plan.layers} blocks",
-        f"FLOPs        {flops_text(plan.flops)} a {'step' if plan.training else 'forward'}",
-        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", a process" if plan.world_size * plan.weight_shards > 1 else ""),
+        f"FLOPs        {flops_text(plan.flops)} per {'step' if plan.training else 'forward'}",
+        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", per process" if plan.world_size * plan.weight_shards > 1 else ""),
     ]
     lines += [f"  {readable(size):>9}  {what}" for what, size in plan.terms]
     if plan.world_size > 1:
         moved = plan.exchange.bytes
         back = f", {readable(moved.backward_received)} backward" if plan.training else ""
-        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, a layer")
+        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, per layer")
     if plan.seconds is None:
         lines.append(f"time         no estimate: {plan.no_time}")
     else:
@@ -307,7 +307,7 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
     source = (
         f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, "
         f"taken at {_LINEAR_SHARE:.0%} of the peak; what is read and written between {seconds_text(moved)}, "
-        f"at {_BANDWIDTH_SHARE:.0%} of the bandwidth; the CPU's own time is left out, for which short sequences wait"
+        f"at {_BANDWIDTH_SHARE:.0%} of the bandwidth; without the CPU's own time, which short sequences wait for"
     )
     return attention + linear + moved, source, ""
 
