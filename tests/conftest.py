@@ -105,6 +105,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs 2 GPUs"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and cases live to the end; a collection of garbage that looks through all of them takes a second, and there are hundreds."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Tests neither read nor write what the user of this machine measured. Set for child processes, too."""
