@@ -47,7 +47,8 @@ def run_script(
     own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     ranks: list[dict[str, str]] = [{}]
     if processes is not None:
-        world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     command = [str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="script") as folder:
