@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # what starts processes, by the name that a test's code uses
 _STARTERS = frozenset({"pool_of", "Pool", "fresh_processes", "subprocess", "fork"})
 # cases of one test that make test-fast runs
-CASES_IN_THE_INNER_LOOP = 6
+CASES_IN_THE_INNER_LOOP = 3
 
 
 def starts_processes(function: Callable[..., object]) -> bool:
