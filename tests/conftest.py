@@ -36,7 +36,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
     config.addinivalue_line("markers", "alone: measures times or free memory, so nothing runs beside it in tests.gpu_suite")
-    config.addinivalue_line("markers", "slow: takes about 3 s or more on one core; make test-fast leaves it out")
+    config.addinivalue_line("markers", "slow: takes about 2 s or more on one core; make test-fast leaves it out")
     config.addinivalue_line("markers", "distributed: starts processes or needs several; set here by folder and by what the test calls")
     config.addinivalue_line("markers", "sweep: a further case of a test with many; set here, so that make test-fast runs a few of each")
     config.addinivalue_line(

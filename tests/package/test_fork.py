@@ -289,6 +289,7 @@ class _Attends(torch.utils.data.Dataset[torch.Tensor]):
         return dilated_attention.block_sparse_attention(q, q, q, LocalWindow(64)).sum()
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader_while_a_thread_clears_lists() -> None:
     # what the first call imports is imported before anything forks
     _Attends()[0]
@@ -310,6 +311,7 @@ def test_workers_of_a_data_loader_while_a_thread_clears_lists() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 def test_every_lock_of_the_package_is_one_that_a_fork_renews() -> None:
     names = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "cached_property"}
     found = []

@@ -272,6 +272,7 @@ def test_steps_are_spread_so_that_they_fit() -> None:
         assert answer.fits == (answer.memory <= USABLE * machine.memory)
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_planner_says_of_the_model_that_is_made() -> None:
     answer = recommend("training", 2**15, gpu="H100", parameters=1.3e8, gpus=2)
     made: dict[str, Any] = {}
@@ -342,6 +343,7 @@ def test_what_cannot_be_recommended_is_refused(arguments: tuple[Any, ...], said:
         recommend(use_case, length, **dict([option] if option else []))
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_the_function_answers(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["recommend", "training", "--length", "1M", "--parameters", "7B", "--gpus", "4", "--gpu", "NVIDIA H200", "--heads", "32"]
     answer = recommend("training", 2**20, parameters=7e9, gpus=4, gpu="H200", heads=32)
