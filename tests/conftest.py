@@ -36,7 +36,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
     config.addinivalue_line("markers", "alone: measures times or free memory, so nothing runs beside it in tests.gpu_suite")
-    config.addinivalue_line("markers", "slow: takes about 3 s or more on one core; make test-fast leaves it out")
+    config.addinivalue_line("markers", "slow: takes about 2 s or more on one core; make test-fast leaves it out")
     config.addinivalue_line("markers", "distributed: starts processes or needs several; set here by folder and by what the test calls")
     config.addinivalue_line("markers", "sweep: a further case of a test with many; set here, so that make test-fast runs a few of each")
     config.addinivalue_line(
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # what starts processes, by the name that a test's code uses
 _STARTERS = frozenset({"pool_of", "Pool", "fresh_processes", "subprocess", "fork"})
 # cases of one test that make test-fast runs
-CASES_IN_THE_INNER_LOOP = 6
+CASES_IN_THE_INNER_LOOP = 3
 
 
 def starts_processes(function: Callable[..., object]) -> bool:
@@ -103,6 +103,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if count < 2 and item.get_closest_marker("gpus") and os.environ.get("DILATED_GPUS_ON_CPU") != "1":
             item.add_marker(pytest.mark.skip(reason="needs 2 GPUs"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and cases live to the end; a collection of garbage that looks through all of them takes a second, and there are hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -126,6 +126,7 @@ def test_cpu_op_is_never_handed_what_kills_or_fools_it() -> None:
     assert torch.equal(got, dilated_attention.dilated_attention(copy, copy, copy, [5], [2]))
 
 
+@pytest.mark.slow
 def test_no_process_wide_switch_of_torch_is_ever_flipped() -> None:
     """FlashAttention-4 through torch is broken on 2.11–2.13, and a library has no business with global kernel switches."""
     forbidden = {

@@ -219,6 +219,7 @@ def test_heads_are_cut_where_tables_are_large(groups: tuple[int, int], heads_per
     assert list(problem.lists.cache) == before
 
 
+@pytest.mark.slow
 def test_one_long_list_among_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, the long list is a launch of its own; backward only where one table for all of them were too large."""
     blocks = torch.eye(64, dtype=torch.bool)

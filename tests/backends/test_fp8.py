@@ -83,6 +83,7 @@ def test_attention_of_centred_tensors_is_restored_exactly() -> None:
     torch.testing.assert_close(lse, expected_lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centre", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_are_the_definition(shape: tuple[int, ...], centre: bool, monkeypatch: pytest.MonkeyPatch) -> None:

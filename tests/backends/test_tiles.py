@@ -103,6 +103,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """A small budget of memory: a share for each batch entry and key head, with words of dropout and rows of masks of its own."""
@@ -128,6 +129,7 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_results_repeat_bit_for_bit_and_belong_to_their_batch_entry() -> None:
     tensors = made(heads=1, kv_heads=1)
     first = run(tensors, [12, 24], [1, 2])

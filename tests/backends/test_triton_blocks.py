@@ -85,6 +85,7 @@ def test_kernels_are_the_definition(case: BlockCase) -> None:
     check(run(problem), expected(problem, lse_grad=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", ["bits", "interval", "none"])
 def test_tiles_smaller_than_blocks(masks: str) -> None:
     case = replace(FIRST, num_queries=150, q_block=128, k_block=128, heads=1, kv_heads=1, masks=masks)
@@ -130,6 +131,7 @@ def test_strides_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     check(run(problem), expected(problem, lse_grad=False))
 
 
+@pytest.mark.slow
 def test_shares_of_parts_with_the_merged_results_add_up() -> None:
     """Two halves of a mask, each with the out and lse of the whole; rows that one half or both leave out; strided everything."""
     problem = make(replace(FIRST, batch=2, kv_heads=1, num_queries=70, groups=(1, 2), layout="every_third"), DEVICE)

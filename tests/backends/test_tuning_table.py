@@ -285,6 +285,7 @@ def test_the_explanation_says_what_made_the_order() -> None:
         explain_backend(length=-1)
 
 
+@pytest.mark.slow
 def test_tuning_from_the_command_line_to_the_choice(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--tune", "--device", "cpu", "--head-dims", "16", "--lengths", "64", "32", "--seconds", "60"]
     assert main(command) == 0

@@ -114,6 +114,7 @@ def test_runs_that_differ_and_changes_that_matter_are_told(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 def test_losses_of_dtypes_begin_alike_and_fall() -> None:
     rows = losses(64, 4, CPU, {})
     by_dtype = {

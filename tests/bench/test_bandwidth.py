@@ -19,6 +19,7 @@ from dilated_attention.cli import main
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_figures_are_flops_and_least_bytes_over_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_wrong_kernel_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.note.startswith("wrong: out off by") and not row.values
 
 
+@pytest.mark.slow
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     bf16 = {"part": "ceilings", "dtype": "bfloat16"}
     rows = [

@@ -218,6 +218,7 @@ def test_a_wrong_gradient_alone_has_no_speed_either() -> None:
     assert row.note.startswith("wrong: dk off by")
 
 
+@pytest.mark.slow
 def test_what_fits_alone_only_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     together = measuring.interleaved
 
@@ -375,6 +376,7 @@ def test_sizes_and_branches() -> None:
     assert geometric(1000)[0][-1] >= 1000
 
 
+@pytest.mark.slow
 def test_the_command_line_measures_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.001", "--lengths", "64", "--masks", "full"]
     command += ["--contenders", "standard", "DilatedAttention", "--no-plots"]

@@ -102,6 +102,7 @@ def small_run(folder: Path, *more: str) -> list[str]:
     return [*command, "--memory-gib", "0.04", "--kinds", "dilated", *more]
 
 
+@pytest.mark.slow
 def test_lengths_double_until_memory_is_out_and_are_bisected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

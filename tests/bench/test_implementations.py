@@ -61,6 +61,7 @@ def test_every_public_module_is_compared() -> None:
     assert len(PROJECTED) == 5
 
 
+@pytest.mark.slow
 def test_all_are_right_and_others_are_held_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "bench",
@@ -139,6 +140,7 @@ def test_rings_share_the_sequence_and_are_right(tmp_path: Path) -> None:
         assert "2 processes share each sequence" in tables[1]
 
 
+@pytest.mark.slow
 def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     rows: dict[str, list[Row]] = {}
     for n in (4096, 8192, 2**15, 2**16, 2**17):

@@ -27,6 +27,7 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["bench", "memory", "--output", str(folder), "--quiet", *more]
 
 
+@pytest.mark.slow
 def test_peaks_of_attention_are_as_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["standard", "DilatedAttention", "flash4"]
     given = command(tmp_path, "--parts", "attention", "--lengths", "1k", "2k", "--contenders", *names)
@@ -81,6 +82,7 @@ def test_what_fits_uses_nine_tenths_of_the_memory(monkeypatch: pytest.MonkeyPatc
     assert rows["DilatedAttention", 8, "forward"]["longest"] < 8 * 2**30 * USABLE / (4 * 32 * 128 * 2)
 
 
+@pytest.mark.slow
 def test_a_model_is_told_from_a_few_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_memory, "WORK", {name: model_memory.WORK[name] for name in ("training", "generating")})
     monkeypatch.setattr(model_memory, "ATTENTION", {"dense": model_memory.ATTENTION["dense"]})
@@ -100,6 +102,7 @@ def test_a_model_is_told_from_a_few_of_its_layers(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "memory-model-512-4.png").exists()
 
 
+@pytest.mark.slow
 def test_the_longest_of_a_model_is_0_where_its_weights_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_memory, "ATTENTION", {"dense": model_memory.ATTENTION["dense"]})
     monkeypatch.setattr(model_memory, "WORK", {name: model_memory.WORK[name] for name in ("training", "generating")})
@@ -109,6 +112,7 @@ def test_the_longest_of_a_model_is_0_where_its_weights_do_not_fit(monkeypatch: p
     assert rows["training", 24] == 0 < rows["training", 141] < rows["generating", 141]
 
 
+@pytest.mark.slow
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     attention, fits, models = [], [], []
     for i, name in enumerate(memory.CONTENDERS):

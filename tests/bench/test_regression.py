@@ -105,6 +105,7 @@ def slowed(times: int) -> Any:
     return replace(right, make=make)
 
 
+@pytest.mark.slow
 def test_a_slower_module_is_found_and_an_unchanged_one_let_be(
     tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ class Slept(Suite):
         return []
 
 
+@pytest.mark.slow
 def test_rows_of_another_suite_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(regression.COMPARED, "slept", Slept)
     given = command(tmp_path, "--suites", "slept", "--no-plots", "--threshold", "0.4")

@@ -59,6 +59,7 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_laws_of_growth_and_one_process(of_one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (of_one / "scaling.json").read_text()
     # nothing is measured again
@@ -296,6 +297,7 @@ def synthetic() -> Results:
     return Results("scaling", here, {}, {"all": rows, "ring_attention weak W=8 B=1": [failed]})
 
 
+@pytest.mark.slow
 def test_results_of_gpus_are_told_and_drawn(tmp_path: Path) -> None:
     results = synthetic()
     suite = SUITES["scaling"]()

@@ -66,6 +66,7 @@ def _rows(name: str, contender: Contender, case: dict[str, Any]) -> list[Row]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     suite, results = Speed(), gpu_results()
     tables = {table.title: table for table in suite.tables(results)}

@@ -112,6 +112,7 @@ def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch: pytest.MonkeyPatc
     assert row.note.startswith("wrong: the loss went from") and not row.values
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: Any, *arguments: Any, **options: Any) -> KVCache:
         if config.kind == "dilated":
@@ -188,6 +189,7 @@ def synthetic() -> Results:
     return Results("train-infer", here, {}, {"all": rows, "failed": [failed]})
 
 
+@pytest.mark.slow
 def test_results_of_a_gpu_are_told_and_drawn(tmp_path: Path) -> None:
     suite, results = SUITES["train-infer"](), synthetic()
     tables = suite.tables(results)

@@ -63,6 +63,7 @@ def test_several_lengths_make_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert [plan["num_positions"] for plan in found] == [65536, 2**20]
 
 
+@pytest.mark.slow
 def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "longnet-tiny", "--length", "64k", "--gpu", "4090", "--checkpoint")
     assert "activations checkpointed" in text and "optimizer's moments" in text

@@ -70,6 +70,7 @@ def test_lists_are_the_dense_mask(name: str, is_causal: bool) -> None:
                 check(pattern, n, is_causal, first_query=128, num_queries=100)
 
 
+@pytest.mark.slow
 @given(data=st.data(), n=st.sampled_from((1, 65, 190, 300, 515)), block_size=st.sampled_from(BLOCK_SIZES), is_causal=st.booleans())
 @settings(max_examples=60)
 def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, int], is_causal: bool) -> None:

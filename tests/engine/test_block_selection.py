@@ -192,6 +192,7 @@ def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
     assert torch.equal(unpack(found[:, :, : expected.shape[2]], expected.shape[-1]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amount", [{"blocks": 5}, {"density": 0.2}, {"mass": 0.7}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -71,12 +70,15 @@ def test_kernels_of_decoding_compile(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "18 kernels" in done.stdout
+    assert "8 kernels" in done.stdout
 
 
 if __name__ == "__main__":
-    for kind, place in itertools.product([("bf16", 1, True, 0), ("fp32", 1, False, 128), ("fp32", 4, True, 0)], PLACES):
-        rows(*kind, place)
-    for (dtype, rotated), place in itertools.product([("bf16", True), ("bf16", False), ("fp32", True)], PLACES):
+    # each kind and each place; what reads 16 bytes at a time in all places
+    for place in PLACES:
+        rows("bf16", 1, True, 0, place)
+    rows("fp32", 1, False, 128, "pages")
+    rows("fp32", 4, True, 0, "round")
+    for dtype, rotated, place in (("bf16", True, "pages"), ("bf16", False, "round"), ("fp32", True, "stretch")):
         append(dtype, rotated, place)
-    print("18 kernels")
+    print("8 kernels")

@@ -162,6 +162,7 @@ def test_more_random_blocks_than_there_are_keep_all_that_are_left(blocks: str, c
     assert json.loads(capsys.readouterr().out)["pairs"] == BigBird(64, 0, 7).pairs(1024, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_ring_of_64_is_planned_in_seconds() -> None:
     began = time.process_time()

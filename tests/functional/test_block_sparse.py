@@ -320,6 +320,7 @@ def some_cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @given(case=some_cases(), backend=st.sampled_from(BACKENDS))
 @settings(max_examples=120)
 def test_any_composition_with_any_option_is_one_softmax(case: Case, backend: str) -> None:

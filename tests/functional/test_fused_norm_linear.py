@@ -165,6 +165,7 @@ def test_no_rows(kernels: None) -> None:
     assert all(p.grad is not None and not p.grad.any() for p in layers.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_opcheck(norm: str) -> None:
     layers = Layers(norm, 8, (4, 6), device=DEVICE)
@@ -197,6 +198,7 @@ def gradients(model: nn.Module, x: torch.Tensor, **options: Any) -> list[torch.T
     return [y.detach(), *grads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -87,7 +87,7 @@ def resident(field: str) -> int:
 
 def measured(run: Callable[[int], None], num_positions: int) -> int:
     # kernels, thread pools and plans of the same kind, so that what they hold is not counted as the tensors'
-    run(1024)
+    run(min(1024, num_positions // 4))
     gc.collect()
     # what was freed goes back to the system
     ctypes.CDLL(None).malloc_trim(0)

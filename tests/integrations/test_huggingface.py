@@ -431,6 +431,7 @@ def test_activation_checkpointing_and_autocast() -> None:
 # ---- torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [("dilated", "llama"), ("dilated", "qwen3"), ("block_sparse", "llama")])
 def test_compiled_without_a_graph_break(name: str, kind: str) -> None:
     torch.compiler.reset()
@@ -440,6 +441,7 @@ def test_compiled_without_a_graph_break(name: str, kind: str) -> None:
     torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-10, rtol=0)
 
 
+@pytest.mark.slow
 def test_compiled_training_with_documents_and_new_settings() -> None:
     """Position ids tell a compiled model of documents that it did not see when it was compiled."""
     torch.compiler.reset()

@@ -296,6 +296,7 @@ def test_of_equally_likely_tokens_no_more_than_k_are_drawn() -> None:
     assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
 
 
+@pytest.mark.slow
 def test_a_step_is_captured_anew_where_another_pass_has_made_larger_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph reads the tables that there were. Here it is played by a function that notes them."""
     lm = model("blocks").requires_grad_(False)

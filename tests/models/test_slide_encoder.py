@@ -288,6 +288,7 @@ def test_maps_of_a_batch_are_those_of_its_slides() -> None:
         model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_refuses_tiles_outside_the_grid_too() -> None:
     model = model_of(tiny()).eval()
     tiles, coords = (x[None] for x in slide(10, 1))

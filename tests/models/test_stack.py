@@ -191,6 +191,7 @@ def test_every_kind_saves_and_loads(kind: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens), model(tokens))
 
 
+@pytest.mark.slow
 def test_a_stack_compiles_in_one_graph() -> None:
     torch.manual_seed(0)
     model = LongNetLM(LongNetConfig(**SHAPE, **DILATED, drop_path=0.2), checkpoint_activations=True)

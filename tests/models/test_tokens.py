@@ -97,6 +97,7 @@ def test_targets_of_another_type_or_number_are_refused() -> None:
         chunked_cross_entropy(hidden, weight, torch.zeros(2, 4, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_looked_at_is_not() -> None:
     """Compiled, mapped and fake tokens have no values on the host."""
     lm, tokens = model(), torch.randint(V, (2, 20))

@@ -97,6 +97,7 @@ def test_images_of_another_size_run() -> None:
     assert model_of()(torch.zeros(1, 3, 24, 72)).shape == (1, 32)
 
 
+@pytest.mark.slow
 def test_a_compiled_and_an_exported_model_compute_the_same() -> None:
     """Of images of another size than the learned positions, too."""
     torch._dynamo.reset()

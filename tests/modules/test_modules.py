@@ -252,6 +252,7 @@ def compare_with_eager(module: nn.Module, backend: str, inputs: list[torch.Tenso
     return int(counter.frame_count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["causal", "padding", "documents"])
 def test_the_multihead_module_compiles_to_one_graph(call: str) -> None:
     layer = make_layer(rotary=True, qk_norm=True, num_kv_heads=2, dropout=0.3)
@@ -269,6 +270,7 @@ def test_the_multihead_module_compiles_with_inductor() -> None:
     compare_with_eager(make_layer(rotary=True), "inductor", [make_x().requires_grad_()], is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["automatic", "dynamic"])
 def test_four_lengths_need_no_graph_beyond_the_first_pair(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
@@ -283,6 +285,7 @@ def test_four_lengths_need_no_graph_beyond_the_first_pair(options: dict[str, Any
     assert frames[1] <= 2 and frames[1:] == [frames[1]] * 3
 
 
+@pytest.mark.slow
 def test_decoding_steps_of_a_layer_share_one_graph_after_the_first_pair() -> None:
     torch._dynamo.reset()
     layer, counter, memory = make_layer(rotary=True), CompileCounterWithBackend("aot_eager"), make_x()

@@ -150,6 +150,7 @@ def test_half_precision_factors_are_rounded_once() -> None:
 
 
 # with the last base the documents' lengths are read, and scores that the causal mask hides are infinite
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "options"),
     [(6.0, {"is_causal": True}), (6.0, {"cu_seqlens": DOCUMENTS}), (0.01, {"cu_seqlens": DOCUMENTS, "is_causal": True})],

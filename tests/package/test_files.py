@@ -102,6 +102,7 @@ DRAWN = ("plot", "picture of a pattern")
 FAILURES = [(what, error) for what in WRITERS for error in (FULL, INTERRUPTED) if error is FULL or what not in DRAWN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "error"), FAILURES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
 def test_a_failure_at_any_call_leaves_the_old_files_or_the_new(what: str, error: BaseException, tmp_path: Path) -> None:
     write = WRITERS[what]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import dilated_attention
 
+import pytest
+
 ROOT = Path(dilated_attention.__file__).parent
 MOST_FILES = 15
 Edges = dict[str, set[str]]
@@ -140,6 +142,7 @@ def test_folders_are_small() -> None:
     assert not large, f"folders with more than {MOST_FILES} Python files: {large}; split them by what the files are for"
 
 
+@pytest.mark.slow
 def test_modules_import_in_no_circle() -> None:
     edges = {name: set(others) for name, others in graph().items()}
     for (name, other), reason in KNOWN_IMPORTS.items():

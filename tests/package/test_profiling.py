@@ -177,6 +177,7 @@ def advised(profile: MemoryProfile, words: str) -> list[str]:
     return [text for text in profile.advice() if words in text]
 
 
+@pytest.mark.slow
 def test_advice_about_dtypes_and_gradients() -> None:
     q, k, v = leaves()
     wide = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward(), device="cpu")
@@ -192,6 +193,7 @@ def test_advice_about_dtypes_and_gradients() -> None:
         assert not advised(profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]), device="cpu"), "torch.no_grad()")
 
 
+@pytest.mark.slow
 def test_advice_about_activations_is_followed() -> None:
     config = LongNetConfig(embed_dim=64, num_heads=2, num_layers=6, segment_lengths=(256, 1024), dilation_rates=(1, 4), is_causal=False)
     peaks = {}
@@ -255,6 +257,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
     assert "over 2 GPUs in 24 GiB" in text and "48.00 GiB on one" in text
 
 
+@pytest.mark.slow
 def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice about chunk sizes names constants that do what it says."""
     from dilated_attention.engine.branches import chunking

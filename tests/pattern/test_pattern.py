@@ -281,6 +281,7 @@ def test_is_a_pattern() -> None:
 # --- the picture -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_show_writes_what_the_mask_says(tmp_path: Path, is_causal: bool) -> None:
     image = pytest.importorskip("matplotlib.image")

@@ -49,6 +49,7 @@ def whole_step(options: dict[str, Any]) -> int:
     return max(moment.alive + moment.inside + inside.get(moment.attention, 0) + kept * moment.kept for moment in tape.moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_pieces_are_the_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a quarter, for several chunks of few rows
@@ -76,6 +77,7 @@ def test_plain_attention_holds_four_matrices_in_its_backward_on_a_gpu() -> None:
     assert peaks[True] == peaks[False] + matrix
 
 
+@pytest.mark.slow
 def test_what_fits_of_plain_attention_leaves_room_for_what_its_allocator_cannot_use_again() -> None:
     plan = plan_attention("standard", num_positions=4096, num_heads=8, head_dim=64, dtype=torch.bfloat16, gpu="H200", memory=2**33)
     matrix = 8 * 4096**2 * 2

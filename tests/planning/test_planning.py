@@ -135,6 +135,7 @@ def test_a_plan_is_whole_and_told_as_text_and_json(kind: str, training: bool) ->
     assert "estimate" in text and f"{found.num_positions:,} positions" in text and ("wire" in text) == (found.world_size > 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
@@ -431,6 +432,7 @@ def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -
     assert seconds_text(seconds) == told
 
 
+@pytest.mark.slow
 def test_no_plan_tells_a_figure_with_an_exponent() -> None:
     for found in (
         plan("dense", 2**25, num_heads=32, head_dim=128),
@@ -445,6 +447,7 @@ def test_a_cpu_can_be_asked_for_by_name() -> None:
     assert found.device == "this machine's CPU" and found.dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
 def test_models_of_images_are_planned(preset: str) -> None:
     found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)

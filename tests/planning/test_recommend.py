@@ -42,7 +42,6 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     "torchscale": [{}],
     "huggingface": [{}, {"gpus": 2}, {"attention": "block_sparse"}],
 }
-CASES = [(case, extra) for case in USE_CASES for extra in EXTRA[case]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -51,14 +50,27 @@ def _asked(use_case: str, length: int, machine: str, extra: tuple[tuple[str, Any
 
 
 def _answers(use_case: str, extra: dict[str, Any]) -> Iterator[Recommendation]:
-    # every machine, and every length on several
-    for machine, length in zip(MACHINES, itertools.cycle(LENGTHS.get(use_case, (4096, 2**17))), strict=False):
+    """Of a use case's first arguments on every machine, and of each of its others on two, which are different ones: both lengths each."""
+    i = EXTRA[use_case].index(extra)
+    machines = MACHINES if i == 0 else (MACHINES * 2)[2 * i : 2 * i + 2]
+    for machine, length in zip(machines, itertools.cycle(LENGTHS.get(use_case, (4096, 2**17))), strict=False):
         yield _asked(use_case, length, machine, tuple(extra.items()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("use_case", "extra"), CASES)
-def test_every_use_case_is_answered_on_every_machine_with_reasons(use_case: str, extra: dict[str, Any]) -> None:
+@pytest.mark.parametrize("use_case", list(USE_CASES))
+def test_every_use_case_is_answered_on_every_machine(use_case: str, mesh: Any) -> None:
+    """With reasons, pages that exist, figures that stand on them, and a line that runs: in one test, so that one process makes the answers,
+    whose traces of models take a minute in all."""
+    for extra in EXTRA[use_case]:
+        _has_reasons(use_case, extra)
+        _cites_what_exists(use_case, extra)
+        if use_case != "huggingface":
+            _runs(use_case, extra, mesh)
+    _quotes_figures_of_its_pages(use_case)
+
+
+def _has_reasons(use_case: str, extra: dict[str, Any]) -> None:
     for answer in _answers(use_case, extra):
         assert answer.use_case == use_case and answer.forward is not None
         assert answer.keys_per_query is not None and answer.dense_keys_per_query is not None
@@ -71,9 +83,7 @@ def test_every_use_case_is_answered_on_every_machine_with_reasons(use_case: str,
         assert told["code"] == answer.code and told["settings"][0]["name"] == "kind"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("use_case", "extra"), CASES)
-def test_every_page_and_heading_that_is_cited_exists(use_case: str, extra: dict[str, Any]) -> None:
+def _cites_what_exists(use_case: str, extra: dict[str, Any]) -> None:
     for setting in {setting for answer in _answers(use_case, extra) for setting in answer.settings}:
         if setting.source != "computed":
             page, heading = setting.source.split(", ", 1)
@@ -84,9 +94,7 @@ def test_every_page_and_heading_that_is_cited_exists(use_case: str, extra: dict[
 FIGURE = re.compile(r"(?<![\w.,/-])(\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)(?![\w/])")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use_case", list(USE_CASES))
-def test_measured_figures_stand_on_the_page_that_is_cited(use_case: str) -> None:
+def _quotes_figures_of_its_pages(use_case: str) -> None:
     # the settings that say nothing of this request in figures, but for how many positions a GPU has
     names = {
         "precision",
@@ -133,9 +141,7 @@ def _reduced(config: dict[str, Any], most: int = 256) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("use_case", "extra"), [(case, extra) for case, extra in CASES if case != "huggingface"])
-def test_the_recommended_line_is_built_as_it_is_and_runs_small(use_case: str, extra: dict[str, Any], mesh: Any) -> None:
+def _runs(use_case: str, extra: dict[str, Any], mesh: Any) -> None:
     """Every argument of the line is accepted at its full width, without memory; with small sizes it computes something."""
     ran = set()
     for answer in _answers(use_case, extra):
@@ -266,6 +272,7 @@ def test_steps_are_spread_so_that_they_fit() -> None:
         assert answer.fits == (answer.memory <= USABLE * machine.memory)
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_planner_says_of_the_model_that_is_made() -> None:
     answer = recommend("training", 2**15, gpu="H100", parameters=1.3e8, gpus=2)
     made: dict[str, Any] = {}
@@ -336,6 +343,7 @@ def test_what_cannot_be_recommended_is_refused(arguments: tuple[Any, ...], said:
         recommend(use_case, length, **dict([option] if option else []))
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_the_function_answers(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["recommend", "training", "--length", "1M", "--parameters", "7B", "--gpus", "4", "--gpu", "NVIDIA H200", "--heads", "32"]
     answer = recommend("training", 2**20, parameters=7e9, gpus=4, gpu="H200", heads=32)

@@ -288,6 +288,7 @@ def test_pictures_are_small_drawn_by_the_script_and_shown() -> None:
         assert file.stat().st_size < 150_000, file.name
 
 
+@pytest.mark.slow
 def test_cheap_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are in the repository, to a few pixels of an edge: matplotlib's fonts differ between versions, the patterns do not."""
     pictures = loaded("pictures")

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.models import LongNetConfig
 from tests.helpers.pool import pool_of
-from tests.scripts.test_examples import run, torchrun
+from tests.helpers.scripts import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--length", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
@@ -340,7 +340,7 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
     code, _, error = here(*common, "--out", str(tmp_path / "alone"))
     # too few steps to learn much, and the report says so
     assert code == 1 and "not below the Markov models" in error, error
-    result = run(*torchrun(), str(EXAMPLES / "train_genome.py"), *common, *shared)
+    result = run_script(EXAMPLES / "train_genome.py", *common, *shared, processes=2)
     assert "not below the Markov models" in result.stderr, result.stderr
     losses = []
     for kind in ("alone", "shared"):

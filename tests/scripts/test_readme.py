@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.test_examples import run, torchrun
+from tests.helpers.scripts import run_script
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 PROGRAMS = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.S) if "torchrun" in code]
@@ -22,7 +22,7 @@ def test_readme_code_for_several_processes_runs(code: str, tmp_path: Path) -> No
     """On four processes, at a length that two CPU cores have time for."""
     file = tmp_path / "train.py"
     file.write_text(code.replace("100_00", "2_00"), encoding="utf-8")
-    result = run(*torchrun(4), str(file))
+    result = run_script(file, processes=4)
     assert result.returncode == 0, result.stderr
     # not by lines: unbuffered processes write a line and its end apart, so two lines can come as one
     told = dict(re.findall(r"process (\d+): loss (\d+\.\d{3})", result.stdout))

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import torch
 import dilated_attention
 from dilated_attention import DilatedPattern
 from dilated_attention.engine.reference import reference_attention
+from tests.helpers.scripts import run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ["--heads", "4/2", "--head-dim", "16", "--tokens", "32", "--check-tokens", "16", "--settings", "tiny", "--dilated-tokens", "32"]
@@ -55,34 +52,13 @@ def ring_flash_attn_func(q, k, v, causal, group):
 
 
 def launch(tmp_path: Path, *arguments: str, script: str = "ring.py") -> tuple[str, dict[str, dict[str, Any]]]:
-    """(rank 0's output, its JSON lines by key) of two processes, started as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """(the output, which is rank 0's, the JSON lines by key) of two processes, started as torchrun would."""
     path = tmp_path / "ring.jsonl"
-    command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *(TINY if script == "ring.py" else []), *arguments]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    # the package beside these tests, whichever is installed
-    common["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, problems) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, problems
+    options = ["--json", str(path), *(TINY if script == "ring.py" else []), *arguments]
+    done = run_script(BENCHMARKS / script, *options, processes=2, timeout=120, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return outputs[0][0], {record["key"]: record for record in records if "key" in record}
+    return done.stdout, {record["key"]: record for record in records if "key" in record}
 
 
 def test_every_part_measures_and_a_wrong_competitor_has_no_speed(tmp_path: Path) -> None:
