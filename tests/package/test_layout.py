@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import dilated_attention
-
 import pytest
+
+import dilated_attention
 
 ROOT = Path(dilated_attention.__file__).parent
 MOST_FILES = 15
