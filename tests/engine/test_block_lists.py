@@ -79,6 +79,7 @@ def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, 
     assert pattern.pairs(n, HEADS, is_causal=is_causal) == int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_building_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
     monkeypatch.setattr(kept_blocks, "BLOCKS_AT_ONCE", 10)
@@ -236,6 +237,7 @@ def test_select_rows(is_causal: bool) -> None:
             select_rows(lists, torch.tensor([10, 0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_renumber_columns(is_causal: bool) -> None:
     n, columns = 700, 11

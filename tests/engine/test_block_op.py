@@ -99,6 +99,7 @@ def ops(with_branches: bool) -> tuple[Any, Any]:
     return OPS.block_sparse_attention.default, OPS.block_sparse_attention_backward.default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "with_branches"), [*((index, False) for index in range(7)), (1, True), (4, True)])
 def test_the_ops_pass_every_opcheck(index: int, with_branches: bool) -> None:
     forward, backward = ops(with_branches)

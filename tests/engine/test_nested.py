@@ -47,6 +47,7 @@ def family_of(pattern: DilatedPattern, heads: int, num_positions: int):  # type:
     return nested_family(pattern.segment_lengths, pattern.dilation_rates, pattern.offsets(heads), num_positions)
 
 
+@pytest.mark.slow
 @given(case=nested_patterns(), is_causal=st.booleans(), group=st.sampled_from([1, 2]), rest=st.integers(0, 3), segments=st.integers(1, 2))
 def test_twin_is_the_reference(case: tuple[DilatedPattern, int, int], is_causal: bool, group: int, rest: int, segments: int) -> None:
     pattern, heads, tile = case

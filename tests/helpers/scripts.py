@@ -67,10 +67,10 @@ def run_script(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
-        out, error = ("".join(files[i].read_text() if files[i].exists() else "" for files in outputs) for i in (0, 1))
+        written, told = ("".join(files[i].read_text() if files[i].exists() else "" for files in outputs) for i in (0, 1))
     if code is None:
-        raise subprocess.TimeoutExpired(command, timeout, out, error)
-    return subprocess.CompletedProcess(command, code, out, error)
+        raise subprocess.TimeoutExpired(command, timeout, written, told)
+    return subprocess.CompletedProcess(command, code, written, told)
 
 
 def _join(started: list[Any], deadline: float) -> int | None:
