@@ -393,7 +393,7 @@ def test_a_file_with_more_than_tensors_is_not_unpickled(tmp_path: Path, other: A
     with pytest.raises(ValueError, match=r"more than tensors.*weights_only=False") as caught:
         load_torchscale(tmp_path / "checkpoint.pt", kind="encoder", **STACK)
     assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="not a file"):
         load_torchscale(tmp_path / "nothing.pt")
 
 
