@@ -139,7 +139,7 @@ def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> N
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected one position per request, ({B},)")
     if page_table is None:
         if k.shape[0] != B:
-            raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal, or the cache is paged: give its page_table")
+            raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal unless the cache is paged: give page_table")
         return
     if not isinstance(page_table, torch.Tensor) or page_table.dtype is not torch.int32:
         found = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__
