@@ -353,4 +353,4 @@ def _timing(backend: Any, ms: Any, tflops: Any) -> Timing:
 
 
 def _refused(path: Path, what: str) -> PreferenceError:
-    return PreferenceError(f"{path} is not a preference table: {what}; delete it, or write it anew with {RERUN}")
+    return PreferenceError(f"{path} is not a preference table: {what}; delete it, or replace it with {RERUN}")

@@ -83,4 +83,4 @@ def sampled_gradients(
 
 def _check(pattern: DilatedPattern) -> None:
     if pattern.tail != "mask":
-        raise ValueError(f"tail is {pattern.tail!r}; the sampled oracle knows real keys only: use tail='mask'")
+        raise ValueError(f"tail is {pattern.tail!r}; the sampled oracle supports only real keys: use tail='mask'")

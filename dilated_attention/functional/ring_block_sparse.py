@@ -15,7 +15,7 @@ from dilated_attention.functional.ring import check_rows, group_name_of
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
-# the layouts that one word names
+# the layouts with a one-word name
 BLOCK_LAYOUTS = ("contiguous", "zigzag")
 
 

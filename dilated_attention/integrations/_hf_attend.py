@@ -177,7 +177,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
         mask = attention_mask
         if mask.num_keys != num_keys:
             raise ValueError(
-                f"attention {name!r}: the layer brings {num_keys} keys, and its mask was made for {mask.num_keys}; "
+                f"attention {name!r}: the layer passes {num_keys} keys, and its mask was made for {mask.num_keys}; "
                 'expected one cache whose layers are equally long. Load this model with attn_implementation="sdpa"'
             )
         # a layer that is not causal itself may leave causality to its mask
@@ -185,7 +185,7 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
             raise ValueError(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is "
                 f"{'causal' if mask.is_causal else 'not causal'}; "
-                f"set config.is_causal = {is_causal}, from which late 5.x makes the mask, or load this model with "
+                f"set config.is_causal = {is_causal}, from which later releases of 5.x make the mask, or load this model with "
                 'attn_implementation="sdpa"'
             )
     else:

@@ -74,7 +74,7 @@ def refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
             )
         raise ValueError(
             f"attention {name!r}: the layer is given {argument}, of which it is not known whether it changes attention; expected None. "
-            f"If it does not, say so by register(ignored=({argument!r},))"
+            f"If it does not, say so with register(ignored=({argument!r},))"
         )
 
 
@@ -98,7 +98,7 @@ def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
     if mask.query_offset == 0 or pattern.is_prefix_stable:
         return
     raise ValueError(
-        f"attention {name!r}: {type(pattern).__name__} keeps other pairs of a longer sequence, so that cached keys are not those "
+        f"attention {name!r}: {type(pattern).__name__} keeps other pairs in a longer sequence, so that cached keys are not those "
         "of a full forward; expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
     )
 
@@ -110,7 +110,7 @@ def check_shards(
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
-            "which a sequence spread over processes does not have; expected the whole sequence in one forward. "
+            "which a sequence sharded over processes does not have; expected the whole sequence in one forward. "
             'Decode with model.set_attn_implementation("dilated") on one process'
         )
     if mask.cu_seqlens is not None and not is_packed:
@@ -125,9 +125,8 @@ def check_shards(
     rank, size = place_in(group_of(name))
     if rank > 0 and rows > 0 and size > 1 and int(position_ids.flatten()[0]) == 0:
         raise ValueError(
-            f"attention {name!r}: position_ids of rank {rank} of {size} begin at 0, where rank 0's do; expected the positions of this "
-            "shard in the whole "
-            "sequence: take the model's inputs from shard_inputs"
+            f"attention {name!r}: position_ids of rank {rank} of {size} begin at 0, where rank 0's do; "
+            "expected the positions of this shard in the whole sequence: take the model's inputs from shard_inputs"
         )
 
 

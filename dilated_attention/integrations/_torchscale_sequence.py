@@ -135,7 +135,7 @@ def _load_stack(
         if other + _Q in names:
             raise ValueError(
                 f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides "
-                f"and a decoder what lies before: say kind={other[:-1]!r}, or take the prefix off if that is what they are"
+                f"and a decoder only what comes before: use kind={other[:-1]!r}, or remove the prefix if kind is right"
             )
         prefix = ""
     weights = Weights(names, prefix)

@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
             shrink_residual(self.down, self.num_layers)
 
     def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
-        """Computes the layer. It applies ``input_norm``, the norm in front of it, to x itself, which saves memory in training."""
+        """Computes the layer. It applies ``input_norm``, the norm before it, to x itself, which saves memory in training."""
         inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
         gate = None if self.gate is None else inner[1]
         return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]
@@ -148,14 +148,13 @@ def make_attention(
     where = ring.arguments()
     if (ring.exchange, ring.ranks_per_node) != ("auto", None):
         raise ValueError(
-            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from "
-            "process to process "
-            "and have neither: leave them out"
+            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; "
+            "block-sparse rings send single blocks from process to process and have neither: leave them out"
         )
     return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
 
 
-# layers that can apply the norm in front of them
+# layers that can apply the norm before them
 _LAYERS = (
     FeedForward,
     MultiheadBlockSparseAttention,

@@ -59,7 +59,7 @@ def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) ->
             try:
                 safetensors.torch.save_file(weights, str(new_weights), metadata=metadata)
             except safetensors.SafetensorError as error:
-                raise OSError(f"{folder / WEIGHTS_FILE} could not be written, and what was there is untouched: {error}") from error
+                raise OSError(f"{folder / WEIGHTS_FILE} could not be written, and the previous file is untouched: {error}") from error
 
 
 def read_folder(folder: Path, device: Any = None) -> Stored:
@@ -117,7 +117,7 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
 
 
 def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights contiguous, each with memory of its own.
+    """Returns the weights contiguous, each with separate memory.
 
     A file cannot store two names for one weight, and a model that is loaded from it needs every name.
     """

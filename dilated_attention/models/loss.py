@@ -74,7 +74,7 @@ def summed_cross_entropy(
 def _aligned(weight: torch.Tensor, multiple: int = 8) -> torch.Tensor:
     """The weight with rows of zeros up to the next multiple, on a GPU.
 
-    Rows of logits then begin at multiples of 16 bytes. For the 100,277 words of a common vocabulary cuBLAS takes kernels that read them
+    Rows of logits then begin at multiples of 16 bytes. For the 100,277 words of a common vocabulary cuBLAS uses kernels that read them
     element by element, which made two thirds of a training step of a small model.
     """
     missing = -weight.shape[0] % multiple

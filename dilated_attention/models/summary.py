@@ -43,7 +43,7 @@ class Footprint:
 def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, residual_bytes: int = 4) -> Footprint:
     """Estimates the footprint of a stack whose blocks save what ``functional.fused_norm_linear`` saves for the backward.
 
-    This is x, q, k, v, out and its lse, x after attention, W_1 x. With ``checkpoint_activations`` a block only keeps its input, with
+    This is x, q, k, v, out and its lse, x after attention, W_1 x. With ``checkpoint_activations`` a block only saves its input, with
     ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast unless it is cast. The rest
     exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured
     peaks.
@@ -53,7 +53,7 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     wide = inner * (2 if config.ffn == "swiglu" else 1)
     block = 2 * (4 * embed + keys + wide) + 4 * heads
     if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
-        # on a GPU the branches' own outputs are kept, up to some 10^5 positions; beyond that they are recomputed
+        # on a GPU the branches' own outputs are saved, up to about 10^5 positions; beyond that they are recomputed
         block += int(2 * embed * sum(1 / rate for rate in config.dilation_rates))
     # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
     passing = 2 * (3 * inner + 2 * embed)

@@ -104,9 +104,8 @@ class RingSettings:
         # otherwise each process would silently attend to its own shard only
         if self.before_init and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                "this module was built before torch.distributed.init_process_group, for one process, and now there are "
-                f"{dist.get_world_size()}; "
-                "build it afterwards, or pass group= or mesh="
+                "this module was built before torch.distributed.init_process_group, for one process, "
+                f"and now there are {dist.get_world_size()}; build it afterwards, or pass group= or mesh="
             )
 
 

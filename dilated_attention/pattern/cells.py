@@ -38,7 +38,7 @@ def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
 
         )
     if num_positions > _MOST_POSITIONS:
-        raise ValueError(f"num_positions is {num_positions:,}; each is looked at, expected at most {_MOST_POSITIONS:,}")
+        raise ValueError(f"num_positions is {num_positions:,}; each one is examined, expected at most {_MOST_POSITIONS:,}")
     if num_positions <= _DENSE_POSITIONS or not isinstance(pattern, (DilatedPattern, BlockPattern)):
         return _summed(pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal), cell)
     if isinstance(pattern, DilatedPattern):

@@ -64,7 +64,7 @@ def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset:
     heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
     if queries * keys * heads > MAX_MASK:
         raise ValueError(
-            f"num_heads × num_queries × num_keys is {heads:,} × {queries:,} × {keys:,}; a dense mask is of all pairs, expected at most "
+            f"num_heads × num_queries × num_keys is {heads:,} × {queries:,} × {keys:,}; a dense mask has all pairs, expected at most "
             f"{MAX_MASK:,} of them: .pairs() and .density() need no mask"
         )
     return queries, keys, heads, offset

@@ -69,9 +69,8 @@ class DilatedPattern(Pattern):
             raise ValueError("segment_lengths is empty; at least one branch is needed, e.g. segment_lengths=[2048], dilation_rates=[1]")
         if len(lengths) != len(rates):
             raise ValueError(
-                f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} and dilation_rates has {len(rates)} "
-                f"{shown(list(rates))}; "
-                "each branch needs one of each: give lists of equal length"
+                f"segment_lengths has {len(lengths)} entries {shown(list(lengths))} "
+                f"and dilation_rates has {len(rates)} {shown(list(rates))}; each branch needs one of each: give lists of equal length"
             )
         if len(lengths) > MAX_BRANCHES:
             raise ValueError(f"segment_lengths has {len(lengths):,} entries; expected at most {MAX_BRANCHES:,}, one for each branch")
@@ -298,10 +297,10 @@ def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_cau
     running = 1 if pattern.branch_heads == "split" else pattern.num_branches
     if num_positions * len(offsets_of_head) << running > _MOST_STEPS:
         raise ValueError(
-            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up to where all segments end "
-            "together, with "
-            f"{len(offsets_of_head):,} different heads: which pairs several branches share is counted in 2**branches · positions · heads "
-            f"steps, expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
+            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up "
+            f"to where all segments end together, with {len(offsets_of_head):,} different heads: "
+            "which pairs several branches share is counted in 2**branches · positions · heads steps, "
+            f"expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
         )
     positions = torch.arange(num_positions)
     boundaries = [positions % length == 0 for length, _ in pattern.branches]

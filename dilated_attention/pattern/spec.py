@@ -118,7 +118,7 @@ def _written(value: Any) -> str:
         return f"{operator.index(value)}"
     if isinstance(value, float):
         return f"{value.__float__()}"
-    assert isinstance(value, str), f"{value!r} is nothing that a spec holds"
+    assert isinstance(value, str), f"{value!r} cannot be part of a spec"
     return '"' + value + '"'
 
 

@@ -11,7 +11,7 @@ def fit_text(fits: bool, peak: int, memory: int, longest: int, reserve: int = 0)
     """Says whether ``peak`` bytes fit a device's ``memory``. ``reserve``: bytes of them that the allocator cannot use again."""
     told = f"{'yes' if fits else 'no'}: it takes {part_text(peak / memory)} the memory, of which {USABLE:.0%} can be used"
     if reserve:
-        told += f", and {readable(reserve)} lie in pieces that the allocator cannot use again"
+        told += f", and {readable(reserve)} are in pieces that the allocator cannot use again"
     return f"{told}; {longest_text(longest)}"
 
 

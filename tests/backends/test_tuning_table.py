@@ -173,7 +173,7 @@ def test_a_spoilt_file_is_refused_with_its_name_and_a_way_out(spoil: object, tex
     path = write(row("math"))
     path.write_text(spoil(json.loads(path.read_text())))  # type: ignore[operator]
     tuning_table.refresh()
-    with pytest.raises(PreferenceError, match="delete it, or write it anew with python -m dilated_attention bench --tune") as caught:
+    with pytest.raises(PreferenceError, match="delete it, or replace it with python -m dilated_attention bench --tune") as caught:
         explain_backend(device="cpu")
     assert str(path) in str(caught.value)
     assert text in str(caught.value)

@@ -92,7 +92,7 @@ def test_a_file_of_other_hardware_versions_or_settings_is_not_continued(tmp_path
         with pytest.raises(ValueError, match=f"made with other {section}: {key} '{value}' there.*--fresh"):
             run(Counted(), session(), output=tmp_path, plots=False)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="no benchmark result"):
+    with pytest.raises(ValueError, match="not a benchmark result"):
         run(Counted(), session(), output=tmp_path, plots=False)
 
 
@@ -370,7 +370,7 @@ def test_rows_and_machines_survive_their_file(tmp_path: Path) -> None:
 def test_sizes_and_branches() -> None:
     assert [size(text) for text in ("512", "64k", "1M", "2g")] == [512, 65536, 2**20, 2**31]
     for text in ("", "k", "0", "-1", "1.5k", "1e3"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
             size(text)
     assert geometric(2**17) == ((2048, 8192, 32768, 131072), (1, 4, 16, 64))
     assert geometric(1000)[0][-1] >= 1000

@@ -97,7 +97,7 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
         (["dense", "--length", "1k", "--checkpoint"], 2, "--checkpoint given, an option of models"),
         (["longnet-tiny", "--length", "1k", "--heads", "4"], 2, "--heads given, an option of a kind of attention"),
         (["dense", "--length", "1k", "--train", "--infer"], 2, "not allowed with"),
-        (["dense", "--length", "1k", "--memory", "0"], 2, "is no memory"),
+        (["dense", "--length", "1k", "--memory", "0"], 2, "is not a memory size"),
         (["dense", "--length", "1k", "--gpu", "H300"], 2, "known are"),
         (["dense", "--length", "1k", "--head-dim", "512", "--gpu", "h200"], 2, "--head-dim is 512; expected at most 256"),
     ],

@@ -159,7 +159,7 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
         ([*DILATED[1:], "--length", "0"], "'0' is not a size"),
         ([*DILATED[1:], "--image", "x.jpg"], "ends in .png"),
         ([*DILATED[1:], "--image", "nowhere/x.png"], "make nowhere first"),
-        (["longnet-tiny", "--memory", "-5"], "'-5' is no memory"),
+        (["longnet-tiny", "--memory", "-5"], "'-5' is not a memory size"),
         ([*DILATED[1:], "--image", "x.png", "--head", "0"], "--head and --width are for the drawing in the terminal"),
         ([*DILATED[1:], "--image", "x.png", "--heads", "12"], "at most 8 panels"),
         (["block_sparse"], "block_sparse needs --window or --density"),

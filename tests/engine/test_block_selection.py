@@ -410,7 +410,7 @@ def test_compositions_with_static_patterns() -> None:
     assert not (blocks_of((top & past).choose(q, k, is_causal=True), 640, 1) & eye).any()
     with pytest.raises(ValueError, match="both are chosen by content"):
         top | TopBlocks(blocks=2, block_size=64)
-    with pytest.raises(ValueError, match=r"join it by \| or &"):
+    with pytest.raises(ValueError, match=r"combine it with \| or &"):
         PerHead([a, top])
     with pytest.raises(TypeError):
         top | 3  # type: ignore[operator]
@@ -448,7 +448,7 @@ def test_what_has_no_tensors_has_no_mask() -> None:
         (lambda: TopBlocks(1).choose(torch.randn(1, 8, 3, 4), torch.randn(1, 8, 2, 4)), ValueError, "multiple of the key/value heads"),
         (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 8, 1, 4)), ValueError, "query_offset is 0"),
         (lambda: TopBlocks(1).choose(*(torch.randn(2, 8, 1, 4),) * 2).density(8), ValueError, r"chosen\[b\]"),
-        (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) anew"),
+        (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) again"),
         (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError,
         "with these queries"),
     ],

@@ -120,7 +120,7 @@ def test_the_kernel_takes_other_keys_than_queries(queries: int, keys: int) -> No
 
 def test_the_kernel_refuses_more_positions_than_it_counts() -> None:
     kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
-    with pytest.raises(ValueError, match=r"words of 2147483648 positions are asked for.*cut them"):
+    with pytest.raises(ValueError, match=r"words of 2147483648 positions are requested.*split them"):
         kernel.dropout_words(5, 1, 1, 1, "meta", num_keys=2**31)
 
 

@@ -329,7 +329,7 @@ def test_beams_and_samples() -> None:
 def test_patterns_of_the_whole_length_do_not_decode_from_a_cache(pattern: BlockPattern) -> None:
     model, ids = on(llama(), "block_sparse"), tokens()
     configure(model, pattern=pattern)
-    with pytest.raises(ValueError, match=r"keeps other pairs of a longer sequence.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"keeps other pairs in a longer sequence.*use_cache=False"):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, use_cache=False, do_sample=False)
     assert torch.equal(whole, greedy(model, ids, None, 3))

@@ -57,7 +57,7 @@ def test_weights_that_fail_leave_the_old_model(tmp_path: Path, monkeypatch: pyte
                 model(2).save_pretrained(tmp_path)
         assert version_of(tmp_path) == 1
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert re.search(r"model\.safetensors could not be written, and what was there is untouched: .*space", str(caught.value))
+    assert re.search(r"model\.safetensors could not be written, and the previous file is untouched: .*space", str(caught.value))
 
 
 def safetensors_error() -> Exception:

@@ -206,7 +206,7 @@ def test_things_that_are_no_tensors() -> None:
     model = model_of(tiny())
     with pytest.raises(TypeError, match="list and Tensor"):
         model([[1.0]], torch.zeros(1, 1, 2))
-    with pytest.raises(TypeError, match="as collate_slides makes it"):
+    with pytest.raises(TypeError, match="as returned by collate_slides"):
         model(torch.zeros(1, 5, 12), torch.zeros(1, 5, 2), cu_seqlens=[0, 5])
 
 

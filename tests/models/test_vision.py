@@ -145,7 +145,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ({"image_size": 50}, "multiple of 8"),
         ({"pooling": "max"}, "pooling is 'max'"),
-        ({"pooling": "none", "num_classes": 3}, "a class is of a whole image"),
+        ({"pooling": "none", "num_classes": 3}, "a class describes a whole image"),
         ({"num_classes": 0}, "num_classes is 0"),
         ({"norm_eps": 0.0}, "norm_eps"),
     ],

@@ -309,7 +309,7 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
         ("dense", {"world_size": 2}, "world_size is 2 and kind is 'dense'"),
         ("dense", {"pattern": LocalWindow(4)}, "kind is 'dense', which is dense"),
         ("dilated", {}, "needs segment_lengths"),
-        ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give one of both"),
+        ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give only one of them"),
         ("ring", {"layout": "diagonal", "world_size": 2}, "layout"),
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),

@@ -51,7 +51,7 @@ class CudnnBlocksBackend(BlocksBackend):
         block_sizes=frozenset({(64, 64), (128, 128)}),
         blocks_only=True,
         source="H200, cudnn-frontend 1.32, backward at D = 128, blocks of 128x128, 16 heads, N = 32,768, bfloat16: 0.955/0.854/0.637 of "
-        "the speed in proportion to dense at 10/5/2 % kept (flash-attn-4: 0.84/0.78/0.58)",
+        "the dense rate per kept pair at 10/5/2 % kept (flash-attn-4: 0.84/0.78/0.58)",
     )
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
@@ -197,8 +197,8 @@ def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, unc
 
 
 def _check(lists: BlockLists, options: Options) -> None:
-    assert lists.masks is None, "asked for no masks inside blocks"
-    assert options.mask.is_trivial and options.dropout is None, "asked for no padding, window or dropout"
+    assert lists.masks is None, "masks inside blocks are not supported"
+    assert options.mask.is_trivial and options.dropout is None, "padding, windows and dropout are not supported"
 
 
 def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:

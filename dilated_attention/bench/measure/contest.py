@@ -37,8 +37,7 @@ def measure(
     agree: Callable[[float], float] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Returns a row for each contender and pass: ``ms``, its percentiles, ``tflops``, with ``memory`` also ``peak_bytes`` beyond the
-    inputs.
+    """Returns a row for each contender and pass: ``ms``, its percentiles, ``tflops``; with ``memory`` also ``peak_bytes`` without inputs.
 
     A contender that refuses, raises, runs out of memory or is wrong gets one row without figures, and a note.
 

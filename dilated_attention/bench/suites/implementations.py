@@ -56,7 +56,7 @@ class Implementations(Suite):
             metavar="NAME=MODULE.PATH:FUNCTION",
             help=(
                 "another implementation: function(problem) -> callable of q, k, v (B, N, H, D); "
-                "held to dense or dilated attention; repeatable"
+                "compared with dense or dilated attention; may be repeated"
             ),
         )
         parser.add_argument("--longest", type=float, help="seconds that one call may take; default 1.5 in full size, 1 in small")
@@ -94,7 +94,7 @@ class Implementations(Suite):
         names = [other.name for other in session.options.contender]
         for name in names:
             if name in CONTENDERS or names.count(name) > 1:
-                raise UsageError(f"--contender is named {name!r}, which another one is; choose another name")
+                raise UsageError(f"--contender is named {name!r}, which is already taken; choose another name")
         return [Group(problem.label, functools.partial(self._measure, session, problem)) for problem in self.problems(session)]
 
     def _measure(self, session: Session, problem: Problem) -> list[Row]:
@@ -148,7 +148,7 @@ class Implementations(Suite):
                     lines = _lines(mine, _tokens_per_second)
                     if lines:
                         plots.append(
-                            Plot(name=f"tokens-{kind}-{which}{suffix}", title=f"Tokens a second: {title}", x_label="positions",
+                            Plot(name=f"tokens-{kind}-{which}{suffix}", title=f"Tokens per second: {title}", x_label="positions",
                                  y_label="tokens/s", lines=lines, log_x=True, log_y=True, note=_about(mine))
                         )  # fmt: skip
                     lines = _lines([row for row in mine if row.values.get("peak_bytes")], lambda row: row.values["peak_bytes"] / 2**20)

@@ -187,8 +187,7 @@ def _checked_length(ring: RingCall, rows: list[int]) -> int:
     expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
     if rows != expected:
         raise ValueError(
-            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: cut it by "
-            "shard_sequence "
-            "with the same layout and seq_len"
+            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: "
+            "cut it by shard_sequence with the same layout and seq_len"
         )
     return seq_len

@@ -35,7 +35,7 @@ _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 
 def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
-    """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward kept."""
+    """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward saved."""
     both = call.detached and call.needs_grad
     if call.named or call.request is None:
         return call.backend.capabilities.whole_calls

@@ -13,7 +13,7 @@ from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 def checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
-        raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as collate_slides makes it")
+        raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as returned by collate_slides")
     if tiles.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)"

@@ -73,7 +73,7 @@ class VisionConfig(ModelConfig):
         one_of("pooling", self.pooling, POOLINGS)
         if self.pooling == "none" and self.num_classes is not None:
             raise ValueError(
-                f"num_classes is {self.num_classes} and pooling is 'none'; a class is of a whole image: pool, or leave num_classes out"
+                f"num_classes is {self.num_classes} and pooling is 'none'; a class describes a whole image: pool, or leave num_classes out"
             )
         object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
 
@@ -114,7 +114,7 @@ class LongViT(Pretrained):
     Args:
         config: the configuration; ``VisionConfig.longvit(image_size)`` for LongViT's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
-        checkpoint_activations: keep only each block's input for the backward and recompute the block.
+        checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
     >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))

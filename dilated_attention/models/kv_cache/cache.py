@@ -77,9 +77,8 @@ class Cache(Storage):
             )
         if self.lengths[request] + num_tokens > self.max_length:
             raise ValueError(
-                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are requested, and max_length is "
-                f"{self.max_length}; "
-                "make a cache with a larger max_length"
+                f"request {request} has {self.lengths[request]} positions, {num_tokens} more are requested, "
+                f"and max_length is {self.max_length}; make a cache with a larger max_length"
             )
 
 

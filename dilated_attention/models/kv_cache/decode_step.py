@@ -94,9 +94,8 @@ class LayerCachePass:
         q, k, v = autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
-                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; make the cache with "
-                f"dtype={k.dtype}, "
-                f"device={str(k.device)!r}"
+                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "
+                f"make the cache with dtype={k.dtype}, device={str(k.device)!r}"
             )
         return self.cache_pass.attend(self.index, q, k, v, tables, attention)
 

@@ -80,9 +80,8 @@ class PagedKVCache(Cache):
         wanted = [page for page in span if page not in pages]
         if len(wanted) > len(self._free):
             raise RuntimeError(
-                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions and {len(self._free)} of "
-                f"{self.num_pages} are "
-                "free; free a request, or make a cache with more pages"
+                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
+                f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
             )
         given = self._free[-len(wanted) :]
         entries = torch.tensor(given, dtype=torch.int32).to(self.device)

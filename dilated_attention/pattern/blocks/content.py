@@ -102,7 +102,7 @@ class TopBlocks(BlockPattern):
             )
         if pattern.is_chosen:
             raise ValueError(
-                f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern that shapes alone determine"
+                f"{name} is {shown(pattern)}, which is chosen by content itself; expected a pattern determined by shapes alone"
             )
         if pattern.block_size != self.block_size:
             raise ValueError(
@@ -269,11 +269,11 @@ class ChosenBlocks(BlockPattern):
     def check(self, num_positions: int, num_heads: int) -> None:
         B, H = self.kept.shape[:2]
         if B != 1:
-            raise ValueError(f"the choice is of {B} batch entries; take that of one by chosen[b]")
+            raise ValueError(f"this choice is for {B} batch entries; select one with chosen[b]")
         if (num_positions, num_heads) != (self.num_positions, H):
             raise ValueError(
-                f"{num_heads} heads and {num_positions} positions; the choice is of {H} heads and {self.num_positions} positions: "
-                "choose(q, k) anew"
+                f"{num_heads} heads and {num_positions} positions; this choice is for {H} heads and {self.num_positions} positions: "
+                "call choose(q, k) again"
             )
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:

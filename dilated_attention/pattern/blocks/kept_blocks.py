@@ -160,7 +160,7 @@ def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterat
     if per_row * grid.num_rows * len(heads) > MOST_BLOCKS:
         raise ValueError(
             f"num_positions is {grid.num_positions:,} and {pattern!r} keeps about {per_row * grid.num_rows:.2g} blocks of them for each of "
-            f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, which is as far as they are listed: take a shorter sequence"
+            f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, the most that can be listed: use a shorter sequence"
         )
     if per_row * grid.num_rows * len(heads) <= BLOCKS_AT_ONCE:
         yield _piece(pattern, grid, heads)
@@ -243,7 +243,7 @@ def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
 
-    The tightest candidate is taken from the masks, and then held against the number of keys that each of them keeps: where
+    The tightest candidate is taken from the masks, and then compared with the number of keys that each of them keeps: where
     a mask keeps less than the candidate, a wider one would be further off.
     """
     assert kept.masks is not None

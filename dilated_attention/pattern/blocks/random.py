@@ -19,7 +19,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 class RandomBlocks(WholeBlocks):
     """Random blocks, exactly ``round(ratio · rows · columns)`` of them for each head.
 
-    The numbers of blocks in rows differ by at most one. The n blocks of a row are drawn one from each of n nearly equal stretches of
+    The numbers of blocks in rows differ by at most one. The n blocks of a row are drawn one from each of n nearly equal ranges of
     columns, so they are distinct and spread over the whole sequence.
 
     Args:
@@ -57,7 +57,7 @@ class RandomBlocks(WholeBlocks):
         return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
 
     def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Returns the column that draw ``number`` of ``count`` takes from its stretch."""
+        """Returns the column that draw ``number`` of ``count`` takes from its range."""
         low = number * grid.num_columns // count
         high = (number + 1) * grid.num_columns // count
         column = low + hashed(self.seed, head, row, number) % (high - low)
@@ -67,7 +67,7 @@ class RandomBlocks(WholeBlocks):
         return column
 
     def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        # callers may pass columns beyond the end, which have no stretch
+        # callers may pass columns beyond the end, which have no range
         column = column.clamp(max=max(grid.num_columns - 1, 0))
         count = self.counts(grid, row)
         some = count.clamp(min=1)

@@ -36,11 +36,11 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
     ``base`` is the kind of the whole sequence, ``wanted`` what was asked for, ``share`` its share of the pairs.
     """
     if wanted is not None:
-        reason = "asked for; a model keeps the attention that it was trained with, another one computes another function"
+        reason = "requested; a model keeps the attention that it was trained with, since another one computes another function"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{HUGGING_FACE}, Transformers models")
     if base == "dense" and length <= SHORT:
         reason = (
-            f"at {SHORT:,} positions LongNet's branches name most of dense attention's pairs: on an H200 cuDNN's dense attention took "
+            f"at {SHORT:,} positions LongNet's branches contain most of dense attention's pairs: on an H200 cuDNN's dense attention took "
             "0.62 of their time forward and 0.70 forward + backward, for one causal sequence of 12 heads of 64"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{PERFORMANCE}, Short sequences")
@@ -54,12 +54,12 @@ def kind(chosen: str, base: str, length: int, wanted: str | None, needs_grad: bo
         reason = (
             "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; "
             "a window with global tokens keeps window + global positions of each: "
-            "on an H200 32 requests made 20,790 tokens/s a million positions in, dense attention 2,274 at 65,536"
+            "on an H200 32 requests reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
         )
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
-    reason = f"every query attends to all near keys and to fewer, the further off they are: {share:.2%} of dense attention's pairs"
+    reason = f"every query attends to all near keys, and to fewer the farther away they are: {share:.2%} of dense attention's pairs"
     if not needs_grad:
-        reason += ", and a step of decoding reads these keys alone: 1,125 tokens/s a million positions in on an H200, dense attention 107"
+        reason += ", and a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
         return Setting(name="kind", value=chosen, reason=reason, source=f"{DECODING}, Measured")
     if length < 32768:
         reason += (
@@ -82,7 +82,7 @@ def quality(base: str) -> Setting | None:
         return None
     reason = (
         "how well a model learns with these keys is not measured here, and no pattern bounds how far its result is from dense attention's: "
-        "train both on your data at a length that dense attention can do"
+        "train both on your data at a length that dense attention can handle"
     )
     return Setting(name="accuracy", value="measure it on your model", reason=reason, source=f"{SPARSE}, What it does not do")
 
@@ -94,20 +94,20 @@ def branches(pattern: DilatedPattern, length: int, heads: int, is_causal: bool) 
     value = ", ".join(f"{w}/{r}" for w, r in pattern.branches)
     listed = ", ".join(f"{n / (heads * length):,.0f}" for n in each)
     reason = (
-        f"segment/rate. {keys:,.0f} keys per query on the mean ({listed}), dense attention has {dense:,.0f}. Lengths grow by 4 up to the "
-        "whole sequence, "
-        "and rates with them as far as there are heads; each divides the next, which lets the `nested` kernel visit a shared pair once"
+        f"segment/rate. {keys:,.0f} keys per query on average ({listed}), dense attention has {dense:,.0f}. "
+        "Lengths grow by factors of 4 up to the whole sequence, and rates with them up to the number of heads; "
+        "each divides the next, which lets the `nested` kernel visit a shared pair once"
     )
     largest = max(pattern.dilation_rates)
     if max(pattern.segment_lengths) < length:
         reason += (
-            f". No segment is longer than {max(pattern.segment_lengths):,}, so that the keys of all requests fit: what lies further "
-            "back reaches a position only through the layers"
+            f". No segment is longer than {max(pattern.segment_lengths):,}, so that the keys of all requests fit: "
+            "earlier positions reach a later one only through several layers"
         )
     if largest > heads:
         reason += (
             f". Rates above the {heads} heads leave positions out of far branches: those see far keys only through other layers; "
-            "more heads mend it"
+            "more heads avoid this"
         )
     elif any(w > FIRST_SEGMENT * r for w, r in pattern.branches):
         reason += (
@@ -119,10 +119,10 @@ def branches(pattern: DilatedPattern, length: int, heads: int, is_causal: bool) 
 
 def window(pattern: str, keys: float, dense: float) -> Setting:
     reason = (
-        f"{keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}: near keys, and the first positions, which all see and "
-        "which see all. "
-        "A forward of 1,048,576 positions, 16 heads of 128, ran at 468 TFLOP/s with a causal window of 2,048, with a window of 1,024 and "
-        "128 global at 386 (H200)"
+        f"{keys:,.0f} keys per query on average, dense attention has {dense:,.0f}: "
+        "near keys, and the first positions, which see all positions and are seen by all. "
+        "A forward of 1,048,576 positions, 16 heads of 128, ran at 468 TFLOP/s with a causal window of 2,048, "
+        "and at 386 with a window of 1,024 and 128 global positions (H200)"
     )
     return Setting(name="pattern", value=pattern, reason=reason, source=f"{SPARSE}, Performance")
 
@@ -136,7 +136,7 @@ def checkpoint_branches(pattern: DilatedPattern, keys: float, dense: float) -> S
     value = ", ".join(f"{w}/{r}" for w, r in pattern.branches)
     reason = (
         "segment/rate, Prov-GigaPath's for slides of 262,144 pixels. "
-        f"{keys:,.0f} keys per query on the mean, dense attention has {dense:,.0f}"
+        f"{keys:,.0f} keys per query on average, dense attention has {dense:,.0f}"
     )
     return Setting(name="branches", value=value, reason=reason, source=f"{MODELS}, Presets")
 
@@ -158,7 +158,8 @@ def checkpoints(machine: Machine) -> list[Setting]:
     ]  # fmt: skip
     if machine.is_cuda:
         reason = (
-            "packed slides are exact but not faster on a GPU: three of 5,308 tiles took 0.6 to 0.9 s a step, one 0.12. Accumulate gradients"
+            "packed slides are exact but not faster on a GPU: three of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12. "
+            "Accumulate gradients"
         )
         made.append(Setting(name="batch", value="one slide at a time", reason=reason, source=f"{SLIDES}, NVIDIA H200"))
     return made
@@ -167,9 +168,9 @@ def checkpoints(machine: Machine) -> list[Setting]:
 def transformers(base: str) -> list[Setting]:
     """Says which features a transformers model keeps and which it does not."""
     if base == "dense":
-        reason = "a model that was trained dense is left as it is; transformers' own sdpa computes that"
+        reason = "a model trained with dense attention is left as it is; transformers' own sdpa computes that"
         return [Setting(name="integration", value='"sdpa"', reason=reason, source=f"{HUGGING_FACE}, Transformers models")]
-    reason = "a model that was trained dense computes something else with these layers: fine-tune it, or train it so from the start"
+    reason = "a model trained with dense attention computes something else with these layers: fine-tune it, or train it with them"
     return [
         Setting(name="integration", value="fine-tune", reason=reason, source=f"{HUGGING_FACE}, Transformers models"),
         Setting(
@@ -181,8 +182,8 @@ def transformers(base: str) -> list[Setting]:
 
 def known_encoders() -> Setting:
     reason = (
-        "for slides the encoder with places of tiles: a step on 45,681 tiles took 153 ms as a graph to 207 ms as called and 11.5 to 11.9 "
-        "GB on an H200. "
+        "for slides, the encoder with tile positions: "
+        "a step on 45,681 tiles took 153 ms as a graph to 207 ms as called and 11.5 to 11.9 GB on an H200. "
         'For genomes see docs/genome.md, for images create_model("longvit-4096")'
     )
     return Setting(
@@ -210,7 +211,7 @@ def explained(
 def backend(machine: Machine, explanation: Explanation, without: Explanation | None, nests: bool) -> Setting:
     """Explains the choice of backend.
 
-    ``without`` is the explanation with PyTorch and Triton alone, for a machine that is not at hand. ``nests`` says whether the branches'
+    ``without`` is the explanation with only PyTorch and Triton, for a machine that is not at hand. ``nests`` says whether the branches'
     lengths and rates divide each other.
     """
     taken = [name for name in (explanation.forward, explanation.backward) if name]
@@ -219,18 +220,16 @@ def backend(machine: Machine, explanation: Explanation, without: Explanation | N
         return Setting(name="backend", value="none", reason=reason, source=COMPUTED)
     value = f"forward {explanation.forward}" + (f", backward {explanation.backward}" if explanation.request.needs_grad else "")
     basis = dict.fromkeys(basis for basis in (explanation.forward_basis, explanation.backward_basis) if basis)
-    reason = f'what backend="auto" takes: {" · ".join(basis)}'
+    reason = f'what backend="auto" chooses: {" · ".join(basis)}'
     extras = [_EXTRAS[name] for name in dict.fromkeys(taken) if name in _EXTRAS]
     if not machine.is_here and machine.is_cuda:
         reason += "; with every kernel package installed"
     if extras and not machine.is_here:
         reason += f': pip install "dilated-attention[{",".join(extras)}]"'
     if without is not None and (without.forward, without.backward) != (explanation.forward, explanation.backward):
-        reason += f"; with torch and Triton alone forward {without.forward}" + (
-            f", backward {without.backward}" if without.backward else ""
-        )
+        reason += f"; with only torch and Triton forward {without.forward}" + (f", backward {without.backward}" if without.backward else "")
     if nests and not explanation.nested_reasons:
-        reason += "; the forward of a long sequence takes `nested` instead, where that saves more than it costs"
+        reason += "; the forward of a long sequence uses `nested` instead, where that saves more than it costs"
     return Setting(name="backend", value=value, reason=reason, source=COMPUTED)
 
 
@@ -264,14 +263,14 @@ def precision(machine: Machine, base: str, length: int, needs_grad: bool) -> Set
     elif base == "dilated":
         reason = "in dilated branches fp8 took 1.6 to 1.9 times as long on an H200"
     else:
-        reason = "fp8 is a forward of Hopper GPUs, and pays for itself from 131,072 dense keys on"
+        reason = "fp8 is forward only, on Hopper GPUs, and pays off from 131,072 dense keys on"
     return Setting(name="precision", value='"native", not fp8', reason=reason, source=f"{PERFORMANCE}, fp8")
 
 
 def compiled(machine: Machine) -> Setting:
     if not machine.is_cuda:
         return Setting(name="torch.compile", value="no", reason="not measured on a CPU", source=COMPUTED)
-    reason = "works without graph breaks; the genome's training compiled its blocks, 41 s once. What it gains was not measured apart"
+    reason = "works without graph breaks; the genome's training compiled its blocks, 41 s once. Its gain was not measured separately"
     return Setting(name="torch.compile", value="each block", reason=reason, source=f"{GENOME}, Measured on H200")
 
 
@@ -279,9 +278,9 @@ def allocator(machine: Machine) -> Setting | None:
     if not machine.is_cuda:
         return None
     reason = (
-        "torch's allocator by itself then reserves far more than tensors hold: over 200 random lengths on an H200 3.75 times as much "
-        "without any attention, "
-        "3.03 to 4.09 times with it; with this setting 1.00 to 1.16. Set it before the process starts"
+        "with default settings torch's allocator then reserves far more than tensors hold: "
+        "over 200 random lengths on an H200 3.75 times as much without any attention, 3.03 to 4.09 times with it; "
+        "with this setting 1.00 to 1.16. Set it before the process starts"
     )
     return Setting(
         name="expandable_segments",
@@ -295,7 +294,7 @@ def head_dim(machine: Machine, chosen: int, explanation: Explanation) -> Setting
     if not machine.is_hopper:
         reason = "64 and 128 are what every kernel library is built for; which is faster was not measured on this machine"
         return Setting(name="head dim", value=f"{chosen}", reason=reason, source=COMPUTED)
-    reason, source = "this library's own forward kernels, `nested` and `gluon`, have 64 and 128 alone", f"{SPARSE}, Kernels"
+    reason, source = "this library's own forward kernels, `nested` and `gluon`, support only 64 and 128", f"{SPARSE}, Kernels"
     if explanation.request.needs_grad:
         reason += "; backward problems of 2048 rows ran at 477 TFLOP/s with 64 and 558 with 128 on an H200"
         source = f"{PERFORMANCE}, Against the arithmetic floor"

@@ -65,7 +65,7 @@ class Machine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of full speed: the default of ``explain_backend``, but float32 for GPUs before Volta, whose float16 is slow."""
+        """The dtype of full speed: the default of ``explain_backend``, except float32 for GPUs before Volta, whose float16 is slow."""
         if not self.is_cuda:
             return torch.float32
         capability = self.hardware.capability or (0, 0)
@@ -92,8 +92,7 @@ def machine_of(gpu: str | None, memory: float | None) -> Machine:
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
-    """Returns branches with segments of 2048, 8192, … up to the whole sequence, and rates 1, 4, … limited so that the heads cover every
-    offset.
+    """Returns branches with segments of 2048, 8192, … up to the whole sequence; rates 1, 4, … are limited so that heads cover every offset.
 
     Each length and rate divides the next, so a pair that several branches share can be identified by its position; see
     ``engine/kernels/nested.py``.

@@ -17,7 +17,7 @@ def memory(value: int, machine: Machine, fits: bool, what: str, source: str) -> 
     verdict = "fits" if fits else "does not fit"
     return Setting(
         name="memory",
-        value=f"{readable(value)} a device, {verdict}",
+        value=f"{readable(value)} per device, {verdict}",
         reason=f"{what}; {machine.name} has {readable(machine.memory)}",
         source=source,
     )
@@ -81,14 +81,14 @@ def exchange(base: str, is_causal: bool) -> tuple[Setting, Setting]:
     elif base == "block_sparse":
         layout = (
             '"contiguous"',
-            "a window's blocks lie with their process or its neighbour; `balanced_layout` finds the layout of other patterns",
+            "a window's blocks are on their process or its neighbour; `balanced_layout` finds the layout of other patterns",
         )
         how = ("blocks", "a process receives the key blocks that its queries keep")
     else:
         layout = (
-            ('"zigzag"', "gives every process as many causal pairs")
+            ('"zigzag"', "gives every process equally many causal pairs")
             if is_causal
-            else ('"contiguous"', "without causality all have as many pairs")
+            else ('"contiguous"', "without causality all have equally many pairs")
         )
         how = (
             '"auto"',
@@ -104,15 +104,14 @@ def cuda_graph(positions: int, is_shared: bool) -> Setting:
     """``positions`` is per device at a time; ``is_shared`` says whether several devices share a sequence."""
     if is_shared:
         reason = (
-            "with its exchanges: at 131,072 dilated tokens per GPU it brought 6 to 30 % on four H200, "
+            "with its exchanges: at 131,072 dilated tokens per GPU it gained 6 to 30 % on four H200, "
             "at 32,768 it halved the time; give seq_len"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{RING}, Figures")
     if positions <= 32768:
         reason = (
-            "short sequences wait for the CPU, which a graph takes away: of 4,096 causal positions of 12 heads of 64 the host took 0.589 "
-            "ms forward + backward, "
-            "the kernels 0.363, on an H200. Capture the step after a warm-up"
+            "short sequences wait for the CPU, which a graph avoids: for 4,096 causal positions of 12 heads of 64 "
+            "the host took 0.589 ms forward + backward, the kernels 0.363, on an H200. Capture the step after a warm-up"
         )
         return Setting(name="CUDA graph", value="yes, where lengths repeat", reason=reason, source=f"{PERFORMANCE}, Short sequences")
     reason = (
@@ -139,11 +138,11 @@ def batch(length: int, sequences: int) -> Setting:
 
 def cache(base: str, paged: bool, rows: int, length: int, bytes_of_one: int) -> Setting:
     value = "PagedKVCache: model.generate([prompt, …])" if paged else "KVCache: model.generate(prompt, …)"
-    reason = f"{readable(bytes_of_one)} a request for the last {rows:,} of {length:,} positions"
-    reason += "; pages are taken as requests grow and given back" if paged else ""
+    reason = f"{readable(bytes_of_one)} per request for the last {rows:,} of {length:,} positions"
+    reason += "; pages are allocated as requests grow, and freed" if paged else ""
     reason += {
         "dense": "; a step reads all keys",
-        "dilated": "; those before the longest segment are let go",
+        "dilated": "; those before the longest segment are dropped",
         "block_sparse": "; the window and the global tokens",
     }[base]
     return Setting(name="KV cache", value=value, reason=reason, source=f"{DECODING}, What a row reads")
@@ -154,7 +153,7 @@ def users(count: int, fitting: int) -> Setting:
         "one request's step is bound by launches: "
         "1,120 tokens/s alone, 16,600 for 32 together, on an H200 with LongNet's branches at any context"
     )
-    return Setting(name="batch", value=f"{count} requests a GPU, of {fitting} that fit", reason=reason, source=f"{DECODING}, Measured")
+    return Setting(name="batch", value=f"{count} requests per GPU, of {fitting} that fit", reason=reason, source=f"{DECODING}, Measured")
 
 
 def decoder(machine: Machine, dtype: torch.dtype, base: str, *, heads: int, kv_heads: int | None, head_dim: int) -> Setting:
@@ -168,7 +167,7 @@ def decoder(machine: Machine, dtype: torch.dtype, base: str, *, heads: int, kv_h
 
 
 def stepping() -> Setting:
-    reason = "Stepper and generate capture a step as a graph by themselves on a GPU; prefill goes by chunks of 8,192"
+    reason = "Stepper and generate capture a step as a graph by themselves on a GPU; prefill runs in chunks of 8,192"
     return Setting(name="CUDA graph", value="yes: generate's default", reason=reason, source=f"{DECODING}, Decoding")
 
 

@@ -29,7 +29,7 @@ def training(case: Case) -> Recommendation:
         what += (
             f"; a sequence of {laid.longest:,} positions would fit"
             if laid.longest
-            else ("; weights, gradients and the optimizer alone are too much")
+            else ("; weights, gradients and the optimizer alone do not fit")
         )
     chosen = Chosen(
         kind=RING[base] if context > 1 else base, base=base, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads,
@@ -77,7 +77,7 @@ def layer(case: Case) -> Recommendation:
     plan = _planned(case, chosen, sequences, context)
     if plan is not None:
         chosen = replace(chosen, memory=plan.peak, fits=plan.fits)
-        what = "of one layer's attention: q, k, v, result, gradients and what its calls need beside them"
+        what = "of one layer's attention: q, k, v, result, gradients and what its calls need in addition"
         settings = [run_settings.memory(plan.peak, case.machine, plan.fits, what, rationale.COMPUTED), *run_settings.time(plan, 1)]
     settings += [
         *shared(case, base, mesh, False),

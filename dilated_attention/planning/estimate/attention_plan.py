@@ -139,7 +139,7 @@ def _text(plan: AttentionPlan) -> str:
         + " through device memory"
         + (", per process" if plan.world_size > 1 else ""),
         "",
-        f"peak memory  {readable(plan.peak)}" + (" a process" if plan.world_size > 1 else ""),
+        f"peak memory  {readable(plan.peak)}" + (" per process" if plan.world_size > 1 else ""),
     ]
     for name, terms, total in (
         ("forward", plan.memory.forward, plan.memory.forward_peak),

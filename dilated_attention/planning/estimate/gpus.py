@@ -142,7 +142,7 @@ def find_gpu(name: str) -> Gpu:
         raise TypeError(f"gpu is {shown(name)} ({type(name).__name__}); expected a name, such as 'H200'")
     found = _known(name)
     if found is None:
-        raise ValueError(f"gpu is {shown(name)}; known are {', '.join(GPUS)}. For another one take the nearest, with the other's memory")
+        raise ValueError(f"gpu is {shown(name)}; known are {', '.join(GPUS)}. For another one use the nearest, and pass the memory")
     return found
 
 

@@ -1,6 +1,6 @@
 """Computes the peak memory of one attention call of any kind, term by term, without allocating its tensors.
 
-``engine.memory`` covers dense and dilated attention. This module covers block patterns, sequences spread over processes, and two
+``engine.memory`` covers dense and dilated attention. This module covers block patterns, sequences sharded over processes, and two
 baselines: the textbook matrix products (``standard``) and PyTorch's own function (``sdpa``).
 """
 

@@ -135,7 +135,7 @@ def make_problem(
     checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
     checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
     if checked["head_dim"] > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of fewer numbers")
+        raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of a smaller dimension")
     kv_heads = checked["num_heads"] if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
     if math.prod(checked.values()) // checked["world_size"] > MOST_ELEMENTS:
         raise ValueError(
@@ -195,7 +195,7 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
             raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
         return WHOLE
     if branches and pattern is not None:
-        raise ValueError("segment_lengths or dilation_rates are given and pattern, too; give one of both")
+        raise ValueError("segment_lengths or dilation_rates are given and pattern, too; give only one of them")
     if computes == "dilated":
         if pattern is None:
             if segment_lengths is None or dilation_rates is None:

@@ -170,7 +170,7 @@ def _of_branches(problem: Problem) -> Exchange:
         assert isinstance(problem.pattern, DilatedPattern)
         reason = why_no_heads(problem.num_heads, problem.num_kv_heads, problem.world_size, problem.pattern.branch_heads)
         if reason:
-            raise ValueError(f"exchange is 'all_to_all' and {reason}; take exchange='auto'")
+            raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
         found = [heads_bytes(problem.num_positions, problem.world_size, rank, problem.layout, sizes) for rank in _ranks(problem)]
         return Exchange(name=name, bytes=_most(found), steps=1, held=(0, 0))
     sharding = make_sharding_plan(

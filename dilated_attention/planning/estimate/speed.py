@@ -1,9 +1,9 @@
-"""Estimates the time of one attention call: arithmetic at measured rates where they exist, and lower bounds from memory, links and
-launches.
+"""Estimates the time of one attention call: arithmetic at measured rates where they exist, and lower bounds of memory, links and launches.
 
-    GPU   Σ over branches of FLOPs / rate of the backend chosen for that branch's rows, divided by the share of that rate the engine reaches
-    floor least bytes / bandwidth            host  the call and its launches, on the CPU of an H200 machine            links  bytes received
-    / rate of the links
+    GPU    Σ over branches of FLOPs / rate of the backend chosen for that branch's rows, divided by the share of it that the engine reaches
+    floor  least bytes / bandwidth
+    host   the call and its launches, on the CPU of an H200 machine
+    links  bytes received / rate of the links
 
 A pass takes as long as the longest of these. Rates come from a table of this machine, else from the shipped table of its architecture,
 scaled by the ratio of the peaks where the GPU is not the measured one. Without a table a share of the peak is assumed. Every estimate says
