@@ -156,7 +156,7 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     (plot, *_) = memory.Memory().plots(results)
     assert [line.label for line in plot.lines][:2] == ["standard", "torch sdpa (least of 10 dense kernels)"] and len(plot.lines) == 8
     text = (tmp_path / "memory.md").read_text()
-    assert "16 of 20 were run under that limit" in text
+    assert "16 of 20 were run under that memory limit" in text
     assert "[1] out of memory" in text and "| dense, training, checkpointed |" in text
 
 
