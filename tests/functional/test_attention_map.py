@@ -362,7 +362,7 @@ Q, K = make_qk()
         ({"query_rows": torch.ones(N, dtype=torch.bool)}, TypeError, "mask.nonzero"),
         ({"query_rows": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"query_rows has shape \(2, 3\)"),
         ({"segment_lengths": None}, ValueError, "segment_lengths is None and dilation_rates is"),
-        ({"segment_lengths": None, "dilation_rates": None, "tail": "zero_keys"}, ValueError, "tail is 'zero_keys' without branches"),
+        ({"segment_lengths": None, "dilation_rates": None, "tail": "zero_keys"}, ValueError, "tail is 'zero_keys' and applies only"),
         ({"segment_lengths": [3, 8]}, ValueError, "segment_lengths has 2 entries"),
         ({"head_offsets": [[0], [0], [0]]}, ValueError, "1 integers per branch for 4 heads"),
         ({"pattern": "window"}, TypeError, "pattern is 'window'"),

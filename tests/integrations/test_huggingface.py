@@ -593,7 +593,7 @@ def test_arguments_of_layers() -> None:
         _hf_attend.attend("dilated", layer(), q, k, v, None)
     with pytest.raises(ValueError, match="12 queries and 20 keys in a layer that is not causal"):
         _hf_attend.attend("dilated", layer(is_causal=False), q, *heads_of(1, 20)[1:], None)
-    with pytest.raises(ValueError, match="brings 12 keys, and its mask was made for 13"):
+    with pytest.raises(ValueError, match="passes 12 keys, and its mask was made for 13"):
         _hf_attend.attend("dilated", layer(is_causal=True), q, k, v, KeyMask(13, 13, 1, 0, True))
 
 

@@ -216,7 +216,7 @@ def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
         "training", 4096, gpu="H200"
     ).setting("kind").reason
     asked = recommend("training", 2**20, gpu="H200", attention="dense")
-    assert asked.kind == "dense" and asked.setting("kind").reason.startswith("asked for")
+    assert asked.kind == "dense" and asked.setting("kind").reason.startswith("requested")
     with pytest.raises(KeyError, match="no setting is called 'branches'; the settings are kind"):
         asked.setting("branches")
 
