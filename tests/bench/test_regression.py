@@ -118,7 +118,7 @@ def test_a_slower_module_is_found_and_an_unchanged_one_let_be(
         assert main(command(tmp_path, "--no-plots")) == 0
         assert "slower      0" in capsys.readouterr().out
 
-    monkeypatch.setattr(regression, "CONTENDERS", (PAIR[0], slowed(5)))
+    monkeypatch.setattr(regression, "CONTENDERS", (PAIR[0], slowed(15)))
     assert main(command(tmp_path)) == 1
     rows = {(row.name, row.case["pass"]): row for row in Results.load(tmp_path / "out" / "regression.json").rows}
     for which in ("forward", "both"):
@@ -216,7 +216,7 @@ def test_rows_of_another_suite_are_compared(tmp_path: Path, monkeypatch: pytest.
     given = command(tmp_path, "--suites", "slept", "--no-plots", "--threshold", "0.4")
     assert main([*given, "--save-baseline"]) == 0
     assert main(given) == 0
-    monkeypatch.setattr(Slept, "times", 80)
+    monkeypatch.setattr(Slept, "times", 240)
     assert main(given) == 1
     (row, refused) = Results.load(tmp_path / "out" / "regression.json").rows
     assert row.values["state"] == 1 and row.values["change"] > 1
