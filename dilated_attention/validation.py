@@ -124,6 +124,11 @@ def check_query_offset(query_offset: Any, num_queries: int, num_keys: int) -> in
     return offset
 
 
+def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
+
+
 def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
     if mask is None:
         return

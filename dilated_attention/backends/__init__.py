@@ -3,7 +3,7 @@
 from typing import Any
 
 from dilated_attention.backends import tuning_table
-from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of
+from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of, warn_renamed
 from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
 from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
@@ -86,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from dilated_attention.backends.deprecated import RENAMED, warn_renamed
+    from dilated_attention.backends.deprecated import RENAMED
 
     if name not in RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -177,7 +177,7 @@ class Backend(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for old in _FORMER_NAMES.keys() & vars(cls).keys():
-            _warn_renamed(cls, old)
+            warn_renamed(f"{cls.__qualname__}.{old}", _FORMER_NAMES[old], stacklevel=2)
             setattr(cls, _FORMER_NAMES[old], vars(cls)[old])
 
     # hidden from type checkers, which would take every name for an attribute
@@ -186,7 +186,7 @@ class Backend(ABC):
         def __getattr__(self, name: str) -> Any:
             if name not in _FORMER_NAMES:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            _warn_renamed(type(self), name)
+            warn_renamed(f"{type(self).__qualname__}.{name}", _FORMER_NAMES[name], stacklevel=2)
             return getattr(self, _FORMER_NAMES[name])
 
     def reasons_against(self, request: AttentionRequest) -> list[str]:
@@ -261,9 +261,9 @@ class Backend(ABC):
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
 
-def _warn_renamed(cls: type[Backend], old: str) -> None:
-    new = _FORMER_NAMES[old]
-    warnings.warn(f"{cls.__qualname__}.{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=3)
+def warn_renamed(old: str, new: str, stacklevel: int) -> None:
+    """Warns about a former name, at ``stacklevel`` as seen by the caller."""
+    warnings.warn(f"{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class WritingBackend(Backend):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from dilated_attention.backends.base import AttentionRequest, Capabilities
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
-
-
-def warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    warnings.warn(f"{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class Facts(Capabilities):

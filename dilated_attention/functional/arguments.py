@@ -81,7 +81,7 @@ def attend(
             check.check_key_padding_mask(key_padding_mask, k)
         if cu_seqlens is not None:
             check.check_cu_seqlens(cu_seqlens, q, k)
-    seed = draw_seed(options.dropout_p) if options.dropout_p else None
+    seed = draw_seed(options.dropout_p)
     kept = None
     if blocks is not None and blocks.is_chosen:
         given = settings if known is None else known.settings
@@ -164,6 +164,8 @@ def checked_settings(
 ) -> CallSettings:
     """Checks all arguments of a call, named as in ``attend`` and ``CallSettings``, and returns its record."""
     check.check_tensors(q, k, v)
+    if sharding:
+        check.check_rows(q, k)
     plain = None if branches is None else checked_branches(branches, q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)

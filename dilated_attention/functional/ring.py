@@ -174,8 +174,6 @@ def _attend(
     ring: RingOptions,
 ) -> Any:
     q, k, v = autocast(q, k, v)
-    check.check_tensors(q, k, v)
-    check_rows(q, k)
     one_of("layout", ring.layout, LAYOUTS)
     one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
     if window and ring.exchange == "ring":
@@ -197,11 +195,6 @@ def _attend(
     if not options.return_lse:
         return out
     return out, lse.detach() if settings.detached else lse
-
-
-def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:

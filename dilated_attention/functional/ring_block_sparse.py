@@ -11,7 +11,7 @@ from dilated_attention.distributed.block_exchange.op import ring_block_sparse_at
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.functional.arguments import Options, autocast, checked_settings, draw_seed
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.ring import check_rows, group_name_of
+from dilated_attention.functional.ring import group_name_of
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 
@@ -82,8 +82,6 @@ def ring_block_sparse_attention(
     >>> out = ring_block_sparse_attention(q, k, v, pattern, group=group, layout=layout, seq_len=seq_len, is_causal=True)
     """
     q, k, v = autocast(q, k, v)
-    check.check_tensors(q, k, v)
-    check_rows(q, k)
     pattern = checked_ring_pattern(pattern)
     steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
     name, seconds = checked_block_layout(layout), check.check_timeout(timeout)

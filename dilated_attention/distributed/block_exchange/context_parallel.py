@@ -32,7 +32,7 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern
 
@@ -93,8 +93,7 @@ def ring_blocks_forward(
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
     work = _BlockPass(members, tensors, masks, arguments)
     work.agree(kind)
-    with without_autocast(tensors[0]):
-        out, lse = work.forward()
+    out, lse = work.forward()
     return out.contiguous(), lse.contiguous(), (seq_len, number)
 
 
@@ -111,8 +110,7 @@ def ring_blocks_backward(
     members = members_named(arguments.ring.group_name)
     begin_backward(members, number, arguments.ring.timeout)
     work = _BlockPass(members, (q, k, v), masks, arguments)
-    with without_autocast(q):
-        return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
+    return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
 
 
 def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, arguments: BlockArguments) -> tuple[object, int, int]:

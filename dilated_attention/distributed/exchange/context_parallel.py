@@ -20,7 +20,7 @@ from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare, without_autocast
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
@@ -48,8 +48,7 @@ def ring_forward(
     if not tensors[0].shape[0]:
         return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
     work = _RingPass(members, inputs, settings, replace(ring, seq_len=seq_len), is_backward=False)
-    with without_autocast(tensors[0]):
-        out, lse = work.forward()
+    out, lse = work.forward()
     return out, lse.transpose(1, 2).contiguous(), (seq_len, number)
 
 
@@ -71,18 +70,17 @@ def ring_backward(
     work = _RingPass(members, inputs, settings, ring, is_backward=True)
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
-    with without_autocast(q):
-        # a head that runs one branch has no mixing weights
-        if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
-            return work.backward(dout, out, lse, dlse)
-        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
-        total: list[torch.Tensor] = []
-        for branch in range(pattern.num_branches):
-            work.pattern = pattern.with_branches([branch], q.shape[2])
-            branch_out, _ = work.forward()
-            shares = work.backward(dout, branch_out, lse, None)
-            total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
-        return tuple(x.to(q.dtype) for x in total)
+    # a head that runs one branch has no mixing weights
+    if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
+        return work.backward(dout, out, lse, dlse)
+    # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
+    total: list[torch.Tensor] = []
+    for branch in range(pattern.num_branches):
+        work.pattern = pattern.with_branches([branch], q.shape[2])
+        branch_out, _ = work.forward()
+        shares = work.backward(dout, branch_out, lse, None)
+        total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
+    return tuple(x.to(q.dtype) for x in total)
 
 
 @dataclass(frozen=True)

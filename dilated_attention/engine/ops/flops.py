@@ -50,10 +50,8 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
 def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> int:
     """Counts the pairs of all heads of one batch entry."""
     (_, Nq, H, _), (_, Nk, Hk, _) = q.shape, k.shape
-    left, right = settings.window or (-1, -1)
-    window = (None if left < 0 else left, None if right < 0 else right) if settings.window else None
     first = settings.query_offset
-    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, window, WINDOW_BLOCK)
+    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, settings.window_sides, WINDOW_BLOCK)
     return make_plan(settings.pattern, shape).pairs
 
 

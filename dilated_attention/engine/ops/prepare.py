@@ -53,7 +53,6 @@ def prepare(
     Nk, Hk = num_keys if num_keys is not None else k.shape[1], k.shape[2]
     documents = ((0, Nk),) if documents is None else documents
     longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
-    window = settings.window
     request = AttentionRequest(
         hardware=detect(q.device),
         dtype=q.dtype,
@@ -63,7 +62,7 @@ def prepare(
         causal=settings.is_causal,
         needs_grad=is_backward,
         key_mask=padding is not None,
-        window=bool(window),
+        window=bool(settings.window),
         dropout=settings.dropout_p > 0,
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -82,7 +81,7 @@ def prepare(
         keys=(0, Nk),
         documents=documents,
         is_causal=settings.is_causal,
-        window=(None if window[0] < 0 else window[0], None if window[1] < 0 else window[1]) if window else None,
+        window=settings.window_sides,
         window_block=None if chosen.capabilities.native_window else WINDOW_BLOCK,
         shifted_heads=padding is None and settings.dropout_p == 0,
         aligned_last=chosen.capabilities.aligned_last,

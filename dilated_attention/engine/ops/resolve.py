@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -53,6 +53,7 @@ class ResolvedCall(ABC):
             fake implementation does not know the documents.
         passes: how a pass runs, keyed by the strides of the tensors it reads: q, k, v, and in a backward dout and out.
         packed: records with documents, keyed by the ``cu_seqlens`` tensor and its version, since the layers of a model share one.
+        alive: a pattern that holds a function or a tensor. It is found by its name only while it is alive: until after the backward.
     """
 
     name: ClassVar[str]
@@ -62,6 +63,7 @@ class ResolvedCall(ABC):
     saves_documents: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
     packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
+    alive: Any = None
 
     @staticmethod
     @abstractmethod
@@ -78,29 +80,24 @@ class ResolvedCall(ABC):
 
     def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """``forward`` without autocast, seen by watchers, and with an explanation if memory runs out."""
-        if torch.is_autocast_enabled(self.device_type):
-            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
-            with torch.autocast(self.device_type, enabled=False):
-                return self.run_forward(*inputs)
-        if watchers:
-            report(self.requirement, self._arguments(inputs))
-        try:
-            return self.forward(*inputs)
-        except RuntimeError as error:
-            explain_shortage(error, self.requirement, self._arguments(inputs))
-            raise
+        return self._run(self.forward, inputs, inputs)  # type: ignore[no-any-return]
 
     def run_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         """``backward`` as ``run_forward`` runs a forward."""
+        return self._run(self.backward, (dout, dlse, inputs, outputs), inputs, (dout, dlse, *outputs))  # type: ignore[no-any-return]
+
+    def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], *tensors: tuple[Any, ...]) -> Any:
+        """Returns ``compute(*given)``. ``tensors``: see ``_arguments``."""
         if torch.is_autocast_enabled(self.device_type):
+            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
             with torch.autocast(self.device_type, enabled=False):
-                return self.run_backward(dout, dlse, inputs, outputs)
+                return self._run(compute, given, *tensors)
         if watchers:
-            report(self.requirement, self._arguments(inputs, (dout, dlse, *outputs)))
+            report(self.requirement, self._arguments(*tensors))
         try:
-            return self.backward(dout, dlse, inputs, outputs)
+            return compute(*given)
         except RuntimeError as error:
-            explain_shortage(error, self.requirement, self._arguments(inputs, (dout, dlse, *outputs)))
+            explain_shortage(error, self.requirement, self._arguments(*tensors))
             raise
 
     def _arguments(self, inputs: tuple[Any, ...], of_backward: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -185,6 +182,38 @@ def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch
     return torch.zeros_like(out) if dout is None else dout.to(q.dtype)
 
 
+class LocalCall(ResolvedCall):
+    """Calls of one process: packed documents are read here, and a call without queries has nothing to compute."""
+
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns the outputs.
+
+        Raises:
+            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
+                kernel accepts.
+        """
+        q, k, _, _, cu_seqlens, *_ = inputs
+        record = self.with_documents(cu_seqlens, k.shape[1])
+        if not q.numel():
+            return new_like(q), new_lse(q).fill_(-torch.inf), None
+        return record.compute_forward(*inputs)
+
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        q, k, v, _, cu_seqlens, *_ = inputs
+        record = self.with_documents(cu_seqlens, k.shape[1])
+        if not q.numel():
+            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
+        return record.compute_backward(dout, dlse, inputs, outputs)
+
+    @abstractmethod
+    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """``forward`` of a record that knows the documents, with at least one query."""
+
+    @abstractmethod
+    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        """``backward`` of a record that knows the documents, with at least one query."""
+
+
 class ResolvedPass(NamedTuple):
     """How one pass runs on tensors of given strides.
 
@@ -200,33 +229,21 @@ class ResolvedPass(NamedTuple):
     capabilities: Capabilities
 
 
-class ResolvedDilated(ResolvedCall):
+class ResolvedDilated(LocalCall):
     """Calls of dilated attention, of which dense attention is one branch of rate 1. ``passes`` holds a ``ResolvedPass`` for each."""
 
     name = "dilated_attention"
     requirement = staticmethod(dilated_requirement)
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None).
-
-        Raises:
-            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
-                kernel accepts.
-        """
-        q, k, v, padding, cu_seqlens, seed, _ = inputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q), new_lse(q).fill_(-torch.inf), None
+    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
+        q, k, v, padding, _, seed, _ = inputs
         (q, k, v), (call, run, elements, _) = self._ready((q, k, v), padding, seed)
         saved = q.new_empty(elements) if elements else None
         return *run(q, k, v, call, saved), saved
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        q, k, v, padding, cu_seqlens, seed, _ = inputs
-        out, lse, saved = outputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
+    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        (q, k, v, padding, _, seed, _), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), (call, run, *_) = self._ready((q, k, v, dout, out), padding, seed, is_saved=saved is not None)
         return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
@@ -284,12 +301,17 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     return key, state, tuning_table.generation, hardware.generation
 
 
-def resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedDilated:
-    """Returns the record of calls of dilated attention like this one."""
-    key = (ResolvedDilated, settings, q.shape, k.shape, q.dtype, q.device, padding is None)
+def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
+    """Returns the record of calls like this one, which is made for the first of them."""
+    key = (kind, settings, q.shape, k.shape, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
-        found = ResolvedDilated(settings, q.device.type)
+        found = kind(settings, q.device.type)
         remember(key, q.dtype, found)
-    assert isinstance(found, ResolvedDilated)
+    assert isinstance(found, kind)
     return found
+
+
+def resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedDilated:
+    """Returns the record of calls of dilated attention like this one."""
+    return record_of(ResolvedDilated, q, k, padding, settings)

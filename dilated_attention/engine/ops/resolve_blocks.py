@@ -16,38 +16,26 @@ from dilated_attention.engine.blocks.run import BlockMasks, BlockPass, as_new, b
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.oom.requirements import blocks_requirement
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like, new_lse, prepare
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors, find, remember
+from dilated_attention.engine.ops.prepare import kernel_ready, prepare
+from dilated_attention.engine.ops.resolve import LocalCall, Optional, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
 
-class ResolvedBlocks(ResolvedCall):
+class ResolvedBlocks(LocalCall):
     """Calls of block-sparse attention. ``passes`` holds those without masks, dropout and content-chosen blocks."""
 
     name = "block_sparse_attention"
     requirement = staticmethod(blocks_requirement)
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns (out, lse, None).
-
-        Raises:
-            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
-                kernel accepts.
-        """
-        q, k, v, padding, cu_seqlens, seed, kept = inputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q), new_lse(q).fill_(-torch.inf), None
+    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        q, k, v, padding, _, seed, kept = inputs
         (q, k, v), found = self._ready((q, k, v), padding, seed, kept)
         return *blocks_forward(found, q, k, v, padding), None
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         """Returns the shares (dq, dk, dv). The outputs may be those of a larger softmax."""
-        (q, k, v, padding, cu_seqlens, seed, kept), (out, lse, _) = inputs, outputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
+        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), found = self._ready((q, k, v, dout, out), padding, seed, kept)
         return blocks_backward(found, (dout, q, k, v, out, lse), padding, dlse)
 
@@ -65,18 +53,14 @@ class ResolvedBlocks(ResolvedCall):
         return tensors, found
 
 
-class ResolvedUnion(ResolvedCall):
+class ResolvedUnion(LocalCall):
     """Calls of dilated branches and a block pattern together."""
 
     name = "block_sparse_dilated_attention"
     requirement = staticmethod(blocks_requirement)
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns (out, lse, None). Raises as ``ResolvedBlocks.forward`` does."""
-        q, k, v, padding, cu_seqlens, seed, kept = inputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q), new_lse(q).fill_(-torch.inf), None
+    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        q, k, v, padding, _, seed, kept = inputs
         q, k, v = (kernel_ready(x) for x in (q, k, v))
         pattern = self.settings.pattern
         shape, call = prepare(False, (q, k, v), pattern, self.settings, padding, self.documents, seed)
@@ -86,11 +70,8 @@ class ResolvedUnion(ResolvedCall):
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, cu_seqlens, seed, kept), (out, lse, _) = inputs, outputs
-        self = self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
+    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
         dout, q, k, v, out = (kernel_ready(x) for x in (dout, q, k, v, out))
         pattern = self.settings.pattern
         shape, call = prepare(True, (q, k, v, dout), pattern, self.settings, padding, self.documents, seed)
@@ -105,15 +86,11 @@ class ResolvedUnion(ResolvedCall):
         return self.settings._replace(backend="auto") if self.settings.backend == NESTED else self.settings
 
 
-def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedCall:
+def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> LocalCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
-    kind = ResolvedBlocks if settings.branches is None else ResolvedUnion
-    # the record of a pattern that holds a function or a tensor would keep it alive
-    if pattern_from_spec(settings.blocks).lives_here:
-        return kind(settings, q.device.type)
-    key = (kind, settings, q.shape, k.shape, q.dtype, q.device, padding is None)
-    found = find(key, q.dtype)
-    if found is None:
-        found = kind(settings, q.device.type)
-        remember(key, q.dtype, found)
-    return found
+    kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
+    pattern = pattern_from_spec(settings.blocks)
+    # a remembered record would keep a pattern that holds a function or a tensor alive forever; this one does until after the backward
+    if pattern.lives_here:
+        return kind(settings, q.device.type, alive=pattern)
+    return record_of(kind, q, k, padding, settings)

@@ -15,7 +15,6 @@ from dilated_attention.pattern import DilatedPattern
 
 # segment_lengths, dilation_rates, head_offsets, branch_heads, tail
 Branches = tuple[tuple[int, ...], tuple[int, ...], "str | tuple[tuple[int, ...], ...]", str, str]
-_NUM_FIXED = 11
 
 
 class CallSettings(NamedTuple):
@@ -54,9 +53,22 @@ class CallSettings(NamedTuple):
         assert self.branches is not None
         return pattern_of(self.branches)
 
+    @property
+    def window_sides(self) -> tuple[int | None, int | None] | None:
+        """The window with None for unbounded; None without a window."""
+        if not self.window:
+            return None
+        left, right = self.window
+        return None if left < 0 else left, None if right < 0 else right
+
     def arguments(self) -> tuple[Any, ...]:
         """Returns the op's arguments that follow its tensors."""
         return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
+
+
+# fields of the fixed part come first
+_NUM_FIXED = CallSettings._fields.index("scale")
+_NEEDS_GRAD = CallSettings._fields.index("needs_grad")
 
 
 def settings_text(fixed: tuple[Any, ...]) -> str:
@@ -82,7 +94,8 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 def with_needs_grad(text: str) -> str:
     """Returns the text of the same settings with ``needs_grad``."""
-    return settings_text((*_parsed(text)[:6], True, *_parsed(text)[7:]))
+    fixed = _parsed(text)
+    return text if fixed[_NEEDS_GRAD] else settings_text((*fixed[:_NEEDS_GRAD], True, *fixed[_NEEDS_GRAD + 1 :]))
 
 
 @functools.lru_cache(maxsize=256)
