@@ -156,7 +156,7 @@ def backward(
                 (dq_.add_ if schedule.local_ranges or not launch.problem.first else dq_.copy_)(part_dq)
                 dk_.copy_(part_dk)
                 dv_.copy_(part_dv)
-        returning.append(_send_back(arrival.schedule, members, parts, (dk, dv), wires[1], schedule.writes_once))
+        returning.append(_send_back(arrival.schedule, members, parts, _share_dtype(q), (dk, dv), wires[1], schedule.writes_once))
         # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
             returning.popleft().add()
@@ -269,13 +269,20 @@ class _RingReturn:
 
 
 def _send_back(
-    schedule: StepSchedule, members: Members, parts: list[torch.Tensor], sums: tuple[torch.Tensor, torch.Tensor], wire: Wire, writes: bool
+    schedule: StepSchedule,
+    members: Members,
+    parts: list[torch.Tensor],
+    dtype: torch.dtype,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    wire: Wire,
+    writes: bool,
 ) -> _RingReturn:
     dk, _ = sums
     came: list[torch.Tensor | None] = []
     for owed in schedule.owed:
         shape = (len(owed.peers), owed.rows.length, 2, dk.shape[0], owed.rows.heads, dk.shape[3])
-        came.append(torch.empty(shape, dtype=parts[0].dtype if parts else _share_dtype(dk), device=dk.device) if owed.peers else None)
+        # a rank that computed nothing itself must expect what the others send, not the dtype of its sums
+        came.append(torch.empty(shape, dtype=dtype, device=dk.device) if owed.peers else None)
     receives = []
     for peer, index, place in schedule.arrivals:
         memory = came[index]
