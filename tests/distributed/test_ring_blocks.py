@@ -27,10 +27,10 @@ from dilated_attention import (
     unshard_sequence,
 )
 from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.block_exchange import context_parallel, row_copies
-from dilated_attention.distributed.block_exchange.comm_schedule import make_block_schedule
+from dilated_attention.distributed.block_exchange import context_parallel
 from dilated_attention.distributed.block_exchange.cost import LANES, TransferLoad, choose, even, seconds
 from dilated_attention.distributed.block_exchange.lists import join_rows, lists_of_buffer
+from dilated_attention.distributed.block_exchange.parts import make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, block_bytes
@@ -542,29 +542,6 @@ def test_joined_rows_are_those_of_the_whole(seed: int) -> None:
         assert torch.equal(joined.bits[joined.masks[kept].long()], want.bits[want.masks[kept].long()])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 37, 3, 24), (1, 130, 2, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_rows_are_gathered_and_added_alike_by_the_kernels(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    fused = pytest.importorskip("dilated_attention.distributed.block_exchange.row_copies_triton")
-    B, n, G, D = shape
-    rng = torch.Generator().manual_seed(n)
-    # heads of wider tensors
-    k, v, dk, dv, ok, ov = (torch.randn(B, n, G + 1, D, generator=rng).to(dtype)[:, :, 1:] for _ in range(6))
-    rows = torch.randperm(n, generator=rng)[: n // 2 + 1]
-    to = torch.randperm(n + 3, generator=rng)[: len(rows)]
-    memories = [torch.full((n + 3, 2, B, G, D), 7.0, dtype=dtype) for _ in range(2)]
-    row_copies.gather_rows(memories[0], to, k, v, rows)
-    fused.gather_rows(memories[1], to, k, v, rows)
-    assert torch.equal(*memories)
-    came = torch.randn(2, 2 * n, B, G, D, generator=rng).to(dtype)
-    own_at = torch.randint(-1, n, (n,), generator=rng).to(torch.int32)
-    came_at = torch.stack([torch.randint(-1, 2 * n, (n,), generator=rng) for _ in range(3)]).to(torch.int32)
-    sums = [tuple(torch.full_like(x, torch.nan) for x in (dk, dv)) for _ in range(2)]
-    row_copies.add_rows(sums[0], (ok, ov), own_at, came, came_at)
-    fused.add_rows(sums[1], (ok, ov), own_at, came, came_at)
-    torch.testing.assert_close(sums[1], sums[0])
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> None:
     rng = random.Random(seed)
@@ -597,25 +574,23 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
         shards = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
         ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
-            schedule = make_block_schedule(ring_problem, rank, (1,), torch.device("cpu"))
-            (launch,) = schedule.steps[0].launches
-            assert launch.lists.mask_kind == "interval"
-            assert schedule.nbytes == launch.lists.nbytes
+            _, ((part,),) = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"))
+            assert part.lists.mask_kind == "interval"
 
 
 def test_steps_of_heads_without_masks_ask_for_none() -> None:
     pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
     ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    steps = make_block_schedule(ring_problem, 0, (1, 1), torch.device("cpu")).steps
-    assert [launch.lists.mask_kind for step in steps for launch in step.launches] == ["interval", "none"]
+    _, parts = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"))
+    assert [part.lists.mask_kind for some in parts for part in some] == ["interval", "none"]
 
 
-def test_scripts_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setups_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_parallel, "MAX_CACHED_BYTES", 1)
     x = torch.randn(1, 130, 1, 4)
     for window in (3, 4, 5):
         ring_block_sparse_attention(x, x, x, LocalWindow(window, block_size=64))
-        assert len(context_parallel._scripts) == 1
-    kept = next(iter(context_parallel._scripts.values()))
-    ring_block_sparse_attention(x[:, :, :, :2], x[:, :, :, :2], x[:, :, :, :2], LocalWindow(5, block_size=64))
-    assert next(iter(context_parallel._scripts.values())) is kept
+        assert len(context_parallel._setups) == 1
+    kept = next(iter(context_parallel._setups.values()))
+    ring_block_sparse_attention(x, x, x, LocalWindow(5, block_size=64))
+    assert next(iter(context_parallel._setups.values())) is kept

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention.backends import Backend, BackendUnavailable
-from dilated_attention.distributed.block_exchange import cost, run
-from dilated_attention.distributed.block_exchange.comm_schedule import BlockLaunch, BlockSchedule, BlockStep, make_block_schedule
+from dilated_attention.distributed.block_exchange import cost
+from dilated_attention.distributed.block_exchange.parts import BlockOptions, BlockPart, Blocks, make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined, needs_of
-from dilated_attention.distributed.block_exchange.run import BlockCall
 from dilated_attention.distributed.comm.call_consistency import (
     RingCall,
     agreed_form,
@@ -26,7 +25,9 @@ from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
+from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.cost import device_memory
+from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
@@ -66,22 +67,28 @@ class _BlockSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
-        calls: the calls by ``is_backward``, without masks and seed, which differ from call to call.
+        steps: the steps of the exchange on this rank.
+        parts: what is computed in each step.
+        exchanges: whether any rank sends anything.
         lanes: the lanes of keys and of their gradients, and how many multiprocessors they may use.
+        depth: the number of steps whose keys are in memory at once.
+        nbytes: bytes of the lists.
     """
 
-    schedule: BlockSchedule
-    calls: dict[bool, BlockCall]
+    steps: tuple[StepPlan, ...]
+    parts: tuple[tuple[BlockPart, ...], ...]
+    exchanges: bool
     lanes: tuple[str, str, int | None]
+    depth: int
+    nbytes: int
     digest: str
 
 
-# the maximum bytes of the lists of all cached schedules, in addition to those cached by ``block_lists``, from which they are made
+# the maximum bytes of the lists of all cached setups, in addition to those cached by ``block_lists``, from which they are made
 MAX_CACHED_BYTES = 2**30
 MOST_SETUPS = 256
 
-_setups: dict[object, _BlockSetup] = {}
-_scripts: OrderedDict[object, BlockSchedule] = OrderedDict()
+_setups: OrderedDict[object, _BlockSetup] = OrderedDict()
 
 
 def ring_blocks_forward(
@@ -184,60 +191,57 @@ class _BlockPass:
             *(settings, self.masks.padding is None, torch.are_deterministic_algorithms_enabled()),
             *((x.shape, x.stride(), x.dtype, x.device) for x in self.tensors),
         )
-        setup = _setups.get(kind)
+        setup = _setups.pop(kind, None)
         if setup is None:
-            if len(_setups) >= MOST_SETUPS:
-                _setups.clear()
-            setup = _setups[kind] = self._make_setup()
+            setup = self._make_setup()
+            while _setups and (
+                len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in list(_setups.values())) > MAX_CACHED_BYTES
+            ):
+                _setups.popitem(last=False)
+        _setups[kind] = setup
         return setup
 
     def _make_setup(self) -> _BlockSetup:
         pattern, settings, ring, forced = self.arguments
         q, k, _ = self.tensors
+        me, device = self.members.rank, q.device
         held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
         ring_problem = RingBlockProblem(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
-        needs = needs_of(ring_problem, q.device)
+        needs = needs_of(ring_problem, device)
         load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size())
-        way = cost.choose(load, device_memory(q.device), forced)
-        schedule = _script_of(ring_problem, self.members.rank, way.steps, q.device)
-        prefetch_depth = cost.choose_prefetch_depth(load, way.steps)
-        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-        calls = {
-            is_backward: BlockCall(
-                self._backends(schedule, is_backward), settings.scale, prefetch_depth, deterministic, dropout_p=settings.dropout_p
-            )
-            for is_backward in ((False, True) if settings.needs_grad else (False,))
-        }
+        way = cost.choose(load, device_memory(device), forced)
+        steps, plain = make_block_steps(ring_problem, me, way.steps, device)
+        parts = tuple(
+            tuple(self._with_backends(part, step, load.brought > 0) for part in some) for step, some in zip(steps, plain, strict=True)
+        )
         most_ctas = way.lane.most_ctas
         lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
-        return _BlockSetup(schedule, calls, lanes, needs.digest)
+        nbytes = sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values())
+        depth = cost.choose_prefetch_depth(load, way.steps)
+        return _BlockSetup(steps, parts, load.brought > 0, lanes, depth, nbytes, needs.digest)
 
-    def _backends(self, schedule: BlockSchedule, is_backward: bool) -> tuple[tuple[Backend | None, ...], ...]:
-        return tuple(
-            tuple(self._backend(step, launch, is_backward, schedule.exchanges) for launch in step.launches) for step in schedule.steps
-        )
-
-    def _backend(self, step: BlockStep, launch: BlockLaunch, is_backward: bool, exchanges: bool) -> Backend | None:
-        if not launch.lists.num_entries or not self.tensors[0].shape[0]:
-            return None
+    def _with_backends(self, part: BlockPart, step: StepPlan, exchanges: bool) -> BlockPart:
+        if not part.lists.num_entries or not self.tensors[0].shape[0]:
+            return part
         settings = self.arguments.settings
         q, k, _ = self.tensors
-        B, _, _, D = k.shape
-        kv_heads = slice(*step.kv_heads)
-        if step.in_place:
-            keys = k[:, :, kv_heads]
-        else:
-            count = step.kv_heads[1] - step.kv_heads[0]
-            keys = torch.empty((step.buffer_rows, 2, B, count, D), dtype=k.dtype, device="meta")[:, 0].transpose(0, 1)
-        views = (q[:, :, slice(*step.heads)], keys)
-        request = request_of(launch.lists, views, settings, self.masks.padding is not None, is_backward)
-        # meanwhile the next step's keys, or the last one's gradients, are transferred
-        return select_backend(replace(request, beside_exchange=exchanges), settings)
+        keys = k[:, :, slice(*step.kv_heads)]
+        if not step.in_place:
+            memory = torch.empty((step.rows, step.num_kv_heads, k.shape[0], 2 * k.shape[3]), dtype=k.dtype, device="meta")
+            keys = memory.permute(2, 0, 1, 3)[..., : k.shape[3]]
+        views = (q[:, :, slice(*part.heads)], keys[:, part.keys])
+        found: list[Backend | None] = []
+        for is_backward in (False, True):
+            request = request_of(part.lists, views, settings, self.masks.padding is not None, is_backward)
+            # meanwhile the next step's keys, or the last one's gradients, are transferred
+            request = replace(request, beside_exchange=exchanges)
+            found.append(select_backend(request, settings) if settings.needs_grad or not is_backward else None)
+        return replace(part, forward_backend=found[0], backward_backend=found[1])
 
-    def _wires(self, setup: _BlockSetup) -> tuple[Wire, Wire] | None:
+    def _wires(self, setup: _BlockSetup) -> tuple[Wire | None, Wire | None]:
         """Returns the wires for keys and for their gradients; all ranks open them, even those that have nothing to exchange."""
-        if not setup.schedule.exchanges:
-            return None
+        if not setup.exchanges:
+            return None, None
         *names, most_ctas = setup.lanes
         keys = wire_of(self.members, self.arguments.ring.timeout, names[0], most_ctas)
         # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
@@ -247,44 +251,35 @@ class _BlockPass:
             wire.open(self.tensors[0].device)
         return keys, gradients
 
-    def _prepared(self, is_backward: bool) -> tuple[BlockSchedule, BlockCall, Tensors, tuple[Wire, Wire] | None]:
-        setup = self._setup()
-        call, (q, k, v) = setup.calls[is_backward], self.tensors
-        if self.masks.seed is not None:
-            call = replace(call, seed=int(self.masks.seed.item()))
+    def _prepared(self) -> tuple[_BlockSetup, BlockOptions, Tensors]:
+        setup, (q, k, v), settings = self._setup(), self.tensors, self.arguments.settings
+        padding = None
         if self.masks.padding is not None:
-            call = replace(call, padding=self._whole_padding(setup.schedule.ring_problem, self.masks.padding))
+            padding = self._whole_padding(self.masks.padding)
             k, v = without_padding(k, v, self.masks.padding)
-        return setup.schedule, call, (q, k, v), self._wires(setup)
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+        seed = 0 if self.masks.seed is None else int(self.masks.seed.item())
+        return setup, BlockOptions(settings.scale, deterministic, settings.dropout_p, padding, seed), (q, k, v)
 
-    def _whole_padding(self, ring_problem: RingBlockProblem, padding: torch.Tensor) -> torch.Tensor:
+    def _whole_padding(self, padding: torch.Tensor) -> torch.Tensor:
         """Returns the padding mask of all ranks' keys, (B, N) bool."""
-        wire = None
-        if self.members.size > 1:
-            wire = wire_of(self.members, self.arguments.ring.timeout)
+        ring, size, wire = self.arguments.ring, self.members.size, None
+        if size > 1:
+            wire = wire_of(self.members, ring.timeout)
             wire.open(padding.device)
-        rows = [ShardSpec(tuple((start, stop, 1) for start, stop in held), (0, 1)) for held in ring_problem.shards]
-        whole = [ShardSpec(((0, ring_problem.seq_len, 1),), (0, 1))] * self.members.size
+        rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
+        whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
         (mask,) = reshard([padding.to(torch.uint8)[..., None]], [rows], [whole], self.members.rank, wire, "padding masks")
         return mask[..., 0].bool()
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        schedule, call, tensors, wires = self._prepared(False)
-        return run.forward(schedule, tensors, call, None if wires is None else wires[0])
+        setup, options, (q, k, v) = self._prepared()
+        work = Blocks(setup.parts, options, q)
+        run.forward(work, setup.steps, self.members, k, v, self._wires(setup)[0], setup.depth)
+        return work.results()
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
-        schedule, call, tensors, wires = self._prepared(True)
-        return run.backward(schedule, (kernel_ready(dout), *tensors, kernel_ready(out), lse), call, wires, dlse)
-
-
-def _script_of(ring_problem: RingBlockProblem, rank: int, steps: tuple[int, ...], device: torch.device) -> BlockSchedule:
-    key = (ring_problem, rank, steps, device)
-    schedule = _scripts.pop(key, None)
-    if schedule is None:
-        schedule = make_block_schedule(ring_problem, rank, steps, device)
-        while _scripts and schedule.nbytes + sum(other.nbytes for other in list(_scripts.values())) > MAX_CACHED_BYTES:
-            _scripts.popitem(last=False)
-            # setups keep schedules alive
-            _setups.clear()
-    _scripts[key] = schedule
-    return schedule
+        setup, options, (q, k, v) = self._prepared()
+        work = Blocks(setup.parts, options, q, (kernel_ready(dout), kernel_ready(out), lse, dlse))
+        dk, dv = run.backward(work, setup.steps, self.members, k, v, self._wires(setup), setup.depth)
+        return work.dq(), dk.to(k.dtype), dv.to(v.dtype)

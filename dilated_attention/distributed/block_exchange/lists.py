@@ -128,23 +128,23 @@ def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
     first, last = heads[0] * lists.num_rows, heads[1] * lists.num_rows
     starts = lists.row_starts[first : last + 1]
     low, high = (int(x) for x in starts[[0, -1]].tolist())
-    return replace(
-        lists,
-        num_heads=heads[1] - heads[0],
-        row_starts=starts - low,
-        columns=lists.columns[low:high],
-        masks=None if lists.masks is None else lists.masks[low:high],
-    )
+    masks = None if lists.masks is None else lists.masks[low:high]
+    found = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
+    return _without_unused_masks(found)
+
+
+def _without_unused_masks(lists: BlockLists) -> BlockLists:
+    """Drops masks that only other rows or heads have, because more kernels support lists without masks."""
+    if lists.masks is None or bool((lists.masks >= 0).any()):
+        return lists
+    return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
 
 
 def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
     """Same as ``renumber_columns``, but keeps the interval, in rows of the buffer, if it still describes the masks."""
     mapping = mapping.to(lists.columns.device)
-    moved = renumber_columns(lists, mapping, num_keys)
-    if moved.masks is not None and not bool((moved.masks >= 0).any()):
-        # only other rows or heads have masks; drop them, because more kernels support lists without masks
-        return replace(moved, masks=None, bits=moved.bits[:0], interval=None)
-    return replace(moved, interval=moved_interval(lists, mapping))
+    moved = _without_unused_masks(renumber_columns(lists, mapping, num_keys))
+    return moved if moved.masks is None else replace(moved, interval=moved_interval(lists, mapping))
 
 
 def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -159,6 +159,23 @@ def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBloc
     return NeededBlocks(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 
+def needed_keys(ring_problem: RingBlockProblem, needs: NeededBlocks, kv_heads: Range, device: torch.device, rank: int) -> torch.Tensor:
+    """Returns bool (1, N): the keys of other ranks that a rank needs for some key/value head of a step."""
+    mask = needs.of_heads(kv_heads)[rank][columns_of(ring_problem).of_position]
+    for start, end in ring_problem.shards[rank]:
+        mask[start:end] = False
+    return mask[None].to(device)
+
+
+def key_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> Range:
+    """Returns the shortest range of whole key blocks that holds a rank's own and needed keys."""
+    columns = columns_of(ring_problem)
+    kept = needs.kept[rank].any(0)
+    kept[columns.of_position[columns.positions[rank]]] = True
+    blocks = kept.nonzero()[:, 0]
+    return (int(columns.starts[blocks[0]]), int(columns.ends[blocks[-1]])) if len(blocks) else (0, 0)
+
+
 def _rows_held(ring_problem: RingBlockProblem, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
     """Returns how many positions of each query block of the document a rank holds, (query blocks of the document,)."""
     block = ring_problem.pattern.q_block

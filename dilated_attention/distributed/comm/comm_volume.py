@@ -8,16 +8,13 @@ sum (8 for float64, else 4), and R(r) the rows of other ranks that rank r's quer
     all_gather, ring   2·R·K·D·B·s forward; full: R = N − n; causal: R = (end of its last run) − n; window: the rows within its reach
                        outside its own runs
     all_to_all         q, k, v: (N − n)·(H/W + 2·max(K/W, 1))·D·B·s; out and lse back: n·(H − H/W)·(D·s + f)·B
-    dilated            for each branch (w, r) with w > n: 2·K·min(H/K, r)·D·B·s·(w − n)/r, or if causal only the segment's positions
-                       before it; nothing for a branch with w ≤ n (contiguous, segments aligned with ranks, r | n, offsets h mod r)
-
-A backward receives the keys and values again. It sends back a contribution to dK and dV (on a CPU in the accumulation dtype) for each
-row and each run of its queries that saw the row: 2·(Σ over runs of R(run))·K·D·B·f, where both runs of a zigzag rank may see the same
-keys (the last rank's two runs are one). In a dilated branch with H < r², each query head has a contribution of its own:
-2·H·D·B·f·(w − n)/r.
-
+    dilated            2·D·B·s for each key/value head and each row of another rank that lies in a segment of the rank's, at the offset
+                       h mod r of one of its query heads, and not after the rank's last position if causal; a row that several branches
+                       take counts once
     blocks             2·R·D·B·s forward, R: rows of other ranks in the key blocks that its queries keep, counted for each key/value head;
-                       what one head needs counts for all heads of its step. The backward receives the same again, and 2·R·D·B·f go back
+                       what one head needs counts for all heads of its step
+
+A backward of all but all_to_all receives the keys and values again, and sends a contribution to dK and dV, as large, for each.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
 
-# (reader, holder) → (rows × heads received, rows × heads for which gradient contributions go back)
-Seen = Callable[[int, int], tuple[int, int]]
+# (reader, holder) → rows × heads received
+Seen = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -77,18 +74,16 @@ def dense_bytes(
     def reach(run: Range) -> Range:
         return 0 if left is None else max(0, run[0] - left), seq_len if right is None else min(seq_len, run[1] + right)
 
-    def seen(reader: int, holder: int) -> tuple[int, int]:
-        """Returns rows × key/value heads of ``holder`` that ``reader`` sees, counted once, and counted for each run that sees them."""
-        once = each = 0
+    def seen(reader: int, holder: int) -> int:
+        """Returns rows × key/value heads of ``holder`` that ``reader`` sees."""
+        once = 0
         for start, stop in runs[holder]:
             parts = [(max(start, low), min(stop, high)) for low, high in map(reach, runs[reader])]
-            parts = sorted(part for part in parts if part[0] < part[1])
-            each += sum(high - low for low, high in parts)
             end = start
-            for low, high in parts:
+            for low, high in sorted(part for part in parts if part[0] < part[1]):
                 once += max(0, high - max(low, end))
                 end = max(end, high)
-        return once * sizes.kv_heads, each * sizes.kv_heads
+        return once * sizes.kv_heads
 
     return _of_keys(size, rank, sizes, seen)
 
@@ -96,30 +91,24 @@ def dense_bytes(
 def dilated_bytes(
     seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, *, is_causal: bool
 ) -> Bytes:
-    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r.
+    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r: for small N."""
+    group = sizes.heads // sizes.kv_heads
 
-    Requires n = N/W; every w divides n or is a multiple of n; the rates of the latter divide n; and rates and H/K divide one another.
-    """
-    n = seq_len // size
-    total = Bytes(0, 0, 0, 0)
-    for length, rate in zip(lengths, rates, strict=True):
-        if length <= n:
-            assert n % length == 0
-            continue
-        assert length % n == 0 and n % rate == 0
-        team = length // n
+    def seen(reader: int, holder: int) -> int:
+        """Returns rows × key/value heads of ``holder`` that ``reader`` needs, position by position."""
+        (first, last, _), theirs = (spans(seq_len, rank, size, "contiguous")[0] for rank in (reader, holder))
+        needed = set()
+        for length, rate in zip(lengths, rates, strict=True):
+            for position in range(*theirs):
+                start = position // length * length
+                if first >= last or start >= last or start + length <= first or (is_causal and position >= last):
+                    continue
+                # heads whose offset is this row's
+                heads = range((position - start) % rate, sizes.heads, rate)
+                needed |= {(position, head // group) for head in heads}
+        return len(needed)
 
-        # for each key/value head, the rows at each offset that its query heads have
-        heads = sizes.kv_heads * min(sizes.heads // sizes.kv_heads, rate)
-        # r launches of heads with equal offset, or H/r launches of heads with different ones if fewer: then one contribution per query head
-        shares = sizes.heads if sizes.heads < rate * rate else heads
-
-        def seen(reader: int, holder: int, team: int = team, rows: int = n // rate, taken: Range = (heads, shares)) -> tuple[int, int]:
-            together = reader // team == holder // team and (holder < reader or not is_causal)
-            return (rows * taken[0], rows * taken[1]) if together else (0, 0)
-
-        total = _sum(total, _of_keys(size, rank, sizes, seen))
-    return total
+    return _of_keys(size, rank, sizes, seen)
 
 
 def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
@@ -181,9 +170,8 @@ def block_bytes(
 
     kept = [of_rank(r) for r in range(size)]
 
-    def seen(reader: int, holder: int) -> tuple[int, int]:
-        rows = int(kept[reader][:, positions[holder]].sum())
-        return rows, rows
+    def seen(reader: int, holder: int) -> int:
+        return int(kept[reader][:, positions[holder]].sum())
 
     return _of_keys(size, rank, sizes, seen)
 
@@ -201,22 +189,7 @@ def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
 
 def _of_keys(size: int, rank: int, sizes: CommSizes, seen: Seen) -> Bytes:
     """Returns the bytes of keys that are received and of gradient contributions that go back."""
+    row = 2 * sizes.head_dim * sizes.batch * sizes.itemsize
     others = [r for r in range(size) if r != rank]
-    row = 2 * sizes.head_dim * sizes.batch
-    sent, received = (sum(pair[0] for pair in pairs) * row * sizes.itemsize for pairs in _both(seen, rank, others))
-    shares_received, shares_sent = (sum(pair[1] for pair in pairs) * row * sizes.sum_itemsize for pairs in _both(seen, rank, others))
-    return Bytes(sent, received, sent + shares_sent, received + shares_received)
-
-
-def _both(seen: Seen, rank: int, others: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns what the others see of the rank, and what it sees of them."""
-    return [seen(other, rank) for other in others], [seen(rank, other) for other in others]
-
-
-def _sum(a: Bytes, b: Bytes) -> Bytes:
-    return Bytes(
-        a.forward_sent + b.forward_sent,
-        a.forward_received + b.forward_received,
-        a.backward_sent + b.backward_sent,
-        a.backward_received + b.backward_received,
-    )
+    sent, received = row * sum(seen(other, rank) for other in others), row * sum(seen(rank, other) for other in others)
+    return Bytes(sent, received, sent + received, sent + received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_length, begin_backward
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import cost, run
-from dilated_attention.distributed.exchange.comm_schedule import CommSchedule, make_schedule
-from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.messages import StepPlan, gathering, hop
+from dilated_attention.distributed.exchange.parts import Masks, QueryPart, parts_of
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.settings import CallSettings
@@ -27,9 +29,7 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[torch.Tensor, ...]
 
 
-def ring_forward(
-    inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+def ring_forward(inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group)). ``inputs``: see ``ResolvedCall``."""
     members, tensors, (padding, cu_seqlens, *_) = members_named(ring.group_name), inputs[:3], inputs[3:]
     unavailable: list[BackendUnavailable] = []
@@ -47,14 +47,11 @@ def ring_forward(
         raise unavailable[0]
     if not tensors[0].shape[0]:
         return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
-    work = _RingPass(members, inputs, settings, replace(ring, seq_len=seq_len), is_backward=False)
-    out, lse = work.forward()
-    return out, lse.transpose(1, 2).contiguous(), (seq_len, number)
+    out, lse = _RingPass(members, inputs, settings, replace(ring, seq_len=seq_len)).forward()
+    return out, lse, (seq_len, number)
 
 
-def ring_backward(
-    inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings: CallSettings, ring: RingCall, number: int
-) -> Tensors:
+def ring_backward(inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings: CallSettings, ring: RingCall, number: int) -> Tensors:
     """Returns (dq, dk, dv).
 
     Args:
@@ -67,11 +64,10 @@ def ring_backward(
     begin_backward(members, number, ring.timeout)
     if not q.shape[0]:
         return tuple(new_like(x) for x in (q, k, v))
-    work = _RingPass(members, inputs, settings, ring, is_backward=True)
-    lse = lse.transpose(1, 2)
-    dlse = None if dlse is None else dlse.transpose(1, 2)
-    # a head that runs one branch has no mixing weights
-    if not settings.detached or pattern.num_branches == 1 or pattern.branch_heads == "split":
+    work = _RingPass(members, inputs, settings, ring)
+    # a head that runs one branch has no mixing weights, and where all keys are at hand the engine takes care of them
+    by_branch = settings.detached and pattern.num_branches > 1 and pattern.branch_heads == "all" and work.sharding.exchange == "ring"
+    if not by_branch:
         return work.backward(dout, out, lse, dlse)
     # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
     total: list[torch.Tensor] = []
@@ -83,34 +79,40 @@ def ring_backward(
     return tuple(x.to(q.dtype) for x in total)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _RingSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
-        pattern: the pattern of the heads that this rank computes.
-        call: the call without masks and seed, which differ from call to call.
+        problem: with the pattern and the heads that this rank computes.
+        steps: the steps of the exchange on this rank.
+        parts: what is computed in each step.
+        first_head: the first of this rank's heads, counted over the whole model.
         team: the ranks that exchange keys.
-        prefetch_depth: the number of steps whose keys are in memory at once.
+        depth: the number of steps whose keys are in memory at once.
     """
 
-    pattern: DilatedPattern
-    schedule: CommSchedule
-    call: Call
+    problem: RingProblem
+    steps: tuple[StepPlan, ...]
+    parts: tuple[tuple[QueryPart, ...], ...]
+    first_head: int
     team: Members
-    prefetch_depth: int
+    depth: int
+
+    @property
+    def merges(self) -> bool:
+        return self.problem.exchange == "ring" and self.team.size > 1
 
 
 _setups: dict[object, _RingSetup] = {}
 
 
 class _RingPass:
-    """One pass on one rank: its tensors as the sharding plan needs them, its backend, and its part of the results."""
+    """One pass on one rank: its tensors as the sharding plan needs them, and its part of the results."""
 
-    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, *, is_backward: bool) -> None:
+    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall) -> None:
         self.members, self.pattern, self.settings, self.ring = members, settings.pattern, settings, ring
-        self.tensors, (padding, cu_seqlens, self.seed, _) = inputs[:3], inputs[3:]
-        self.is_backward = is_backward
+        self.tensors, (padding, cu_seqlens, seed, _) = inputs[:3], inputs[3:]
         q, k, v = self.tensors
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
         self.sharding = _route_of(members, q, k, settings.pattern, settings, ring)
@@ -120,7 +122,9 @@ class _RingPass:
             whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * members.size
             (mask,) = reshard([padding.to(torch.uint8)[..., None]], [rows], [whole], members.rank, self._wire(), "padding masks")
             self.padding = mask[..., 0].bool()
+            # padding must not spread NaN through the exchange's sums
             self.tensors = (q, *without_padding(k, v, padding))
+        self.seed = 0 if seed is None else int(seed.item())
         self.used: Tensors | None = None
 
     def _wire(self) -> Wire | None:
@@ -146,54 +150,49 @@ class _RingPass:
             self.used = tuple(kernel_ready(x) for x in self._reshard(self.tensors, "qkk", f"{what}: q, k and v"))
         return self.used
 
-    def _prepared(self, views: Tensors) -> tuple[_RingSetup, Call]:
-        q = views[0]
+    def _setup(self) -> _RingSetup:
+        q, k, _ = self.tensors
         kind = (
-            *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, self.is_backward, q.dtype, q.device),
-            *(self.settings, self.padding is None, torch.are_deterministic_algorithms_enabled()),
-            *((x.shape, x.stride()) for x in views),
+            *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, q.dtype, q.device, q.shape, k.shape),
+            *(self.settings, torch.are_deterministic_algorithms_enabled()),
         )
         setup = _setups.get(kind)
         if setup is None:
             if len(_setups) >= 512:
                 _setups.clear()
-            setup = _setups[kind] = self._make_setup(views)
-        if self.padding is None and self.seed is None:
-            return setup, setup.call
-        return setup, replace(setup.call, padding=self.padding, seed=0 if self.seed is None else int(self.seed.item()))
+            setup = _setups[kind] = self._make_setup()
+        return setup
 
-    def _make_setup(self, views: Tensors) -> _RingSetup:
-        me, (_, k) = self.members.rank, views[:2]
+    def _make_setup(self) -> _RingSetup:
+        me, (q, k, _) = self.members.rank, self._inputs("forward")
         first, last = self.sharding.used[0][me].heads
         num_heads = self.tensors[0].shape[2]
         pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
-        whole = (0, self.ring.seq_len)
         ranks = self.sharding.team(me)
-        question = _question(len(ranks), views[0], k, pattern, self.settings, self.ring)
-        steps = cost.head_steps(question)
-        extent = cost.buffer_extent(question, pattern, steps, self.sharding.exchange) if len(ranks) > 1 else 0
-        documents, num_keys = self.documents, self.ring.seq_len
-        shape, call = prepare(
-            self.is_backward, views, pattern, self.settings, self.padding, documents, None, num_keys=num_keys, least_extent=extent
-        )
-        ring_problem = RingProblem(
+        question = _question(len(ranks), q, k, pattern, self.settings, self.ring)
+        count = cost.head_steps(question) if self.sharding.exchange == "all_gather" and len(ranks) > 1 else 1
+        problem = RingProblem(
             pattern,
-            replace(shape, queries=whole, keys=whole),
+            self.documents,
             tuple(self.sharding.ranges(rank) for rank in ranks),
-            self.sharding.exchange,
-            steps,
+            *(q.shape[2], k.shape[2], self.settings.is_causal, self.settings.window_sides, self.sharding.exchange),
+            (k.shape[2] // count,) * count,
         )
         # without the group: the setup outlives groups, and another group may get the same name
         team = Members(None, ranks.index(me), len(ranks), ranks)
-        prefetch_depth = cost.choose_prefetch_depth(ring_problem, k.shape[0], k.shape[3], k.element_size())
-        return _RingSetup(
-            pattern, make_schedule(ring_problem, team.rank), replace(call, first_head=first, padding=None), team, prefetch_depth
-        )
+        steps, span = make_steps(problem, team.rank, k.device)
+        # each step's part of a branch has an lse of its own, so a ring's mixing is undone branch by branch
+        settings = self.settings._replace(detached=False) if problem.exchange == "ring" else self.settings
+        parts = tuple(parts_of(problem, settings, step, team.rank, span) for step in steps)
+        held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
+        return _RingSetup(problem, steps, parts, first, team, cost.choose_prefetch_depth(held))
 
-    def _wires(self, setup: _RingSetup) -> tuple[Wire, Wire]:
+    def _wires(self, setup: _RingSetup) -> tuple[Wire | None, Wire | None]:
         """Returns the wires for keys and for their gradients, with few multiprocessors if the exchange is small next to the computation."""
-        # all ranks must choose the same wire, so the choice may not depend on this rank: one without rows has no local part either
-        small = not setup.schedule.ring_problem.is_fresh and setup.schedule.ring_problem.exchange != "ring"
+        if setup.team.size == 1:
+            return None, None
+        # all ranks must choose the same wire, so the choice may not depend on what this rank receives
+        small = setup.problem.exchange != "ring" and not setup.problem.is_dense
         names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
         # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
@@ -203,43 +202,137 @@ class _RingPass:
         return keys, gradients
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out (B, n, H, D), lse (B, n, H)) in the caller's layout."""
+        """Returns (out (B, n, H, D), lse (B, H, n)) in the caller's layout."""
         q, k, v = self._inputs("forward")
-        setup, call = self._prepared((q, k, v))
-        if setup.team.size == 1:
-            out, lse = strategy.forward(setup.pattern, setup.schedule.ring_problem.shape, q, k, v, call)
+        setup = self._setup()
+        work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q)
+        run.forward(work, setup.steps, setup.team, k, v, self._wires(setup)[0], setup.depth)
+        out, lse = work.results()
+        if not self.sharding.stays:
+            out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
-        else:
-            out, lse = run.forward(setup.schedule, setup.team, (q, k, v), call, self._wires(setup)[0], prefetch_depth=setup.prefetch_depth)
-        out, lse = self._reshard((out, lse), "qq", "forward: out and lse", back=True)
-        return out, lse
+        return out.contiguous(), lse.contiguous()
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
-        """Returns (dq, dk, dv) in the caller's layout."""
+        """Returns (dq, dk, dv) in the caller's layout. lse and dlse are (B, H, n)."""
         q, k, v = self._inputs("backward")
-        if dlse is None and self.ring.lse_grad and not self.sharding.stays:
-            # other ranks may have a gradient of lse, and all must send the same
-            dlse = torch.zeros_like(lse)
-        more = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-        dout, out, lse, *rest = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
-        dout, out = kernel_ready(dout), kernel_ready(out)
-        dlse = rest[0] if rest else None
-        setup, call = self._prepared((q, k, v, dout))
-        grads: Tensors
-        if setup.team.size == 1:
-            lse = lse.transpose(1, 2).contiguous()
-            dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-            grads = strategy.backward(setup.pattern, setup.schedule.ring_problem.shape, (dout, q, k, v, out, lse), call, dlse)
-        else:
-            wires = self._wires(setup)
-            grads = run.backward(
-                setup.schedule, setup.team, (dout, q, k, v, out, lse), call, wires, dlse, prefetch_depth=setup.prefetch_depth
-            )
+        if not self.sharding.stays:
+            if dlse is None and self.ring.lse_grad:
+                # other ranks may have a gradient of lse, and all must send the same
+                dlse = torch.zeros_like(lse)
+            rows = (lse, *(() if dlse is None else (dlse,)))
+            more = (dout, out, *(x.transpose(1, 2) for x in rows))
+            dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
+            lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
+        setup = self._setup()
+        rest = kernel_ready(dout), kernel_ready(out), lse, dlse
+        work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q, rest)
+        dk, dv = run.backward(work, setup.steps, setup.team, k, v, self._wires(setup), setup.depth)
         # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.sharding.inner
-        (dq,) = self._reshard(grads[:1], "q", "backward: dq", back=True)
-        dk, dv = self._reshard(grads[1:], "kk", "backward: dk and dv", back=True, add=shared)
-        return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        (dq,) = self._reshard((work.dq(),), "q", "backward: dq", back=True)
+        dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
+        return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+class _Branches:
+    """Dilated and dense attention on the keys of each step. A ring's parts are merged, and its dq summed, in float32 (float64)."""
+
+    def __init__(
+        self,
+        setup: _RingSetup,
+        masks: Masks,
+        q: torch.Tensor,
+        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> None:
+        self.setup, self.masks, self.q, self.rest = setup, masks, q, rest
+        self.acc = accumulation_dtype(q.dtype)
+        self.done: set[tuple[int, int]] = set()
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def _is_only(self, part: QueryPart) -> bool:
+        """Whether a part's results are the rank's, so that nothing need be copied."""
+        return not self.setup.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
+
+    def _room(self) -> torch.Tensor:
+        """Returns out, or dq, of all parts."""
+        if self._out is None:
+            self._out = torch.empty(self.q.shape, dtype=self.acc if self.setup.merges else self.q.dtype, device=self.q.device)
+        return self._out
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._room()
+        if self._lse is None:
+            self._lse = out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=self.acc)
+        return out.to(self.q.dtype), self._lse
+
+    def dq(self) -> torch.Tensor:
+        return self._room()
+
+    def _is_first(self, part: QueryPart) -> bool:
+        key = (part.rows.start, part.heads[0])
+        first = key not in self.done
+        self.done.add(key)
+        return first
+
+    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for part in self.setup.parts[index]:
+            heads = slice(*part.heads)
+            out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
+            if self._is_only(part):
+                self._out, self._lse = out, lse
+                continue
+            room = self._room()[:, part.rows, heads]
+            if self._lse is None:
+                B, n, H, _ = self.q.shape
+                self._lse = torch.empty((B, H, n), dtype=self.acc, device=self.q.device)
+            if self._is_first(part):
+                room.copy_(out)
+                self._lse[:, heads, part.rows].copy_(lse)
+            else:
+                merge_onto(room, self._lse[:, heads, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+
+    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        assert self.rest is not None
+        dout, out, lse, dlse = self.rest
+        parts = self.setup.parts[index]
+        grads: tuple[torch.Tensor, torch.Tensor] | None = None
+        for part in parts:
+            heads = slice(*part.heads)
+            tensors = (dout[:, :, heads], self.q[:, :, heads], keys, values, out[:, :, heads], lse[:, heads])
+            dq, dk, dv = part.backward(tensors, None if dlse is None else dlse[:, heads], self.masks)
+            if self._is_only(part):
+                self._out = dq
+            else:
+                room = self._room()[:, part.rows, heads]
+                (room.copy_ if self._is_first(part) else room.add_)(dq)
+            if len(parts) == 1 and dk.shape[1] == keys.shape[1]:
+                return dk, dv
+            if grads is None:
+                grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
+            for total, share in zip(grads, (dk, dv), strict=True):
+                total[:, part.key_rows] += share
+        return grads
+
+
+def make_steps(problem: RingProblem, rank: int, device: torch.device) -> tuple[tuple[StepPlan, ...], KeySpan | None]:
+    """Returns a rank's steps, and in an all_gather the span of keys that it gathers."""
+
+    @functools.cache
+    def needed(reader: int) -> torch.Tensor:
+        return needed_keys(problem, reader, device)
+
+    everyone = (0, problem.num_kv_heads)
+    if problem.exchange == "ring" and problem.size > 1:
+        return tuple(hop(problem.shards, rank, needed, everyone, distance) for distance in range(problem.size)), None
+    span = key_span(problem, rank)
+    steps, first = [], 0
+    for index, count in enumerate(problem.head_steps):
+        what = "keys of other ranks" if len(problem.head_steps) == 1 else f"heads {index + 1} of {len(problem.head_steps)}"
+        steps.append(gathering(problem.shards, rank, needed, (first, first + count), (span.start, span.end), what))
+        first += count
+    return tuple(steps), span
 
 
 def _question(
@@ -259,13 +352,13 @@ def _question(
 
 
 def _kernels(members: Members, tensors: Tensors, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> str:
-    """Returns, as text, what must be the same on all ranks because messages depend on it: whether kernels cut windows into blocks."""
+    """Checks that this rank has kernels, before any rank sends anything. Raises BackendUnavailable if it has none."""
     q, k, v = tensors
     num_keys = ring.seq_len if ring.seq_len >= 0 else q.shape[1] * members.size
-    passes = (False, True) if settings.needs_grad else (False,)
-    views = [(q, k, v, q) if back else (q, k, v) for back in passes]
-    shapes = [prepare(len(x) > 3, x, settings.pattern, settings, padding, num_keys=num_keys)[0] for x in views]
-    return f"windows in blocks of {[shape.window_block for shape in shapes]}" if settings.window else "available"
+    for is_backward in (False, True) if settings.needs_grad else (False,):
+        views = (q, k, v, q) if is_backward else (q, k, v)
+        prepare(is_backward, views, settings.pattern, settings, padding, num_keys=num_keys)
+    return "available"
 
 
 def _route_of(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.pattern import DilatedPattern
@@ -95,7 +94,7 @@ def exchange_estimates(question: ExchangeRequest) -> tuple[ExchangeEstimate, ...
     if not x.is_dense:
         # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
         found = [replace(offer, reason=offer.reason or "moves more bytes") for offer in found]
-        found[0] = ExchangeEstimate("all_gather", found[0].seconds, 0, None)
+        found[0] = ExchangeEstimate("all_gather", found[0].seconds, found[0].bytes_held, None)
     return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
 
 
@@ -119,13 +118,13 @@ def _imbalance(x: ExchangeRequest) -> float:
 
 
 def head_steps(question: ExchangeRequest) -> int:
-    """Returns the number of steps of a dense all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
+    """Returns the number of steps of an all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
     x = question
-    if not x.is_dense:
+    if x.branch_heads != "all":
         return 1
     total = 2 * x.seq_len * x.batch * x.num_kv_heads * x.head_dim * x.itemsize
     wanted = 1
-    if total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
+    if x.is_dense and total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
         wanted = min(MOST_STEPS, max(1, total // STEP_BYTES))
     divisors = [d for d in range(1, x.num_kv_heads + 1) if x.num_kv_heads % d == 0]
     fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory] or divisors[-1:]
@@ -144,25 +143,12 @@ def _mean_seconds(x: ExchangeRequest) -> float:
     return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
 
 
-def buffer_extent(question: ExchangeRequest, pattern: DilatedPattern, steps: int, exchange: str) -> int:
-    """Returns the extent in elements of the largest buffer that a launch may read; keys and values of a row are adjacent."""
-    x = question
-    rows = -(-x.seq_len // (x.size if exchange == "ring" else 1))
-    rows = max(-(-min(w, rows) // r) for w, r in pattern.branches)
-    return 2 * x.batch * (x.num_kv_heads // steps) * x.head_dim * rows
-
-
-def choose_prefetch_depth(ring_problem: RingProblem, batch: int, head_dim: int, itemsize: int) -> int:
+def choose_prefetch_depth(step_bytes: int) -> int:
     """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
 
     With the budget, no step waits for memory to be freed.
     """
-    rows = (
-        ring_problem.shape.keys[1]
-        * ring_problem.shape.num_kv_heads
-        // (ring_problem.size if ring_problem.exchange == "ring" else ring_problem.head_steps)
-    )
-    return max(2, PREFETCH_BYTES // max(1, 2 * rows * batch * head_dim * itemsize))
+    return max(2, PREFETCH_BYTES // max(1, step_bytes))
 
 
 def exchange_request(

@@ -1,29 +1,19 @@
-"""Plans a call on a sharded sequence as steps, each an exchange of key rows and the launches that read them.
+"""Determines which key rows each rank needs; every rank computes this for all ranks from what all of them know, so none asks another.
 
-Every rank computes the plans of all ranks from what all of them know – N, the layout, the pattern, the documents – so no rank has to ask
-another: rank s sends rank r exactly the rows that the launches of r's plan read and s holds.
-
-    local part   a rank's queries on the keys of the same ranges, by the single-device engine; nothing is exchanged
-    steps        its queries on keys gathered in *buffers*, one exchange per step; step t + 1 is exchanged while t is computed
-
-Exchanges differ in how the needed keys are divided into steps:
-
-    all_gather, one dense branch    no local part; one step per group of key/value heads, with all keys that the rank's queries see
-    all_gather, several branches    the local part, then one step with all keys of other ranks
-    ring                            the local part, then one step for each distance h: the keys of rank r − h
-
-Positions are always those in the whole sequence.
+A rank needs a key if one of its queries may see it: both lie in one segment of some branch, the key at the offset of a head that shares
+its key/value head, and causality and window allow it. Positions are always those in the whole sequence.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dilated_attention.engine.branches.plan import Problem, Range, Shape, make_plan
-from dilated_attention.engine.branches.views import Rows
-from dilated_attention.pattern import DilatedPattern
+import torch
+
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
 @dataclass(frozen=True)
@@ -31,264 +21,136 @@ class RingProblem:
     """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
-        shape: the shape of the whole sequence; ``queries`` and ``keys`` are all of it.
+        documents: (start, end) of each document; they partition the sequence.
         shards: the position ranges that each rank holds, in the order of its rows.
-        exchange: ``"all_gather"`` or ``"ring"``.
-        head_steps: the number of steps of an all_gather of one dense branch, a divisor of the key/value heads.
+        exchange: ``"all_gather"`` (each step brings all keys of some heads) or ``"ring"`` (each step brings the keys of one rank).
+        head_steps: the number of key/value heads in each step of an all_gather; a ring's steps have all heads.
     """
 
     pattern: DilatedPattern
-    shape: Shape
+    documents: tuple[Range, ...]
     shards: tuple[tuple[Range, ...], ...]
+    num_heads: int
+    num_kv_heads: int
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
     exchange: str
-    head_steps: int = 1
+    head_steps: tuple[int, ...]
 
     @property
     def size(self) -> int:
         return len(self.shards)
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether every row is written by one step alone, so that nothing is merged between steps."""
-        return self.exchange == "all_gather" and self.is_dense
-
-    @property
     def is_dense(self) -> bool:
         """Whether there is one branch with a single segment and dilation rate 1."""
-        return self.pattern.dilation_rates == (1,) and self.pattern.segment_lengths[0] >= self.shape.keys[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows [at, at + count) of a buffer are every step-th row of ``rank`` from its row ``start`` on."""
-
-    rank: int
-    at: int
-    count: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Key rows gathered in one buffer: row i of the g-th head is position first + shift·g + step·i.
-
-    Args:
-        heads: (first, step, count) of the key/value heads, counted over the whole model.
-        sources: which ranks hold the rows, in order of rows.
-    """
-
-    heads: tuple[int, int, int]
-    shift: int
-    first: int
-    step: int
-    count: int
-    sources: tuple[Source, ...]
+        return self.pattern.dilation_rates == (1,) and self.pattern.segment_lengths[0] >= self.seq_len
 
     @property
-    def owner(self) -> int | None:
-        """The rank that holds all rows, evenly spaced, so that it can read them without a copy; None if there is none."""
-        return self.sources[0].rank if len(self.sources) == 1 else None
-
-    def local_rows(self, source: Source) -> Rows:
-        """Returns the rows of a source on its rank."""
-        start, step, count = self.heads
-        return Rows(source.start, 1, 1, source.count, self.step, start, step, count, self.shift)
+    def seq_len(self) -> int:
+        return self.documents[-1][1] if self.documents else 0
 
 
-@dataclass(frozen=True, slots=True)
-class RingLaunch:
-    """One dense problem: ``queries`` are rows of the rank, ``keys`` rows of a buffer (the rank's own rows if it is the owner).
+def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.Tensor:
+    """Returns bool (Hk, N): the keys of other ranks that this rank needs, for each key/value head; (1, N) if all heads need the same."""
+    pattern, H, Hk = problem.pattern, problem.num_heads, problem.num_kv_heads
+    offsets = pattern.offsets(H)
+    alike = all(len(set(row)) == 1 for row in offsets)
+    mask = torch.zeros((1 if alike else Hk, problem.seq_len), dtype=torch.bool, device=device)
+    group = H if alike else H // Hk
+    for branch, (length, rate) in enumerate(pattern.branches):
+        of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, H, group)]
+        for queries in problem.shards[rank]:
+            for start, (low, high) in segments_across(problem, length, queries):
+                if rate == 1:
+                    for head, found in enumerate(of_heads):
+                        if found:
+                            mask[head, low:high] = True
+                    continue
+                for head, found in enumerate(of_heads):
+                    for offset in found:
+                        first = start + offset
+                        first += max(0, -(-(low - first) // rate)) * rate
+                        mask[head, first:high:rate] = True
+    for start, end in problem.shards[rank]:
+        mask[:, start:end] = False
+    return mask
 
-    Args:
-        first_key: the buffer's row that is the first key.
+
+def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, Range]]:
+    """Yields (start of the segment, range of its keys that the queries may see) for the segments that may reach beyond the queries.
+
+    Those are the segments of the first and of the last query: the keys of the others are the rank's own.
     """
+    start, end = queries
+    if start >= end:
+        return
+    found = {_segment(problem.documents, length, position) for position in (start, end - 1)}
+    left, right = problem.window or (None, None)
+    if problem.is_causal:
+        right = 0 if right is None else min(right, 0)
+    for first, last in sorted(found):
+        low, high = first, last
+        if left is not None:
+            low = max(low, max(start, first) - left)
+        if right is not None:
+            high = min(high, min(end, last) + right)
+        if low < high:
+            yield first, (low, high)
 
-    problem: Problem
-    buffer: int
-    first_key: int
-    queries: Rows
-    keys: Rows
+
+def _segment(documents: tuple[Range, ...], length: int, position: int) -> Range:
+    """Returns the segment of a branch that holds a position, cut at the end of its document."""
+    start, end = next((start, end) for start, end in documents if start <= position < end)
+    first = start + (position - start) // length * length
+    return first, min(first + length, end)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    what: str
-    buffers: tuple[Buffer, ...]
-    launches: tuple[RingLaunch, ...]
+@dataclass(frozen=True)
+class KeySpan:
+    """The positions [start, end) whose keys a rank gathers, and the documents on them, counted from ``start``."""
+
+    start: int
+    end: int
+    documents: tuple[Range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What one rank does.
+def key_span(problem: RingProblem, rank: int) -> KeySpan:
+    """Returns a short range that holds a rank's own and needed keys and on which the pattern is the same as on the whole sequence."""
+    own = [span for span in problem.shards[rank] if span[0] < span[1]]
+    if not own:
+        return KeySpan(0, 0, ())
+    needed = [keys for length, _ in problem.pattern.branches for span in own for _, keys in segments_across(problem, length, span)]
+    low, high = min(a for a, _ in (*own, *needed)), max(b for _, b in (*own, *needed))
+    documents = [(a, b) for a, b in problem.documents if a < high and b > low]
+    if problem.pattern.tail != "mask" and not problem.is_causal:
+        # the number of zero keys of a segment depends on what comes after it
+        high = documents[-1][1]
+    if len(documents) > 1 or not _begins_alike(problem.pattern, documents[0][0], (low, high)):
+        low = documents[0][0]
+    return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
 
-    Args:
-        local_ranges: the ranges of its queries that the engine first computes on the keys of the same ranges.
-        covered: whether every row is written by some launch; only meaningful without a local part.
-        single: whether no row is written twice; only meaningful without a local part.
+
+def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
+    """Whether the pattern of a document that begins at ``start`` is the same when it is counted from the span's first position.
+
+    It is if every branch either begins a segment there, or has the whole span in one segment and takes its positions at the same offsets.
     """
-
-    local_ranges: tuple[Range, ...]
-    steps: tuple[Step, ...]
-    covered: bool
-    single: bool
-
-
-@functools.lru_cache(maxsize=256)
-def rank_plan(ring_problem: RingProblem, rank: int) -> RankPlan:
-    spans = ring_problem.shards[rank]
-    if ring_problem.is_fresh:
-        pairs = [(span, ring_problem.shape.keys) for span in spans]
-        steps = [
-            _step(ring_problem, rank, f"heads {i + 1} of {ring_problem.head_steps}", pairs, heads)
-            for i, heads in enumerate(_head_ranges(ring_problem))
-        ]
-        rows = sum(launch.problem.q_len * launch.problem.heads.count for step in steps for launch in step.launches if launch.problem.first)
-        covered = rows == ring_problem.shape.num_heads * sum(end - start for start, end in spans)
-        single = all(launch.problem.first for step in steps for launch in step.launches)
-        return RankPlan((), tuple(steps), covered, single)
-    N = ring_problem.shape.keys[1]
-    if ring_problem.exchange == "ring":
-        # every rank has the same number of steps, including empty ones
-        steps = [hop(ring_problem, rank, index) for index in range(ring_problem.size)]
-    else:
-        # the keys before a rank's queries and those after them are two separate ranges
-        pairs = [(span, keys) for span in spans for keys in ((0, span[0]), (span[1], N)) if keys[0] < keys[1]]
-        steps = [_step(ring_problem, rank, "keys of longer branches", pairs)]
-    return RankPlan(spans, tuple(steps), covered=True, single=False)
+    low, high = span[0] - start, span[1] - start
+    if pattern.tail != "mask" and low:
+        return False
+    return all(
+        low % length == 0 or (low // length == (high - 1) // length and low % length % rate == 0) for length, rate in pattern.branches
+    )
 
 
 @functools.lru_cache(maxsize=1024)
-def hop(ring_problem: RingProblem, rank: int, index: int) -> Step:
-    """Returns a ring's step with the keys of the rank ``index`` places before; for 0, the rank's own runs, each with the others."""
-    spans, others = ring_problem.shards[rank], ring_problem.shards[(rank - index) % ring_problem.size]
-    pairs = [(span, other) for span in spans for other in others if index or other != span]
-    return _step(ring_problem, rank, f"hop {index}" if index else "own keys", pairs)
-
-
-def _head_ranges(ring_problem: RingProblem) -> Iterator[Range]:
-    size = ring_problem.shape.num_heads // ring_problem.head_steps
-    return ((i * size, (i + 1) * size) for i in range(ring_problem.head_steps))
-
-
-def _step(ring_problem: RingProblem, rank: int, what: str, pairs: Iterable[tuple[Range, Range]], heads: Range | None = None) -> Step:
-    """Returns a step of some (query range, key range) pairs, of ``heads`` alone if given."""
-    wanted = [(span, problem) for span, keys in pairs for problem in _problems(ring_problem, span, keys, heads)]
-    head, kv_head = (0, 0) if heads is None else (heads[0], heads[0] * ring_problem.shape.num_kv_heads // ring_problem.shape.num_heads)
-    buffers, places = _buffers(ring_problem, [problem for _, problem in wanted], kv_head)
-    launches = []
-    for (span, problem), place in zip(wanted, places, strict=True):
-        buffer = buffers[place]
-        group = problem.heads
-        row = row_of(ring_problem.shards[rank], problem.q_start) if problem.q_len else 0
-        assert span[0] <= problem.q_start and problem.q_start + (problem.q_len - 1) * problem.step < span[1]
-        queries = Rows(row, 1, 1, problem.q_len, problem.step, group.start + head, group.step, group.count, group.shift)
-        index = (problem.k_start - buffer.first) // buffer.step
-        if buffer.owner == rank:
-            rows = buffer.local_rows(buffer.sources[0])
-            keys = Rows(rows.start + index * buffer.step, 1, 1, problem.k_len, buffer.step, *buffer.heads, buffer.shift)
-        else:
-            keys = Rows(index, 1, 1, problem.k_len, 1, 0, 1, buffer.heads[2])
-        launches.append(RingLaunch(problem, place, index, queries, keys))
-    # launches that write rows come before those that merge into them; then the longest first, so that short ones fill the end
-    launches.sort(key=lambda launch: (not launch.problem.first, -launch.problem.k_len))
-    return Step(what, tuple(buffers), tuple(launches))
-
-
-def _problems(ring_problem: RingProblem, queries: Range, keys: Range, heads: Range | None) -> tuple[Problem, ...]:
-    if queries[0] >= queries[1] or keys[0] >= keys[1]:
-        return ()
-    whole = ring_problem.shape
-    shape = Shape(
-        num_heads=whole.num_heads,
-        num_kv_heads=whole.num_kv_heads,
-        queries=queries,
-        keys=keys,
-        documents=whole.documents,
-        is_causal=whole.is_causal,
-        window=whole.window,
-        window_block=whole.window_block,
-        heads=heads,
-        shifted_heads=whole.shifted_heads and has_even_cuts(ring_problem),
-        aligned_last=whole.aligned_last,
-    )
-    problems = make_plan(ring_problem.pattern, shape).problems
-    assert all(problem.segments == 1 for problem in problems), "ranges that do not meet share no whole segment"
-    return problems
-
-
-@functools.lru_cache(maxsize=256)
-def has_even_cuts(ring_problem: RingProblem) -> bool:
-    """Whether every head, counting from its own offset, has the same number of positions on either side of every rank's bounds."""
-    if len(ring_problem.shape.documents) > 1:
-        return max(ring_problem.pattern.dilation_rates) == 1
-    bounds = {bound for spans in ring_problem.shards for span in spans for bound in span}
-    return all(
-        (bound % length) % rate == 0
-        for length, rate in ring_problem.pattern.branches
-        for bound in bounds
-        if bound < ring_problem.shape.keys[1]
-    )
-
-
-def _buffers(ring_problem: RingProblem, problems: list[Problem], kv_head: int) -> tuple[list[Buffer], list[int]]:
-    """Returns the fewest buffers that hold every problem's keys in consecutive rows, and the index of each problem's buffer."""
-    families: dict[object, list[int]] = {}
-    for index, problem in enumerate(problems):
-        group = problem.heads
-        where = None if problem.step == 1 else (problem.branch, problem.k_start % problem.step, _segment(ring_problem, problem))
-        families.setdefault((group.kv_start, group.kv_step, group.kv_count, group.shift, problem.step, where), []).append(index)
-    buffers: list[Buffer] = []
-    places = [0] * len(problems)
-    for members in families.values():
-        members.sort(key=lambda index: problems[index].k_start)
-        joined: list[list[int]] = []
-        end = None
-        for index in members:
-            problem = problems[index]
-            if end is None or problem.k_start > end:
-                joined.append([])
-                end = problem.k_start
-            joined[-1].append(index)
-            end = max(end, problem.k_start + problem.k_len * problem.step)
-        for together in joined:
-            first = problems[together[0]].k_start
-            step = problems[together[0]].step
-            count = max((problems[i].k_start - first) // step + problems[i].k_len for i in together)
-            group = problems[together[0]].heads
-            heads = (group.kv_start + kv_head, group.kv_step, group.kv_count)
-            for index in together:
-                places[index] = len(buffers)
-            buffers.append(Buffer(heads, group.shift, first, step, count, _sources(ring_problem, first, step, count)))
-    return buffers, places
-
-
-def _segment(ring_problem: RingProblem, problem: Problem) -> tuple[int, int]:
-    length = ring_problem.pattern.segment_lengths[problem.branch]
-    for index, (start, end) in enumerate(ring_problem.shape.documents):
-        if start <= problem.k_start < end:
-            return index, (problem.k_start - start) // length
-    raise AssertionError("every key is in a document")
-
-
-def _sources(ring_problem: RingProblem, first: int, step: int, count: int) -> tuple[Source, ...]:
-    found = []
-    for rank, spans in enumerate(ring_problem.shards):
-        row = 0
-        for start, end in spans:
-            low = min(count, max(0, -(-(start - first) // step)))
-            high = min(count, max(0, -(-(end - first) // step)))
-            if low < high:
-                found.append(Source(rank, low, high - low, row + first + step * low - start))
-            row += end - start
-    found.sort(key=lambda source: source.at)
-    assert sum(source.count for source in found) == count, "every position is held by one rank"
-    return tuple(found)
-
-
-def row_of(spans: tuple[Range, ...], position: int) -> int:
-    row = 0
-    for start, end in spans:
-        if start <= position < end:
-            return row + position - start
-        row += end - start
-    raise AssertionError(f"position {position} is not held here")
+def sees_keys(problem: RingProblem, queries: Range, keys: Range) -> bool:
+    """Whether some query may see some key; False is certain."""
+    if queries[0] >= queries[1] or keys[0] >= keys[1] or (problem.is_causal and keys[0] >= queries[1]):
+        return False
+    for length, _ in problem.pattern.branches:
+        first, last = (_segment(problem.documents, length, x) for x in (queries[0], queries[1] - 1))
+        if first[0] < keys[1] and keys[0] < last[1]:
+            return True
+    return False

@@ -68,7 +68,7 @@ def forward(
 
     def run(problem: Problem) -> None:
         part, part_lse = parts[first + problem.branch], part_lses[first + problem.branch]
-        queries, keys = rows_of(problem, 0)
+        queries, keys = rows_of(problem, 0, 0)
         tensors: list[tuple[View, torch.Tensor]] = [(queries, q), (keys, k), (keys, v)]
         tensors += [(queries, x) if y is None else (_BufferRows(problem), y) for x, y in ((out, part), (lse, part_lse))]
         for (q_, k_, v_, out_, lse_), options in launches_of(
@@ -124,7 +124,7 @@ def backward(
 
     def run(problem: Problem) -> None:
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
-        queries, keys = rows_of(problem, 0)
+        queries, keys = rows_of(problem, 0, 0)
         buffer = _BufferRows(problem)
         tensors: list[tuple[View, torch.Tensor]] = [(queries, dout), (queries, q), (keys, k), (keys, v)]
         tensors += [(queries, out) if own is None else (buffer, own[problem.branch]), (queries, lse)]

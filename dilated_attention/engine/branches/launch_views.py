@@ -29,7 +29,7 @@ class Call:
     Args:
         backend: runs every problem.
         options: scale and determinism; causality and masks are set for each problem.
-        query_offset: position of the first query row.
+        query_offset, key_offset: positions of the first query row and of the first key row.
         padding: (B, Nk) bool, True = the key is ignored.
         dropout_p, seed: probability and seed of position-based dropout.
         detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
@@ -43,6 +43,7 @@ class Call:
     backend: Backend
     options: Options
     query_offset: int = 0
+    key_offset: int = 0
     padding: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
@@ -55,6 +56,14 @@ class Call:
     strategy: str = "auto"
     position_offset: int = 0
     first_head: int = 0
+
+    def positions(self, q: torch.Tensor, k: torch.Tensor) -> torch.Size:
+        """Returns (B, N): the positions that masks are indexed by, up to the last query or key."""
+        return torch.Size((k.shape[0], max(self.query_offset + q.shape[1], self.key_offset + k.shape[1])))
+
+    def padding_of(self, k: torch.Tensor) -> torch.Tensor | None:
+        """Returns the padding mask of the rows of k."""
+        return None if self.padding is None else self.padding[:, self.key_offset : self.key_offset + k.shape[1]]
 
 
 class View(Protocol):
@@ -107,7 +116,7 @@ def _masked_launches(
 ) -> list[tuple[list[torch.Tensor], Options]]:
     """Returns launches with a padding mask or dropout, whose slices are views of further tensors (B, N)."""
     num_views, device = len(tensors), tensors[0][1].device
-    query_view, key_view = (replace(rows, head_start=0, head_step=1, heads=1) for rows in rows_of(problem, 0))
+    query_view, key_view = (replace(rows, head_start=0, head_step=1, heads=1) for rows in rows_of(problem, 0, 0))
     more: list[tuple[View, torch.Tensor]] = [] if call.padding is None else [(key_view, call.padding)]
     if call.dropout_p:
         B, num_keys = batch_and_keys
@@ -131,9 +140,9 @@ def _masked_launches(
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_of(problem: Problem, query_offset: int) -> tuple[Rows, Rows]:
-    """Returns the problem's rows of queries, whose row 0 is at ``query_offset``, and of keys."""
-    return query_rows(problem, query_offset), key_rows(problem, 0)
+def rows_of(problem: Problem, query_offset: int, key_offset: int) -> tuple[Rows, Rows]:
+    """Returns the problem's rows of queries, whose row 0 is at ``query_offset``, and of keys, whose row 0 is at ``key_offset``."""
+    return query_rows(problem, query_offset), key_rows(problem, key_offset)
 
 
 def max_rows(problem: Problem, q: torch.Tensor) -> int:

@@ -68,11 +68,12 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     else:
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
-    k, v = without_padding(k, v, call.padding)
+    k, v = without_padding(k, v, call.padding_of(k))
+    positions = call.positions(q, k)
     for problem in plan.problems:
-        queries, keys = rows_of(problem, call.query_offset)
+        queries, keys = rows_of(problem, call.query_offset, call.key_offset)
         tensors = ((queries, q), (keys, k), (keys, v), (queries, out), (queries, lse))
-        for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors, call, k.shape[:2]):
+        for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors, call, positions):
             part_out, part_lse = call.backend.forward(q_, k_, v_, options)
             part_lse = part_lse.transpose(1, 2)
             if problem.zero_keys:
@@ -102,7 +103,7 @@ def run_backward(
     dq = make(q.shape, dtype=acc, device=q.device)
     dk = torch.zeros(k.shape, dtype=acc, device=k.device)
     dv = torch.zeros(v.shape, dtype=acc, device=v.device)
-    k_, v_ = without_padding(k, v, call.padding)
+    k_, v_ = without_padding(k, v, call.padding_of(k))
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if call.detached and not plan.single:
@@ -127,12 +128,12 @@ def _add_shares(
     dout, q, k, v, out, lse = tensors
     dq, dk, dv = grads
     for problem in problems:
-        queries, keys = rows_of(problem, call.query_offset)
+        queries, keys = rows_of(problem, call.query_offset, call.key_offset)
         views = [(queries, dout), (queries, q), (keys, k), (keys, v), (queries, out), (queries, lse)]
         views += [(queries, dq), (keys, dk), (keys, dv)]
         if dlse is not None:
             views.append((queries, dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, k.shape[:2]):
+        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, call.positions(q, k)):
             part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
             if problem.first:
                 dq_.copy_(part_dq)

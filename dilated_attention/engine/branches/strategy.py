@@ -159,7 +159,7 @@ def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
     problem = plan.problems[0] if len(plan.problems) == 1 and plan.covered else None
     if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys or problem.band is not None:
         return False
-    return (problem.k_start, problem.k_len) == (0, shape.keys[1])
+    return (problem.k_start, problem.k_start + problem.k_len) == shape.keys
 
 
 def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:

@@ -36,6 +36,9 @@ _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
     """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward saved."""
+    if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
+        # tables have all keys of the documents
+        return False
     both = call.detached and call.needs_grad
     if call.named or call.request is None:
         return call.backend.capabilities.whole_calls

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import cost as block_cost
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, joined, needs_of
+from dilated_attention.distributed.block_exchange.plan import key_span as block_span
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
-from dilated_attention.distributed.exchange.comm_schedule import CommSchedule, make_schedule
-from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys, segments_across
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
-from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
-from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts, num_blocks
 from dilated_attention.planning.estimate.problem import Problem
 
@@ -176,46 +175,94 @@ def _of_branches(problem: Problem) -> Exchange:
     sharding = make_sharding_plan(
         problem.num_positions, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
     )
-    whole = (0, problem.num_positions)
     steps = cost.head_steps(question) if name == "all_gather" else 1
-    # steps over equal groups of heads are alike: two of them represent all
-    alike = steps // 2 if steps % 2 == 0 else 1
-    shape = Shape(problem.num_heads // alike, problem.num_kv_heads // alike, whole, whole, (whole,), problem.is_causal)
     assert isinstance(problem.pattern, DilatedPattern)
-    ranges = tuple(sharding.ranges(rank) for rank in range(problem.world_size))
-    ring_problem = RingProblem(problem.pattern, shape, ranges, sharding.exchange, steps // alike)
-    prefetch_depth = cost.choose_prefetch_depth(ring_problem, problem.batch_size, problem.head_dim, problem.itemsize)
-    times = _rows_alike(problem, name)
-    if times > 1:
-        # in dense attention, every hop of a longer sequence matches that of a shorter one, scaled in its rows
-        unit = make_sharding_plan(
-            problem.num_positions // times,
-            problem.world_size,
-            problem.layout,
-            name,
-            problem.num_heads,
-            problem.num_kv_heads,
-            1,
-            problem.is_causal,
-        )
-        part = (0, problem.num_positions // times)
-        shape = replace(shape, queries=part, keys=part, documents=(part,))
-        ring_problem = replace(ring_problem, shape=shape, shards=tuple(unit.ranges(r) for r in range(problem.world_size)))
-    schedules = [make_schedule(ring_problem, rank) for rank in _ranks(problem)]
-    moved = [Bytes(*(times * alike * x for x in astuple(_bytes_of(schedule, problem, a)))) for schedule in schedules]
-    held = [tuple(times * x for x in _held(schedule, problem, prefetch_depth, a, alike)) for schedule in schedules]
-    most = _most(moved)
+    W, N, Hk = problem.world_size, problem.num_positions, problem.num_kv_heads
+    ring_problem = RingProblem(
+        problem.pattern, ((0, N),), tuple(sharding.ranges(rank) for rank in range(W)), problem.num_heads, Hk, problem.is_causal, None,
+        sharding.exchange, (Hk // steps,) * steps,
+    )  # fmt: skip
+    is_exact = W * N * (1 if problem.computes == "dense" else Hk) <= _MOST_MASKED
+    seen = _seen(ring_problem, is_exact)
+    row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
+    found = []
+    for rank in _ranks(problem):
+        sent, received = (sum(counts) * row for counts in ([other[rank] for other in seen], seen[rank]))
+        found.append(Bytes(sent, received, sent + received, sent + received))
+    most = _most(found)
     if not sharding.stays:
         # striped rows are put in order and back; the number of bytes is the same for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
-    return Exchange(name=name, bytes=most, steps=alike * len(schedules[0].steps), held=(max(x[0] for x in held), max(x[1] for x in held)))
+    held = [_held(ring_problem, rank, seen, row) for rank in _ranks(problem)]
+    number = W if sharding.exchange == "ring" else steps
+    return Exchange(
+        name=name, bytes=most, steps=number, held=(max(x[0] for x in held), max(x[1] for x in held)),
+        is_exact=is_exact or problem.computes == "dense",
+    )  # fmt: skip
 
 
-def _rows_alike(problem: Problem, exchange: str) -> int:
-    """Returns the factor by which a ring's sequence can be shortened along with every rank's runs; 1 where it cannot."""
-    unit = 4 * problem.world_size
-    return problem.num_positions // unit if problem.computes == "dense" and exchange == "ring" and problem.num_positions % unit == 0 else 1
+# the most positions, of all heads and ranks, that are marked one by one to count what ranks need
+_MOST_MASKED = 2**26
+
+
+def _seen(ring_problem: RingProblem, is_exact: bool) -> list[list[int]]:
+    """Returns [reader][holder] the number of (row, key/value head) units that a rank needs of another.
+
+    Unless ``is_exact``, keys that a rank needs for several branches count once for each, which is at most twice as many.
+    """
+    found = []
+    for reader in range(ring_problem.size):
+        if is_exact:
+            mask = needed_keys(ring_problem, reader, torch.device("cpu"))
+            heads = ring_problem.num_kv_heads // mask.shape[0]
+            found.append([sum(int(mask[:, a:b].sum()) for a, b in theirs) * heads for theirs in ring_problem.shards])
+            continue
+        pattern, group = ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
+        offsets = pattern.offsets(ring_problem.num_heads)
+        counts = [0.0] * ring_problem.size
+        for branch, (length, rate) in enumerate(pattern.branches):
+            of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, ring_problem.num_heads, group)]
+            share = sum(map(len, of_heads)) / rate
+            ranges = _joined(
+                [keys for queries in ring_problem.shards[reader] for _, keys in segments_across(ring_problem, length, queries)]
+            )
+            for holder, theirs in enumerate(ring_problem.shards):
+                if holder != reader:
+                    counts[holder] += share * sum(max(0, min(b, d) - max(a, c)) for a, b in theirs for c, d in ranges)
+        found.append([int(count) for count in counts])
+    return found
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges without overlap that cover the same positions."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _held(ring_problem: RingProblem, rank: int, seen: list[list[int]], row: int) -> tuple[int, int]:
+    """Returns the bytes that an exchange holds at the same time, forward and backward: keys, packed rows, and gradients of all of them."""
+    size, Hk = ring_problem.size, ring_problem.num_kv_heads
+    received, sent = seen[rank], [other[rank] for other in seen]
+    if ring_problem.exchange == "ring":
+        buffers = [seen[rank][(rank - hop) % size] + sent[(rank + hop) % size] for hop in range(1, size)]
+        shares = [2 * x for x in buffers]
+    else:
+        span = key_span(ring_problem, rank)
+        heads = ring_problem.head_steps
+        rows = (span.end - span.start) * any(received)
+        buffers = [rows * count + (sum(sent) + sum(received)) * count // Hk * (not ring_problem.is_dense) for count in heads]
+        # of every key a gradient of its own and one that is packed, and what comes back
+        shares = [2 * rows * count + sum(sent) * count // Hk for count in heads]
+    depth = cost.choose_prefetch_depth(max(buffers, default=0) * row)
+    forward = max((sum(buffers[i : i + depth]) for i in range(len(buffers))), default=0)
+    backward = max((sum(buffers[i : i + depth]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(buffers))), default=0)
+    return forward * row, backward * row
 
 
 def _in_order(problem: Problem) -> tuple[int, int, int, int]:
@@ -231,40 +278,6 @@ def _in_order(problem: Problem) -> tuple[int, int, int, int]:
 
 def _most(found: list[Bytes]) -> Bytes:
     return max(found, key=lambda x: (x.forward_received, x.backward_received, x.forward_sent))
-
-
-def _share_size(problem: Problem, a: int) -> int:
-    return problem.itemsize if problem.device_type == "cuda" else a
-
-
-def _bytes_of(schedule: CommSchedule, problem: Problem, a: int) -> Bytes:
-    row = 2 * problem.batch_size * problem.head_dim
-    sent = received = back_sent = back_received = 0
-    for step in schedule.steps:
-        heads = {index: size[1] for index, size in enumerate(step.sizes) if size is not None}
-        sent += sum(part.count * heads[part.buffer] for _, part in step.sends)
-        received += sum(part.count * heads[part.buffer] for _, part in step.receives)
-        launches = step.step.launches
-        back_sent += sum(count * launches[launch].keys.heads for _, launch, _, count in step.returns)
-        back_received += sum(step.owed[index].rows.length * step.owed[index].rows.heads for _, index, _ in step.arrivals)
-    size, share = row * problem.itemsize, row * _share_size(problem, a)
-    return Bytes(sent * size, received * size, sent * size + back_sent * share, received * size + back_received * share)
-
-
-def _held(schedule: CommSchedule, problem: Problem, prefetch_depth: int, a: int, times: int) -> tuple[int, int]:
-    """Returns the bytes of buffers alive at the same time, forward and backward; the schedule's steps are repeated ``times`` times."""
-    row = 2 * problem.batch_size * problem.head_dim
-    buffers, shares = [], []
-    for step in schedule.steps:
-        buffers.append(sum(size[0] * size[1] for size in step.sizes if size is not None) * row * problem.itemsize)
-        parts = sum(launch.problem.k_len * launch.keys.heads for launch in step.step.launches)
-        came = sum(len(owed.peers) * owed.rows.length * owed.rows.heads for owed in step.owed)
-        shares.append((parts + came) * row * _share_size(problem, a))
-    buffers, shares = buffers * times, shares * times
-    at_once = len(buffers) if len(buffers) <= prefetch_depth else prefetch_depth
-    forward = max(sum(buffers[i : i + at_once]) for i in range(len(buffers)))
-    backward = max(sum(buffers[i : i + at_once]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(buffers)))
-    return forward, backward
 
 
 # the most blocks that are listed to determine which rank needs whose keys
@@ -315,27 +328,24 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
         counts[rank] = torch.bincount(columns.of_position[positions], minlength=counts.shape[1])
     row = 2 * problem.batch_size * problem.head_dim
     matrix = torch.zeros((W, W), dtype=torch.int64)
+    # a rank's memory holds all rows from the first to the last that it needs
+    key_spans = [block_span(ring_problem, needs, rank) for rank in range(W)]
     held, shares, first = [], [], 0
     for heads in way.steps:
         kept = needs.of_heads((first, first + heads))
         first += heads
         rows = kept.long() @ counts.T
         matrix += rows * heads
-        brought = rows.sum(1) * heads
-        own = rows.diagonal() * heads
-        is_own = brought == own
-        held.append(torch.where(is_own, 0, brought + (rows.sum(0) - rows.diagonal()) * heads).max().item() * row * problem.itemsize)
-        shares.append((brought + (rows.sum(0) - rows.diagonal()) * heads).max().item() * row)
+        brought, sent_rows = rows.sum(1) - rows.diagonal(), rows.sum(0) - rows.diagonal()
+        lengths = torch.tensor([end - start for start, end in key_spans]) * (brought > 0)
+        held.append(int((lengths * heads).max()) * row * problem.itemsize)
+        shares.append(int(((2 * lengths + sent_rows) * heads).max()) * row * problem.itemsize)
     received = matrix.sum(1) - matrix.diagonal()
     sent = matrix.sum(0) - matrix.diagonal()
-    share = _share_size(problem, accumulation_dtype(problem.dtype).itemsize)
     size = row * problem.itemsize
-    found = [
-        Bytes(int(s) * size, int(r) * size, int(s) * size + int(r) * row * share, int(r) * size + int(s) * row * share)
-        for s, r in zip(sent.tolist(), received.tolist(), strict=True)
-    ]
+    found = [Bytes(s * size, r * size, (s + r) * size, (s + r) * size) for s, r in zip(sent.tolist(), received.tolist(), strict=True)]
     forward = max(sum(held[i : i + prefetch_depth]) for i in range(len(held)))
-    backward = max(sum(held[i : i + prefetch_depth]) + share * sum(shares[max(0, i - 1) : i + 1]) for i in range(len(held)))
+    backward = max(sum(held[i : i + prefetch_depth]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(held)))
     return Exchange(name="blocks", bytes=_most(found), steps=len(way.steps), held=(int(forward), int(backward)))
 
 

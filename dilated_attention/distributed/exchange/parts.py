@@ -1,0 +1,127 @@
+"""Computes ranges of a rank's queries on the keys of a step, with the engine of a single process.
+
+A range of queries is a call with ``query_offset`` on the keys at hand: all of them (all_gather), or those of one rank (ring), whose
+result is a part that the caller merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.distributed.exchange.messages import StepPlan
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, sees_keys
+from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.ops.prepare import prepare
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import DilatedPattern
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What differs from call to call: padding of all keys (B, N) bool or None, the seed of dropout, and the first head of this rank."""
+
+    padding: torch.Tensor | None
+    seed: int
+    first_head: int
+
+
+@dataclass(frozen=True, eq=False)
+class QueryPart:
+    """Queries at positions ``queries``, which are ``rows`` of the rank, on keys at positions ``keys``, rows ``key_rows`` of the memory.
+
+    Args:
+        span: the keys as a sequence of their own, if the pattern allows it; None if ``keys`` are a part of the whole sequence.
+        heads: the query heads, counted on this rank.
+        passes: how each pass runs, by the strides of the tensors it reads.
+    """
+
+    problem: RingProblem
+    settings: CallSettings
+    rows: slice
+    queries: Range
+    keys: Range
+    key_rows: slice
+    span: KeySpan | None
+    heads: Range
+    passes: dict[Any, Any] = field(default_factory=dict)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the step's heads; ``k``, ``v``: the memory's."""
+        views = q[:, self.rows], k[:, self.key_rows], v[:, self.key_rows]
+        run, call = self._resolved(views, masks, strategy.choose_forward)
+        out, lse = run(*views, call, None)
+        return out, lse
+
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
+        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``."""
+        dout, q, k, v, out, lse = tensors
+        dout, q, out = (x[:, self.rows] for x in (dout, q, out))
+        views = dout, q, k[:, self.key_rows], v[:, self.key_rows], out
+        lse = lse[:, :, self.rows].contiguous()
+        dlse = None if dlse is None else dlse[:, :, self.rows].contiguous()
+        run, call = self._resolved(views, masks, strategy.choose_backward)
+        return run((*views, lse), call, dlse, None)  # type: ignore[no-any-return]
+
+    def _resolved(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
+        kind = (masks.padding is None, masks.first_head, *(x.stride() for x in views))
+        known = self.passes.get(kind)
+        if known is None:
+            known = self.passes[kind] = self._choose(views, masks, choose)
+        run, call = known
+        if masks.padding is None and not call.dropout_p:
+            return run, call
+        return run, replace(call, padding=self._padding(masks), seed=masks.seed)
+
+    def _padding(self, masks: Masks) -> torch.Tensor | None:
+        """Returns the padding mask of the positions that the call counts."""
+        return masks.padding if masks.padding is None or self.span is None else masks.padding[:, slice(*self.keys)]
+
+    def _choose(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
+        problem, origin = self.problem, 0 if self.span is None else self.keys[0]
+        documents = problem.documents if self.span is None else self.span.documents
+        num_keys = problem.seq_len if self.span is None else self.keys[1] - origin
+        is_backward = len(views) > 3
+        q, k, v = views[1:4] if is_backward else views
+        pattern = self.pattern
+        given = (q, k, v, views[0]) if is_backward else views
+        settings = self.settings._replace(query_offset=self.queries[0] - origin, seq_len=-1)
+        shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), documents, None, num_keys)
+        if self.span is None:
+            shape = replace(shape, keys=self.keys)
+        call = replace(call, first_head=masks.first_head + self.heads[0], position_offset=origin, key_offset=shape.keys[0])
+        # the mask of this call must not stay in memory
+        return choose(pattern, shape, views, call), replace(call, padding=None)
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        pattern = self.problem.pattern
+        return pattern.with_heads(*self.heads, self.problem.num_heads) if pattern.branch_heads == "all" else pattern
+
+
+def parts_of(problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan | None) -> tuple[QueryPart, ...]:
+    """Returns what a rank computes in a step. ``span``: of an all_gather, else None."""
+    ratio = problem.num_heads // problem.num_kv_heads
+    heads = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
+    return tuple(
+        QueryPart(problem, settings, rows, queries, keys, key_rows, span, heads)
+        for rows, queries in rows_of(problem.shards[rank])
+        for key_rows, keys in rows_of(step.keys)
+        if span is not None or sees_keys(problem, queries, keys)
+    )
+
+
+def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
+    """Yields (rows, positions) of ranges that are stored one after the other."""
+    row = 0
+    for start, end in spans:
+        if start < end:
+            yield slice(row, row + end - start), (start, end)
+        row += end - start
