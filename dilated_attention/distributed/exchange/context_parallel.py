@@ -307,8 +307,9 @@ class _Branches:
             else:
                 room = self._room()[:, part.rows, heads]
                 (room.copy_ if self._is_first(part) else room.add_)(dq)
-            if len(parts) == 1 and dk.shape[1] == keys.shape[1]:
-                return dk, dv
+            if grads is None and dk.shape[1] == keys.shape[1]:
+                grads = dk, dv
+                continue
             if grads is None:
                 grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
             for total, share in zip(grads, (dk, dv), strict=True):

@@ -107,15 +107,20 @@ class QueryPart:
 
 
 def parts_of(problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan | None) -> tuple[QueryPart, ...]:
-    """Returns what a rank computes in a step. ``span``: of an all_gather, else None."""
+    """Returns what a rank computes in a step, the largest part first. ``span``: of an all_gather, else None."""
     ratio = problem.num_heads // problem.num_kv_heads
     heads = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
-    return tuple(
-        QueryPart(problem, settings, rows, queries, keys, key_rows, span, heads)
-        for rows, queries in rows_of(problem.shards[rank])
-        for key_rows, keys in rows_of(step.keys)
-        if span is not None or sees_keys(problem, queries, keys)
-    )
+    found = []
+    for rows, queries in rows_of(problem.shards[rank]):
+        for key_rows, keys in rows_of(step.keys):
+            if span is not None:
+                mine = span.before(queries[1]) if problem.is_causal else span
+                found.append(
+                    QueryPart(problem, settings, rows, queries, (mine.start, mine.end), slice(0, mine.end - mine.start), mine, heads)
+                )
+            elif sees_keys(problem, queries, keys):
+                found.append(QueryPart(problem, settings, rows, queries, keys, key_rows, None, heads))
+    return tuple(sorted(found, key=lambda part: part.keys[0] - part.keys[1])) if span is not None else tuple(found)
 
 
 def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:

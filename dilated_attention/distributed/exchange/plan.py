@@ -114,6 +114,11 @@ class KeySpan:
     end: int
     documents: tuple[Range, ...]
 
+    def before(self, end: int) -> KeySpan:
+        """Returns the span without the keys from position ``end`` on, which causal queries before it do not see."""
+        high = min(end, self.end) - self.start
+        return KeySpan(self.start, self.start + high, tuple((a, min(b, high)) for a, b in self.documents if a < high))
+
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
     """Returns a short range that holds a rank's own and needed keys and on which the pattern is the same as on the whole sequence."""

@@ -50,26 +50,31 @@ def backward(
     """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype. ``wires``: for keys and for their gradients."""
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     sums: dict[tuple[int, int], KeyGradients] = {}
-    returning: deque[Returning] = deque()
+    last = {step.kv_heads: index for index, step in enumerate(steps)}
+    returning: deque[tuple[int, Returning]] = deque()
+
+    def add_back() -> None:
+        index, back = returning.popleft()
+        heads = back.step.kv_heads
+        back.add_to(sums[heads])
+        if last[heads] == index:
+            sums.pop(heads).write(dk[:, :, slice(*heads)], dv[:, :, slice(*heads)])
+
     for index, arrival in enumerate(_arrivals(steps, members, k, v, wires[0], depth, "backward")):
         step = arrival.step
         grads = computation.backward(index, *arrival.keys())
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:
             # nothing is anyone else's
             return grads
-        returning.append(Returning.start(step, members, grads, k, wires[1]))
+        returning.append((index, Returning.start(step, members, grads, k, wires[1])))
         if step.kv_heads not in sums:
             sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
-        if grads is not None:
-            sums[step.kv_heads].add_own(step, *grads)
+        sums[step.kv_heads].add_own(step, grads)
         # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
-            back = returning.popleft()
-            back.add_to(sums[back.step.kv_heads])
-    for back in returning:
-        back.add_to(sums[back.step.kv_heads])
-    for heads, total in sums.items():
-        total.write(dk[:, :, slice(*heads)], dv[:, :, slice(*heads)])
+            add_back()
+    while returning:
+        add_back()
     return dk, dv
 
 

@@ -75,15 +75,22 @@ class KeyGradients:
 
     def __init__(self, k: torch.Tensor, kv_heads: int) -> None:
         shape = (k.shape[1], kv_heads, k.shape[0], 2 * k.shape[3])
-        self._total = torch.zeros(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
+        self._total = torch.empty(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
+        self._is_empty = True
 
-    def add_own(self, step: StepPlan, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds what this rank's queries contribute to its own rows; dk and dv (B, rows, heads, D) are those of the step's memory."""
-        D = dk.shape[3]
-        fills = ((0, 0, dk.shape[1]),) if step.in_place else step.fills
+    def add_own(self, step: StepPlan, grads: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Adds what this rank's queries contribute to its own rows. ``grads``: of the step's memory, dk and dv (B, rows, heads, D)."""
+        first, self._is_empty = self._is_empty, False
+        fills = ((0, 0, self._total.shape[0]),) if step.in_place else step.fills
+        if first and (grads is None or not fills):
+            self._total.zero_()
+        if grads is None:
+            return
         for row, place, count in fills:
-            for share, part in zip((dk, dv), self._total[row : row + count].split(D, -1), strict=True):
-                part += share[:, place : place + count].permute(1, 2, 0, 3)
+            for part, share in zip(self._total[row : row + count].chunk(2, -1), grads, strict=True):
+                own = share[:, place : place + count].permute(1, 2, 0, 3)
+                # the fills of a step are all of the rank's rows
+                (part.copy_ if first else part.add_)(own)
 
     def add(self, messages: Sequence[RowMessage], came: Sequence[torch.Tensor]) -> None:
         """Adds what other ranks contribute, in the order of ``messages``, which name this rank's rows."""

@@ -141,8 +141,9 @@ def _shares(
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
     """Returns the options of the launch that computes a dense call, so that its results need no copy; None for any other call."""
     capabilities = call.backend.capabilities
-    # backends that write into views given to them copy nothing on the other paths
-    if capabilities.writes_views or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
+    # backends that write into views given to them copy nothing where the call is fused
+    fused = capabilities.writes_views and _is_fused(shape, tensors[0], call)
+    if fused or call.padding is not None or call.dropout_p or not is_one_problem(pattern, shape):
         return None
     if capabilities.max_batch is not None and tensors[0].shape[0] > capabilities.max_batch:
         return None

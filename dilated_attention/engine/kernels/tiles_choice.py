@@ -29,6 +29,9 @@ _TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
 _LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
 # pairs that a nested forward computes, as a fraction of those of its branches
 _NESTED = 0.75
+# bytes per element of a problem's results that are read and written to sum them, forward and backward; bytes/s of such sums
+_SUM_BYTES = {False: 12, True: 36}
+_MEMORY = 2e12
 # kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
@@ -169,6 +172,10 @@ def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     launches = _launches(pattern, shape, request, batch)
+    if shape.queries != shape.keys or len(shape.documents) > 1:
+        # the results of a cut call are summed problem by problem, in float32
+        rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
+        kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
 
 
