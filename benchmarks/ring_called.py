@@ -42,24 +42,25 @@ Attend = Callable[..., torch.Tensor]
 class Case:
     """A ring and the same attention on one process."""
 
-    def __init__(self, name: str, n: int, world: int, scale: int) -> None:
+    def __init__(self, name: str, n: int, world: int, scale: int, backend: str = "auto") -> None:
         self.name, self.n, self.N = name, n, n * world
         self.heads = {"dense": (32, 8, 128), "longnet": (12, 12, 64), "gigapath": (16, 16, 48)}.get(name, (16, 16, 64))
         self.layout = "zigzag" if name == "dense" else "contiguous"
         self.causal = name in ("dense", "longnet")
         if name == "dense":
-            self.ring: Attend = lambda *x: da.ring_attention(*x, is_causal=True, layout="zigzag", seq_len=self.N)
-            self.alone: Attend = lambda *x: da.attention(*x, is_causal=True)
+            self.ring: Attend = lambda *x: da.ring_attention(*x, is_causal=True, layout="zigzag", seq_len=self.N, backend=backend)
+            self.alone: Attend = lambda *x: da.attention(*x, is_causal=True, backend=backend)
         elif name in BLOCKS:
             pattern = BLOCKS[name]().at(self.N)
-            self.ring = lambda *x: da.ring_block_sparse_attention(*x, pattern, seq_len=self.N)
-            self.alone = lambda *x: da.block_sparse_attention(*x, pattern)
+            self.ring = lambda *x: da.ring_block_sparse_attention(*x, pattern, seq_len=self.N, backend=backend)
+            self.alone = lambda *x: da.block_sparse_attention(*x, pattern, backend=backend)
         else:
             lengths, rates = LONGNET if name == "longnet" else GIGAPATH
             kept = [i for i, w in enumerate(lengths) if name == "gigapath" or w // scale <= self.N]
             branches = [max(1, lengths[i] // scale) for i in kept], [rates[i] for i in kept]
-            self.ring = lambda *x: da.ring_dilated_attention(*x, *branches, is_causal=self.causal, seq_len=self.N)
-            self.alone = lambda *x: da.dilated_attention(*x, *branches, is_causal=self.causal)
+            options = {"is_causal": self.causal, "backend": backend}
+            self.ring = lambda *x: da.ring_dilated_attention(*x, *branches, seq_len=self.N, **options)
+            self.alone = lambda *x: da.dilated_attention(*x, *branches, **options)
 
     def flops(self, training: bool) -> float:
         H, _, D = self.heads
@@ -173,6 +174,7 @@ def main() -> None:
     names = [f"{name}-{n}" for name, lengths in LENGTHS.items() for n in lengths]
     parser.add_argument("--cases", nargs="+", default=names, help="name-n, of " + ", ".join(LENGTHS))
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--no-alone", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -183,7 +185,7 @@ def main() -> None:
     scale, dtype = (1, torch.bfloat16) if world.is_cuda else (100, torch.float32)
     for text in args.cases:
         name, n = text.rsplit("-", 1)
-        case = Case(name, int(n) // scale, world.size, scale)
+        case = Case(name, int(n) // scale, world.size, scale, args.backend)
         try:
             record = measure(case, world, args, dtype) | facts(world, None)
         except Failed as failed:

@@ -6,7 +6,7 @@ A call like an earlier one is recognized by its arguments and not checked again,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.ops.attention_ops import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
 from dilated_attention.engine.ops.eager import is_eager
-from dilated_attention.engine.ops.resolve import find, remember, resolve
+from dilated_attention.engine.ops.resolve import ResolvedCall, find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
@@ -46,6 +46,15 @@ class Options(NamedTuple):
     strategy: str = "auto"
 
 
+class Ring(NamedTuple):
+    """What a call on a sharded sequence has in addition: its op, what resolves it, and ``sharding`` and ``seq_len`` of its settings."""
+
+    op: Any
+    resolve: Callable[..., ResolvedCall]
+    sharding: tuple[Any, ...]
+    seq_len: int
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,13 +64,15 @@ def attend(
     blocks: BlockPattern | None,
     window: tuple[int, ...],
     options: Options,
+    ring: Ring | None = None,
 ) -> Any:
-    """Returns out, or (out, lse), of a call in one process.
+    """Returns out, or (out, lse), of a call.
 
     Args:
         branches: segment_lengths and dilation_rates as tuples of integers, head_offsets, branch_heads and tail; None without branches.
         blocks: the block pattern, or None.
         window: see ``CallSettings``.
+        ring: of a call on a sharded sequence; None in one process.
     """
     q, k, v = autocast(q, k, v)
     key_padding_mask, cu_seqlens = masks
@@ -69,11 +80,15 @@ def attend(
     eager = is_eager([q, k, v, *[x for x in masks if x is not None]])
     if eager:
         key = _key(q, k, v, key_padding_mask, branches, blocks, window, options)
+        if ring is not None and key is not None:
+            key = key, ring.sharding, ring.seq_len
         known = None if key is None else find(key, q.dtype)
     if known is None:
-        settings = checked_settings(q, k, v, masks, branches, blocks, window, options)
+        given_to = () if ring is None else (ring.sharding, ring.seq_len)
+        settings = checked_settings(q, k, v, masks, branches, blocks, window, options, *given_to)
         if eager:
-            known = (resolve if blocks is None else resolve_blocks)(q, k, key_padding_mask, settings)
+            of_one_process = resolve if blocks is None else resolve_blocks
+            known = (of_one_process if ring is None else ring.resolve)(q, k, key_padding_mask, settings)
             if key is not None:
                 remember(key, q.dtype, known)
     else:
@@ -92,10 +107,10 @@ def attend(
     if known is None:
         assert settings is not None
         of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
-        op = dilated_attention_op if blocks is None else of_blocks
+        op = ring.op if ring is not None else dilated_attention_op if blocks is None else of_blocks
         out, lse, _ = op(q, k, v, key_padding_mask, cu_seqlens, seed, kept, *settings.arguments())
     else:
-        if cu_seqlens is not None:
+        if cu_seqlens is not None and ring is None:
             known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
         out, lse = known(q, k, v, key_padding_mask, cu_seqlens, seed, kept)
     if not options.return_lse:

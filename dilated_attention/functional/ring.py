@@ -9,10 +9,10 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import members_named, members_of
-from dilated_attention.distributed.exchange.op import ring_attention_op
+from dilated_attention.distributed.exchange.op import resolve_ring, ring_attention_op
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.functional.arguments import DENSE, Masks, Options, autocast, checked_settings, draw_seed
+from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
@@ -173,7 +173,6 @@ def _attend(
     options: Options,
     ring: RingOptions,
 ) -> Any:
-    q, k, v = autocast(q, k, v)
     one_of("layout", ring.layout, LAYOUTS)
     one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
     if window and ring.exchange == "ring":
@@ -187,14 +186,10 @@ def _attend(
     lse_grad = options.return_lse and options.mixture_grad == "exact"
     sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, 0
     seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
-    settings = checked_settings(q, k, v, masks, branches, None, window, options, sharding, seq_len)
     if ring.exchange in ("all_to_all", "2d"):
+        check.check_tensors(q, k, v)
         _check_heads(ring.group_name, ring.exchange, per_node, q.shape[2], k.shape[2], branches[3])
-    seed = draw_seed(settings.dropout_p)
-    out, lse, _ = ring_attention_op(q, k, v, *masks, seed, None, *settings.arguments())
-    if not options.return_lse:
-        return out
-    return out, lse.detach() if settings.detached else lse
+    return attend(q, k, v, masks, branches, None, window, options, Ring(ring_attention_op, resolve_ring, sharding, seq_len))
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:

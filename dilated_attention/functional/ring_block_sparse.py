@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.block_exchange.op import ring_block_sparse_attention_op
+from dilated_attention.distributed.block_exchange.op import resolve_ring_blocks, ring_block_sparse_attention_op
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.functional.arguments import Options, autocast, checked_settings, draw_seed
+from dilated_attention.functional.arguments import Options, Ring, attend
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.ring import group_name_of
 from dilated_attention.pattern import BlockPattern
@@ -81,16 +81,14 @@ def ring_block_sparse_attention(
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
     >>> out = ring_block_sparse_attention(q, k, v, pattern, group=group, layout=layout, seq_len=seq_len, is_causal=True)
     """
-    q, k, v = autocast(q, k, v)
     pattern = checked_ring_pattern(pattern)
     steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
     name, seconds = checked_block_layout(layout), check.check_timeout(timeout)
     sharding = group_name_of(group, mesh), name, "all_gather", 0, seconds, return_lse, steps
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
     masks, whole = (key_padding_mask, cu_seqlens), -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-    settings = checked_settings(q, k, v, masks, None, pattern, (), options, sharding, whole)
-    out, lse, _ = ring_block_sparse_attention_op(q, k, v, *masks, draw_seed(settings.dropout_p), None, *settings.arguments())
-    return (out, lse) if return_lse else out
+    ring = Ring(ring_block_sparse_attention_op, resolve_ring_blocks, sharding, whole)
+    return attend(q, k, v, masks, None, pattern, (), options, ring)
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:

@@ -33,7 +33,7 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern
 
@@ -100,6 +100,8 @@ def ring_blocks_forward(
     arguments = arguments._replace(ring=replace(arguments.ring, seq_len=seq_len))
     work = _BlockPass(members, tensors, masks, arguments)
     work.agree(kind)
+    if not tensors[0].shape[0]:
+        return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
     out, lse = work.forward()
     return out.contiguous(), lse.contiguous(), (seq_len, number)
 
@@ -116,6 +118,8 @@ def ring_blocks_backward(
     dout, q, k, v, out, lse = tensors
     members = members_named(arguments.ring.group_name)
     begin_backward(members, number, arguments.ring.timeout)
+    if not q.shape[0]:
+        return tuple(new_like(x) for x in (q, k, v))
     work = _BlockPass(members, (q, k, v), masks, arguments)
     return tuple(x.contiguous() for x in work.backward(dout, out, lse, dlse))
 

@@ -19,7 +19,7 @@ from dilated_attention.distributed.block_exchange.context_parallel import (
 from dilated_attention.distributed.comm.call_consistency import ring_call
 from dilated_attention.distributed.exchange.requirements import ring_blocks_requirement
 from dilated_attention.engine.ops.definition import define_attention
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors
+from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
@@ -45,13 +45,16 @@ class ResolvedRingBlocks(ResolvedCall):
         return BlockArguments(pattern_from_spec(self.settings.blocks), self.settings, ring, self.settings.sharding[-1])
 
 
-def _resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRingBlocks:
-    return ResolvedRingBlocks(settings, q.device.type)
+def resolve_ring_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRingBlocks:
+    # a record would keep the function or tensor of such a pattern alive
+    if (pattern := pattern_from_spec(settings.blocks)).lives_here:
+        return ResolvedRingBlocks(settings, q.device.type, alive=pattern)
+    return record_of(ResolvedRingBlocks, q, k, padding, settings)
 
 
 ring_block_sparse_attention_op = define_attention(
     ResolvedRingBlocks.name,
-    _resolve,
+    resolve_ring_blocks,
     "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
     new_saved=lambda inputs, settings: torch.empty((2,), dtype=torch.int64, device="cpu"),
 )

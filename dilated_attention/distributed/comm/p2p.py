@@ -107,15 +107,13 @@ class Wire:
         works: list[Any] = []
         try:
             if self._coalesces:
-                group._start_coalescing(self._device)
-            for message in incoming:
-                works.append(group.recv([_as_carried(message[1])], message[0], tag))
-            coming = False
-            for message in outgoing:
-                works.append(group.send([_as_carried(message[1])], message[0], tag))
-            if self._coalesces:
-                message = None
-                works = [group._end_coalescing(self._device)]
+                works = [self._all_to_all(group, incoming, outgoing)]
+            else:
+                for message in incoming:
+                    works.append(group.recv([_as_carried(message[1])], message[0], tag))
+                coming = False
+                for message in outgoing:
+                    works.append(group.send([_as_carried(message[1])], message[0], tag))
         except RuntimeError as error:
             peers = _peers(incoming + outgoing) if message is None else (message[0],)
             act = "starting" if message is None else self._act(message, coming)
@@ -123,6 +121,24 @@ class Wire:
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
+
+    def _all_to_all(self, group: Any, incoming: list[Message], outgoing: list[Message]) -> Any:
+        """Issues all messages as one launch. Ranks without messages need not call it: NCCL sees sends and receives."""
+        none = (incoming or outgoing)[0][1].new_empty(0)
+        rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for which, messages in enumerate((incoming, outgoing)):
+            sent: dict[int, int] = {}
+            for peer, tensor in messages:
+                index = sent[peer] = sent.get(peer, -1) + 1
+                if index == len(rounds):
+                    rounds.append(([none] * self.session.size, [none] * self.session.size))
+                rounds[index][which][peer] = _as_carried(tensor)
+        if len(rounds) == 1:
+            return group.alltoall(*rounds[0])
+        group._start_coalescing(self._device)
+        for into, given in rounds:
+            group.alltoall(into, given)
+        return group._end_coalescing(self._device)
 
     def _check(self) -> dist.ProcessGroup:
         self.session.check()

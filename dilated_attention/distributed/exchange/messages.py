@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.fork import cached_property
 
 # more runs than this are sent as units
 MOST_RUNS = 8
@@ -74,6 +76,11 @@ class StepPlan:
     @property
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
+
+    @cached_property
+    def remembered(self) -> dict[Any, Any]:
+        """Tables and launches of the kernels that copy this step's rows (``copies.py``), which are made once."""
+        return {}
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from dilated_attention.distributed.exchange.context_parallel import ring_backwar
 from dilated_attention.distributed.exchange.requirements import over_gpus, ring_requirement
 from dilated_attention.engine.oom.requirements import more_suggestions
 from dilated_attention.engine.ops.definition import define_attention
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors
+from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 
 more_suggestions.append(over_gpus)
@@ -37,13 +37,13 @@ class ResolvedRing(ResolvedCall):
         return ring_backward(inputs, (dout, out, lse, dlse), self.settings, ring_call(self.settings, N), number)
 
 
-def _resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
-    return ResolvedRing(settings, q.device.type)
+def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
+    return record_of(ResolvedRing, q, k, padding, settings)
 
 
 ring_attention_op = define_attention(
     ResolvedRing.name,
-    _resolve,
+    resolve_ring,
     "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
     new_saved=lambda inputs, settings: torch.empty((2,), dtype=torch.int64, device="cpu"),
 )

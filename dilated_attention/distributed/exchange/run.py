@@ -16,8 +16,9 @@ from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.transfer import Arrival, KeyGradients, Returning
+from dilated_attention.engine.branches.merge import has_kernels
 
-Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Computation(Protocol):
@@ -51,14 +52,19 @@ def backward(
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     sums: dict[tuple[int, int], KeyGradients] = {}
     last = {step.kv_heads: index for index, step in enumerate(steps)}
-    returning: deque[tuple[int, Returning]] = deque()
+    returning: deque[tuple[int, Returning, Pair | None]] = deque()
 
     def add_back() -> None:
-        index, back = returning.popleft()
+        index, back, own = returning.popleft()
         heads = back.step.kv_heads
-        back.add_to(sums[heads])
+        room = dk[:, :, slice(*heads)], dv[:, :, slice(*heads)]
+        back.wait()
+        if own is not None:
+            back.write(room, own)
+            return
+        sums[heads].add(back.step, back.came)
         if last[heads] == index:
-            sums.pop(heads).write(dk[:, :, slice(*heads)], dv[:, :, slice(*heads)])
+            sums.pop(heads).write(*room)
 
     for index, arrival in enumerate(_arrivals(steps, members, k, v, wires[0], depth, "backward")):
         step = arrival.step
@@ -66,10 +72,13 @@ def backward(
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:
             # nothing is anyone else's
             return grads
-        returning.append((index, Returning.start(step, members, grads, k, wires[1])))
-        if step.kv_heads not in sums:
-            sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
-        sums[step.kv_heads].add_own(step, grads)
+        # where no other step has these heads, one kernel sums all contributions once they are there
+        own = grads if len(last) == len(steps) and has_kernels(k) and (step.fills or step.in_place) else None
+        returning.append((index, Returning(step, members, grads, k, wires[1]), own))
+        if own is None:
+            if step.kv_heads not in sums:
+                sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
+            sums[step.kv_heads].add_own(step, grads)
         # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
             add_back()

@@ -1,21 +1,23 @@
 """Moves keys to the ranks that need them and the gradients of keys back to the ranks that hold them, as the plan of a step says.
 
-Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once.
+Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. On a GPU,
+one kernel each copies what is sent, fills a memory and sums gradients (``copies_triton.py``); elsewhere torch's operations do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
+from dilated_attention.distributed.exchange import copy_tables as tables
 from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+from dilated_attention.engine.branches.merge import has_kernels
 
-Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Arrival:
@@ -25,48 +27,67 @@ class Arrival:
         """Begins the exchange; all ranks begin theirs in the same order. ``k``, ``v``: the rank's rows (B, n, Hk, D)."""
         self.step = step
         heads = slice(*step.kv_heads)
-        self._keys = (k[:, :, heads], v[:, :, heads])
+        k, v = k[:, :, heads], v[:, :, heads]
+        self._own = k, v
+        self._fused = has_kernels(k)
+        self._shape = (step.num_kv_heads, k.shape[0], 2 * k.shape[3])
         self._memory: torch.Tensor | None = None
-        self._units: list[tuple[RowMessage, torch.Tensor]] = []
+        self._came = k.new_empty(0)
         self._transfer: Transfer | None = None
-        shape = (step.rows, step.num_kv_heads, k.shape[0], 2 * k.shape[3])
+        # what arrives or is sent as runs needs its memory now; the rest is filled in once everything is there
+        self._late = self._fused and not any(message.units is None for message in step.sends)
         if not step.in_place:
             # a kernel may load a row that it then ignores, and 0 · NaN is NaN
-            self._memory = (torch.empty if step.is_full else torch.zeros)(shape, dtype=k.dtype, device=k.device)
-            for row, place, count in step.fills:
-                _pack(self._memory[place : place + count], *(x[:, row : row + count] for x in self._keys))
-        if not step.sends and not step.receives:
-            return
-        assert wire is not None, "one process has nobody to exchange with"
-        outgoing: list[tuple[int, torch.Tensor]] = []
-        if step.sends:
-            source = self._memory
-            if step.from_own:
-                source = k.new_empty((k.shape[1], *shape[1:]))
-                _pack(source, *self._keys)
-            assert source is not None
-            outgoing = _messages(step.sends, source, members)
-        incoming = []
-        for message in step.receives:
-            assert self._memory is not None
-            if message.units is None:
-                incoming += [(members.peer(message.peer), self._memory[start:end]) for start, end in message.runs]
-                continue
-            came = _new_units(message, self._memory)
-            incoming.append((members.peer(message.peer), came))
-            self._units.append((message, came))
-        self._transfer = wire.start(outgoing, incoming, f"{what}, {step.what}: K and V")
+            make = torch.empty if step.is_full or self._late else torch.zeros
+            self._memory = make((step.rows, *self._shape), dtype=k.dtype, device=k.device)
+            if not self._late:
+                for row, place, count in step.fills:
+                    _pack(self._memory[place : place + count], k[:, row : row + count], v[:, row : row + count])
+        if step.sends or step.receives:
+            assert wire is not None, "one process has nobody to exchange with"
+            self._transfer = wire.start(self._outgoing(members), self._incoming(members), f"{what}, {step.what}: K and V")
 
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outgoing(self, members: Members) -> list[tuple[int, torch.Tensor]]:
+        step, (k, v) = self.step, self._own
+        if not step.sends:
+            return []
+        source, units = self._memory, None
+        if self._fused and any(message.units is not None for message in step.sends):
+            from dilated_attention.distributed.exchange import copies_triton
+
+            numbers = tables.sent_units(step, k.device)
+            units = k.new_empty((numbers.shape[0], *self._shape[1:]))
+            copies_triton.gather(step, units, k, v, numbers)
+        if step.from_own and (units is None or not self._late):
+            source = k.new_empty((k.shape[1], *self._shape))
+            _pack(source, k, v)
+        return _messages(step.sends, source, members, step.num_kv_heads, units)
+
+    def _incoming(self, members: Members) -> list[tuple[int, torch.Tensor]]:
+        step = self.step
+        singles = sum(message.size(step.num_kv_heads) for message in step.receives if message.units is not None)
+        self._came = self._own[0].new_empty((singles, *self._shape[1:]))
+        return _messages(step.receives, self._memory, members, step.num_kv_heads, self._came)
+
+    def keys(self) -> Pair:
         """Returns the step's K and V (B, rows, heads, D), once they have arrived."""
         if self._transfer is not None:
             self._transfer.wait()
         if self._memory is None:
-            return self._keys
-        for message, came in self._units:
-            assert message.units is not None
-            message.flat(self._memory).index_copy_(0, message.units, came)
-        keys, values = self._memory.permute(2, 0, 1, 3).chunk(2, -1)
+            return self._own
+        step, memory, (k, v) = self.step, self._memory, self._own
+        if self._fused and (self._late or len(self._came)):
+            from dilated_attention.distributed.exchange import copies_triton
+
+            copies_triton.assemble(step, memory, k, v, self._came, tables.sources(step, k.shape[1], k.device))
+        else:
+            start = 0
+            for message in step.receives:
+                if message.units is not None:
+                    end = start + message.size(step.num_kv_heads)
+                    message.flat(memory).index_copy_(0, message.units, _as_units(message, self._came[start:end], memory))
+                    start = end
+        keys, values = memory.permute(2, 0, 1, 3).chunk(2, -1)
         return keys, values
 
 
@@ -78,7 +99,7 @@ class KeyGradients:
         self._total = torch.empty(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
         self._is_empty = True
 
-    def add_own(self, step: StepPlan, grads: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def add_own(self, step: StepPlan, grads: Pair | None) -> None:
         """Adds what this rank's queries contribute to its own rows. ``grads``: of the step's memory, dk and dv (B, rows, heads, D)."""
         first, self._is_empty = self._is_empty, False
         fills = ((0, 0, self._total.shape[0]),) if step.in_place else step.fills
@@ -92,15 +113,20 @@ class KeyGradients:
                 # the fills of a step are all of the rank's rows
                 (part.copy_ if first else part.add_)(own)
 
-    def add(self, messages: Sequence[RowMessage], came: Sequence[torch.Tensor]) -> None:
-        """Adds what other ranks contribute, in the order of ``messages``, which name this rank's rows."""
-        incoming = iter(came)
-        for message in messages:
-            if message.units is None:
-                for start, end in message.runs:
-                    self._total[start:end] += next(incoming)
-            else:
-                message.flat(self._total).index_add_(0, message.units, next(incoming).to(self._total.dtype))
+    def add(self, step: StepPlan, came: torch.Tensor) -> None:
+        """Adds what other ranks contribute: ``came`` (units, B, 2·D) are the units of ``step.owed``, one message after the other."""
+        start = 0
+        for message in step.owed:
+            end = start + message.size(step.num_kv_heads)
+            part, start = came[start:end], end
+            if message.units is not None:
+                part = _as_units(message, part, self._total).to(self._total.dtype)
+                message.flat(self._total).index_add_(0, message.units, part)
+                continue
+            rows = part.view(-1, *self._total.shape[1:])
+            for first, last in message.runs:
+                self._total[first:last] += rows[: last - first]
+                rows = rows[last - first :]
 
     def write(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Rounds the sums into dk and dv (B, n, heads, D)."""
@@ -108,49 +134,56 @@ class KeyGradients:
             grad.copy_(total.permute(2, 0, 1, 3))
 
 
-@dataclass
 class Returning:
-    """Contributions of other ranks to the gradients of this rank's keys, in flight."""
+    """The gradients of a step's keys on their way to the ranks that hold the keys."""
 
-    step: StepPlan
-    came: list[torch.Tensor]
-    kept: list[torch.Tensor]
-    transfer: Transfer | None
-
-    @staticmethod
-    def start(
-        step: StepPlan, members: Members, grads: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor, wire: Wire | None
-    ) -> Returning:
-        """Sends back the gradients of the keys that arrived. ``grads``: those of the step's memory, (B, rows, heads, D); None for zeros.
+    def __init__(self, step: StepPlan, members: Members, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
+        """Sends back the gradients of the keys that arrived.
 
         Args:
-            like: this rank's keys (B, n, Hk, D).
+            grads: of the step's memory, (B, rows, heads, D); None for zeros.
+            k: this rank's keys (B, n, Hk, D).
         """
+        self.step = step
+        heads = step.num_kv_heads
+        unit = (k.shape[0], 2 * k.shape[3])
+        self.came = k.new_empty((sum(message.size(heads) for message in step.owed), *unit))
+        self._kept = k.new_empty(0)
+        self._transfer: Transfer | None = None
         if not step.sends and not step.receives:
-            return Returning(step, [], [], None)
+            return
         assert wire is not None
-        outgoing: list[tuple[int, torch.Tensor]] = []
-        shape = (step.rows, step.num_kv_heads, like.shape[0], 2 * like.shape[3])
-        packed = None
-        if step.receives:
-            packed = torch.zeros(shape, dtype=like.dtype, device=like.device) if grads is None else like.new_empty(shape)
-            if grads is not None:
-                _pack(packed, *grads)
-            outgoing = _messages(step.receives, packed, members)
-        incoming = []
-        for message in step.sends:
-            if message.units is not None:
-                incoming.append((members.peer(message.peer), _new_units(message, like.new_empty((0, *shape[1:])))))
-                continue
-            incoming += [(members.peer(message.peer), like.new_empty((end - start, *shape[1:]))) for start, end in message.runs]
-        transfer = wire.start(outgoing, incoming, f"backward, {step.what}: dK and dV")
-        return Returning(step, [x for _, x in incoming], [x for _, x in outgoing], transfer)
+        units = sum(message.size(heads) for message in step.receives)
+        self._kept = (torch.empty if grads is not None else torch.zeros)((units, *unit), dtype=k.dtype, device=k.device)
+        if grads is not None and units:
+            self._pack(grads)
+        outgoing = _messages(step.receives, None, members, heads, self._kept)
+        incoming = _messages(step.owed, None, members, heads, self.came)
+        self._transfer = wire.start(outgoing, incoming, f"backward, {step.what}: dK and dV")
 
-    def add_to(self, sums: KeyGradients) -> None:
-        if self.transfer is not None:
-            self.transfer.wait()
-        sums.add(self.step.owed, self.came)
-        self.came, self.kept = [], []
+    def _pack(self, grads: Pair) -> None:
+        step, (dk, dv) = self.step, grads
+        if has_kernels(dk) and dk.dtype is self._kept.dtype:
+            from dilated_attention.distributed.exchange import copies_triton
+
+            copies_triton.gather(step, self._kept, dk, dv, tables.received_units(step, dk.device))
+            return
+        packed = self._kept.new_empty((dk.shape[1], dk.shape[2], *self._kept.shape[1:]))
+        _pack(packed, dk, dv)
+        torch.index_select(packed.view(-1, *self._kept.shape[1:]), 0, tables.received_units(step, dk.device).long(), out=self._kept)
+
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer.wait()
+        self._kept = self.came[:0]
+
+    def write(self, grads: Pair, own: Pair) -> None:
+        """Writes the sum of all contributions, once they have come, to ``grads`` (B, n, heads, D). ``own``: of the step's memory."""
+        from dilated_attention.distributed.exchange import copies_triton
+
+        n, device = grads[0].shape[1], grads[0].device
+        places, returned = tables.own_places(self.step, n, device), tables.returned_units(self.step, n, device)
+        copies_triton.add(self.step, grads, own, self.came, places, returned)
 
 
 def _pack(memory: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -159,18 +192,31 @@ def _pack(memory: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Non
         part.copy_(x.permute(1, 2, 0, 3))
 
 
-def _messages(messages: Sequence[RowMessage], memory: torch.Tensor, members: Members) -> list[tuple[int, torch.Tensor]]:
-    found = []
+def _as_units(message: RowMessage, units: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Returns units (count, B, 2·D) in the form in which ``message.flat(memory)`` is indexed."""
+    assert message.units is not None
+    return units.view(message.units.shape[0], *message.flat(memory).shape[1:])
+
+
+def _messages(
+    messages: Sequence[RowMessage], memory: torch.Tensor | None, members: Members, heads: int, units: torch.Tensor | None = None
+) -> list[tuple[int, torch.Tensor]]:
+    """Returns (rank in the group, tensor) of each message.
+
+    Args:
+        memory: where runs of rows are; without it, they are among the units.
+        units: room for the messages that are not runs of the memory, one after the other; without it, they are copied from the memory.
+    """
+    found, start = [], 0
     for message in messages:
         peer = members.peer(message.peer)
-        if message.units is None:
-            found += [(peer, memory[start:end]) for start, end in message.runs]
+        if message.units is None and memory is not None:
+            found += [(peer, memory[first:last]) for first, last in message.runs]
+        elif units is not None:
+            end = start + message.size(heads)
+            found.append((peer, units[start:end]))
+            start = end
         else:
+            assert memory is not None and message.units is not None
             found.append((peer, message.flat(memory).index_select(0, message.units)))
     return found
-
-
-def _new_units(message: RowMessage, memory: torch.Tensor) -> torch.Tensor:
-    """Returns room for the message's units of a memory (rows, heads, B, 2·D)."""
-    assert message.units is not None
-    return memory.new_empty((message.units.shape[0], *message.flat(memory).shape[1:]))

@@ -1,0 +1,91 @@
+"""Which unit goes where in the copies of a step, as tables that are made once. A unit is one (row, key/value head)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+
+
+def _once(step: StepPlan, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    tables: dict[Any, Any] = step.remembered
+    if name not in tables:
+        tables[name] = make()
+    return tables[name]  # type: ignore[no-any-return]
+
+
+def _units(step: StepPlan, messages: tuple[RowMessage, ...], device: torch.device) -> torch.Tensor:
+    """Returns int64 row · heads + head of all units of some messages, one message after the other."""
+    heads, found = step.num_kv_heads, [torch.zeros(0, dtype=torch.int64, device=device)]
+    for message in messages:
+        if message.units is not None and not message.whole_rows:
+            found.append(message.units)
+            continue
+        rows = message.units if message.units is not None else torch.cat([torch.arange(*run, device=device) for run in message.runs])
+        found.append((rows[:, None] * heads + torch.arange(heads, device=device)).flatten())
+    return torch.cat(found)
+
+
+def sent_units(step: StepPlan, device: torch.device) -> torch.Tensor:
+    """Returns int32: the rank's own units that are sent one by one."""
+    owed = tuple(message for message in step.owed if message.units is not None)
+    return _once(step, "sent", lambda: _units(step, owed, device).int())
+
+
+def received_units(step: StepPlan, device: torch.device) -> torch.Tensor:
+    """Returns int32: all units of the memory that arrive."""
+    return _once(step, "received", lambda: _units(step, step.receives, device).int())
+
+
+def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
+    """Returns int32 (rows · heads): where each unit of the memory comes from.
+
+    An own unit; own rows · heads + the number of a unit that arrives by itself; −1 for none, and −2 for one that arrives in place.
+    """
+
+    def make() -> torch.Tensor:
+        heads = step.num_kv_heads
+        found = torch.full((step.rows * heads,), -1, dtype=torch.int32, device=device)
+        for row, place, count in step.fills:
+            found[place * heads : (place + count) * heads] = torch.arange(row * heads, (row + count) * heads, device=device).int()
+        end = own_rows * heads
+        for message in step.receives:
+            units = _units(step, (message,), device)
+            if message.units is None:
+                found[units] = -2
+                continue
+            found[units] = torch.arange(end, end + len(units), device=device).int()
+            end += len(units)
+        return found
+
+    return _once(step, "sources", make)
+
+
+def own_places(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
+    """Returns int32 (own rows,): the row of memory of each of the rank's own rows."""
+
+    def make() -> torch.Tensor:
+        found = torch.arange(own_rows, dtype=torch.int32, device=device)
+        for row, place, count in step.fills:
+            found[row : row + count] = torch.arange(place, place + count, device=device).int()
+        return found
+
+    return _once(step, "places", make)
+
+
+def returned_units(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
+    """Returns int32 (peers, own rows · heads): which of the units that come back is a gradient of each own unit; −1 for none."""
+
+    def make() -> torch.Tensor:
+        found = torch.full((len(step.owed), own_rows * step.num_kv_heads), -1, dtype=torch.int32, device=device)
+        end = 0
+        for row, message in zip(found, step.owed, strict=True):
+            units = _units(step, (message,), device)
+            row[units] = torch.arange(end, end + len(units), device=device).int()
+            end += len(units)
+        return found
+
+    return _once(step, "returned", make)
