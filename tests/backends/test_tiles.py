@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
-from dilated_attention.backends import Mask, Options, registry
+from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.engine.kernels import tiles, tiles_layout
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
@@ -140,12 +140,22 @@ def test_results_repeat_bit_for_bit_and_belong_to_their_batch_entry() -> None:
         assert torch.equal(one, other) and torch.equal(one, strided) and torch.equal(one[1:], entry)
 
 
-def test_a_dense_problem_of_other_lengths_and_strided_lse() -> None:
-    """The way in of a runner that goes problem by problem: more keys than queries, the last query sees the last key."""
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_dense_problem_of_other_lengths_and_strided_lse(dropout_p: float) -> None:
+    """The way in of a runner that goes problem by problem: more keys than queries, the last query sees the last key.
+
+    A problem's mask is a view of every r-th position, and its random words are views of all words.
+    """
     case = replace(random_case(1589, SPACE), num_queries=7, query_offset=21, num_keys=28, batch=2)
     case = replace(case, window=None, is_causal=True, padding="some")
     x, backend = inputs(case, torch.float32), registry.get("tiles")
-    options = Options(scale=0.2, causal=True, mask=Mask(padding=x.key_padding_mask))
+    assert x.key_padding_mask is not None
+    padding = x.key_padding_mask.repeat_interleave(2, 1)[:, ::2]
+    dropout = None
+    if dropout_p:
+        positions = torch.arange(28).repeat(2, 1)
+        dropout = Dropout(dropout_p, 3, torch.arange(2), torch.arange(case.heads), positions[:, 21:], positions)
+    options = Options(scale=0.2, causal=True, mask=Mask(padding=padding), dropout=dropout)
     out, lse = torch.empty_like(x.q), torch.empty(2, 7, case.heads).transpose(1, 2)
     backend.forward_into(x.q, x.k, x.v, options, out, lse)  # type: ignore[attr-defined]
     wanted, wanted_lse = registry.get("math").forward(x.q, x.k, x.v, options)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
+from dilated_attention.backends.dropout import Words
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.call import Prepared, TileCall
@@ -111,9 +112,10 @@ def _dense_call(
 
 def _masks(options: Options, k: torch.Tensor) -> dict[str, Any]:
     masks: dict[str, Any] = {}
+    # the kernels read masks and words densely, while those of a problem may be views of every r-th position
     if options.mask.padding is not None:
-        masks["padding"] = options.mask.padding.expand(k.shape[:2])
+        masks["padding"] = options.mask.padding.expand(k.shape[:2]).contiguous()
     dropout = options.dropout
     if dropout is not None:
-        masks |= {"words": dropout.words, "dropout_p": dropout.probability}
+        masks |= {"words": Words(*(x.contiguous() for x in dropout.words)), "dropout_p": dropout.probability}
     return masks
