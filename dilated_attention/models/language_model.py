@@ -201,4 +201,3 @@ class LongNetLM(Pretrained):
             prefill_chunk=prefill_chunk,
             cuda_graph=cuda_graph,
         )
-
