@@ -18,12 +18,8 @@ from dilated_attention.integrations._torchscale_stack import (
 from dilated_attention.integrations._weights import Weights, place, read_weights, without
 from dilated_attention.models.config import TORCHSCALE_ENCODER
 from dilated_attention.models.images.positions import grid_positions
-from dilated_attention.models.images.slide_encoder import (
-    GIGAPATH_MAX_WSI_SIZE,
-    SlideEncoder,
-    SlideEncoderConfig,
-    segment_lengths_of,
-)
+from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.vision import LongViT, VisionConfig, longvit_segment_lengths, resized_positions
 
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention import create_model, local_positions, shard_sequence
+from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
+from dilated_attention.models.images.class_tokens import token_plan
 from dilated_attention.models.images.vision import POOLINGS
 from dilated_attention.models.sharded import average_gradients, sharded_mean
 from tests.helpers.pool import pool_of
@@ -257,6 +259,18 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         view(images_of(24, 24 + 4 * rank))
 
 
+def a_tile_outside_the_grid_is_named(rank: int, world: int) -> None:
+    """Its process raises; the others do not wait for it without end."""
+    spread = model_of(SlideEncoder, slide_config(), group=dist.new_group(), timeout=2.0)
+    tiles, coords = shard_sequence(None, slide(11), [1, 1])
+    if rank == 0:
+        with pytest.raises(ValueError, match="reach from cell"):
+            spread(tiles, coords + 20 * 256)
+        return
+    with pytest.raises(RingError, match="0"):
+        spread(tiles, coords)
+
+
 def works_in_ddp(rank: int, world: int) -> None:
     for pool in (True, False):
         config = slide_config(global_pool=pool)
@@ -270,7 +284,8 @@ def works_in_ddp(rank: int, world: int) -> None:
 
 
 IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
-ON_PROCESSES = [other_exchanges, presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused, works_in_ddp]
+ON_PROCESSES = [other_exchanges, presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
+ON_PROCESSES += [a_tile_outside_the_grid_is_named, works_in_ddp]
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
@@ -294,3 +309,41 @@ def test_checkpoints_take_a_ring(tmp_path: Path) -> None:
     model_of(LongViT, vision_config(pooling="class_token")).save_pretrained(tmp_path / "view")
     torch.save(original.weights, tmp_path / "original.pth")
     pool_of(2).run(checkpoints_take_a_ring, str(tmp_path))
+
+
+def compiled_models_are_equal(rank: int, world: int) -> None:
+    """Forward and backward in one graph, in training mode with drop path."""
+    spread = model_of(SlideEncoder, slide_config(global_pool=True, drop_path=0.5), group=dist.group.WORLD, layout="zigzag")
+    view = model_of(LongViT, vision_config(pooling="class_token"), group=dist.group.WORLD)
+    tiles, coords = shard_sequence(None, slide(23), [1, 1], layout="zigzag")
+    for model, inputs, options in ((spread, (tiles, coords), {"seq_len": 23}), (view, (images_of(24, 24),), {})):
+        found = []
+        for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            torch.manual_seed(rank)
+            out = run(*inputs, **options)
+            loss_of(out).backward()
+            found.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+            model.zero_grad()
+        torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
+    with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
+        torch.compile(spread, backend="eager", fullgraph=True)(tiles, coords)
+
+
+@pytest.mark.parametrize(("world", "num_tiles"), list(itertools.product((2, 3, 4), (0, 1, 5, 24, 37))))
+def test_few_tiles_make_room_for_a_class_token(world: int, num_tiles: int) -> None:
+    for layout, most in (("contiguous", 1), ("zigzag", 2)):
+        plans = [token_plan((0, num_tiles), rank, world, layout) for rank in range(world)]
+        sent = [
+            sum(piece.count for other, pieces in enumerate(plan.sends) if other != rank for piece in pieces)
+            for rank, plan in enumerate(plans)
+        ]
+        assert max(sent) <= most
+        assert all(plan.travels == any(sent) for plan in plans)
+        assert any(sent) == bool(num_tiles % world) or layout == "zigzag"
+        assert [plan.tokens for plan in plans] == [(0,)] + [()] * (world - 1)
+        assert sum(plan.rows for plan in plans) == num_tiles + 1
+
+
+@pytest.mark.slow
+def test_compiled_models_are_equal() -> None:
+    pool_of(2).run(compiled_models_are_equal, timeout=240)

@@ -13,7 +13,7 @@ from torch import nn
 from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.class_tokens import sum_runs
-from dilated_attention.models.images.slide_encoder import check_encoder
+from dilated_attention.models.images.slide_config import check_encoder
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.modules import RingSettings
