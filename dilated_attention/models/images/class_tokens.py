@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.sharding.layout import Span, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, SharedRows, shared_rows
@@ -192,7 +191,7 @@ def sum_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, group_name: str
     edges = [0, *(edge for first, last, _ in pieces for edge in (first, last)), x.shape[1], x.shape[1]]
     # the backward of one split is one tensor, that of each slice would be one of x's size
     parts = x.split([b - a for a, b in itertools.pairwise(edges)], dim=1)
-    dtype = accumulation_dtype(x.dtype)
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     # the sum of no rows ties a process without rows to the backward, in which all must take part
     sums = [parts[-1].sum(1, dtype=dtype)] * len(runs)
     for (_, _, index), part in zip(pieces, parts[1::2], strict=False):
