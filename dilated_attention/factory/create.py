@@ -92,8 +92,9 @@ def create_model(preset: str, **overrides: Any) -> Pretrained:
             model: ``LongNetConfig`` → ``LongNetLM`` · ``SlideEncoderConfig`` → ``SlideEncoder`` · ``VisionConfig`` → ``LongViT``.
         overrides: fields of that configuration (``num_layers=6``), or of the encoder's configuration within it; and options of the model:
             ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
-            ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``. Another kind of
-            ``attention`` drops the preset's segments, rates, offsets, tail and block pattern.
+            ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``,
+            ``SlideEncoder``, ``LongViT``. Another kind of ``attention`` drops the preset's segments, rates, offsets, tail and block
+            pattern.
 
     Returns:
         The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.

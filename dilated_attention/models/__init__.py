@@ -3,7 +3,8 @@
 from dilated_attention.models.blocks import Block, FeedForward
 from dilated_attention.models.config import LongNetConfig, ModelConfig
 from dilated_attention.models.generation import Sampling, Stepper, generate, prefill
-from dilated_attention.models.images.slide_encoder import SlideEncoder, SlideEncoderConfig
+from dilated_attention.models.images.slide_config import SlideEncoderConfig
+from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.slides import collate_slides
 from dilated_attention.models.images.vision import LongViT, VisionConfig
 from dilated_attention.models.kv_cache.cache import KVCache

@@ -12,6 +12,7 @@ from dilated_attention.functional.fused_layers import is_lean, linear_layers
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache.decode_step import LayerCachePass
+from dilated_attention.models.sharded import first_of_group
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
@@ -86,26 +87,35 @@ def shrink_residual(linear: nn.Linear, num_layers: int) -> None:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E)."""
+    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E).
 
-    def __init__(self, p: float) -> None:
+    With ``ring``, x is this process's rows, and the first process draws for all of them.
+    """
+
+    def __init__(self, p: float, ring: RingSettings | None = None) -> None:
         super().__init__()
         self.p = p
+        self.ring = ring
 
-    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        factors = self.factors(x, cu_seqlens)
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor:
+        factors = self.factors(x, cu_seqlens, seq_len)
         return x if factors is None else x * factors.to(x.dtype).view(*factors.shape, *(1,) * (3 - factors.ndim))
 
-    def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
+    def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor | None:
         """Returns the factors of the rows in float32, (B,), or (1, N) for packed documents; None if all are 1."""
         if self.p == 0 or not self.training:
             return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         kept = torch.rand(samples, device=x.device).ge(self.p).float() / (1 - self.p)
+        if self.ring is not None:
+            kept = first_of_group(kept, self.ring.group_name)
         if cu_seqlens is None:
             return kept
-        rows = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-        return kept[torch.searchsorted(cu_seqlens, rows, right=True) - 1][None]
+        if self.ring is None:
+            rows = torch.arange(x.shape[1], device=x.device)
+        else:
+            rows = self.ring.positions(x, int(cu_seqlens[-1]) if seq_len is None else seq_len)
+        return kept[torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True) - 1][None]
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -191,7 +201,7 @@ class Block(nn.Module):
         self.ffn_norm = make_norm(config, **factory)
         self.ffn = FeedForward(config, **factory)
         self.dropout = nn.Dropout(config.dropout)
-        self.drop_path = DropPath(config.drop_path * depth / max(1, config.num_layers - 1))
+        self.drop_path = DropPath(config.drop_path * depth / max(1, config.num_layers - 1), ring)
         if not config.sub_norm:
             shrink_residual(self.attention.out_proj, config.num_layers)
 
@@ -204,16 +214,16 @@ class Block(nn.Module):
             spread = {} if seq_len is None else {"seq_len": seq_len}
             x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
             attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
-        x = self._add(x, attended, cu_seqlens)
+        x = self._add(x, attended, cu_seqlens, seq_len)
         x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
-        return self._add(x, self.ffn(x_in, **norm), cu_seqlens)
+        return self._add(x, self.ffn(x_in, **norm), cu_seqlens, seq_len)
 
-    def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None) -> torch.Tensor:
         """x + drop_path(dropout(y))."""
         if not (is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath)) or self.dropout.p == 1:
-            return x + self.drop_path(self.dropout(y), cu_seqlens)
+            return x + self.drop_path(self.dropout(y), cu_seqlens, seq_len)
         dropout = self.dropout.p if self.dropout.training else 0.0
-        return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens))
+        return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens, seq_len))
 
 
 def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:

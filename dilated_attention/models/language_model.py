@@ -38,7 +38,8 @@ class LongNetLM(Pretrained):
 
     The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
     share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
-    without these, call ``average_gradients``. See ``models.sharded``. Dropout uses each process's own random generator.
+    without these, call ``average_gradients``. See ``models.sharded``. The first process draws drop path for all; dropout uses
+    each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
     ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
@@ -201,4 +202,3 @@ class LongNetLM(Pretrained):
             prefill_chunk=prefill_chunk,
             cuda_graph=cuda_graph,
         )
-

@@ -89,6 +89,25 @@ def _(x: torch.Tensor, group_name: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return sum_over_group(grad.contiguous(), ctx.group_name), None
+
+
+# every process's loss depends on x of all: the gradient is that of the sum of their losses
+sum_over_group.register_autograd(_sum_gradients, setup_context=_keep_group)
+
+
+def first_of_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Returns the first process's x on every process of a group, e.g. a random draw; x has equal shapes."""
+    if not group_name:
+        return x
+    return sum_over_group(x if place_in(group_name)[0] == 0 else torch.zeros_like(x), group_name)
+
+
 def average_gradients(module: nn.Module, *, group: Any = None, mesh: Any = None) -> None:
     """Replaces every parameter's gradient with its mean over the processes of a group, for a model in neither DDP nor FSDP2.
 

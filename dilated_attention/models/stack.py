@@ -42,11 +42,6 @@ class LongNetStack(nn.Module):
             )
         if ring is None and config.is_ring:
             ring = RingSettings.of(None, None, "contiguous", "auto", None, 60.0)
-        if ring is not None and config.drop_path > 0:
-            raise ValueError(
-                f"drop_path is {config.drop_path} and processes share the sequence; "
-                "each would drop its own rows of a sample: use drop_path=0"
-            )
         self.config = config
         self.ring = ring
         self.checkpoint_activations = checkpoint_activations
@@ -119,6 +114,13 @@ class LongNetStack(nn.Module):
             return cache
         return cache.begin(batch, num_tokens)
 
+    def check_whole(self) -> None:
+        """Raises a ValueError if processes share the stack's sequence, so that it has no attention map."""
+        if self.ring is not None:
+            raise ValueError(
+                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
+            )
+
     @torch.no_grad()
     def attention_map(
         self,
@@ -142,10 +144,7 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
-        if self.ring is not None:
-            raise ValueError(
-                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
-            )
+        self.check_whole()
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
             raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")

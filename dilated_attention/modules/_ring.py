@@ -12,7 +12,7 @@ from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
-from dilated_attention.distributed.sharding.layout import LAYOUTS, positions_of
+from dilated_attention.distributed.sharding.layout import LAYOUTS, local_length, positions_of
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.pattern.checks import as_int, one_of
 
@@ -69,19 +69,30 @@ class RingSettings:
         self._check_still_alone()
         return place_in(self.group_name)
 
-    def whole_length(self, rows: int) -> int:
+    def whole_length(self, rows: int, **same: object) -> int:
         """Returns N, the sum of all ranks' rows, which the ranks exchange here; all must call it.
 
+        Args:
+            same: further values that must be equal on all ranks.
+
         Raises:
-            ValueError: inside torch.compile, whose graph cannot contain a number received from other processes.
+            ValueError: the ranks' rows are no shards of a sequence in this layout, or values differ, on all ranks alike; or inside
+                torch.compile, whose graph cannot contain a number received from other processes.
         """
         if not self.group_name:
             return rows
         if torch.compiler.is_compiling():
             raise ValueError("seq_len is None inside torch.compile; positions depend on it: give seq_len, the length of the whole sequence")
-        same = {"function": "seq_len, asked for", "layout": self.layout, "seq_len": "None"}
-        told = agree(members_named(self.group_name), same, {"rows": rows}, self.timeout)
-        return sum(own["rows"] for own in told)
+        members = members_named(self.group_name)
+        same = {"function": "seq_len, asked for", "layout": self.layout, "seq_len": "None", **same}
+        held = [own["rows"] for own in agree(members, same, {"rows": rows}, self.timeout)]
+        expected = [local_length(sum(held), rank, members.size, self.layout) for rank in range(members.size)]
+        if held != expected:
+            raise ValueError(
+                f"the group's ranks hold {held} positions; a {self.layout} sequence of {sum(held)} has {expected}: "
+                "cut it with shard_sequence and the same layout"
+            )
+        return sum(held)
 
     def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
         """Returns the positions in the whole sequence of the rows of x (B, n, …), as int64 (n,).

@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.images.positions import grid_positions, sincos_table
-from dilated_attention.models.images.slide_encoder import SlideEncoder, SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.images.slide_config import SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.slides import collate_slides
 from tests.helpers import torchscale_reference as reference
 

@@ -3,113 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
+from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
 from dilated_attention.models.images.positions import grid_positions
-from dilated_attention.models.images.slides import checked_bounds, device_bounds, has_empty, rows_of_slides
+from dilated_attention.models.images.slide_config import SlideEncoderConfig
+from dilated_attention.models.images.slides import bounds_of, check_bounds, check_tiles, device_bounds, rows_of_slides
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.pattern.checks import as_int, shown
-from dilated_attention.validation import check_bool, check_positive
-
-# side in pixels of the largest slide that Prov-GigaPath's segment lengths are made for
-GIGAPATH_MAX_WSI_SIZE = 262144
-
-
-def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
-    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels.
-
-    With tiles of ``tile_size`` pixels, they go from 1024 to the largest power of 2 that is at most the number of tiles, in equal ratios,
-    rounded down: 1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
-    """
-    side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
-    if side < 4:
-        raise ValueError(
-            f"max_wsi_size is {max_wsi_size} and tile_size is {tile_size}, which leaves {side} × {side} tiles; expected at least 4 × 4"
-        )
-    last = (side * side).bit_length() - 1
-    return tuple(int(2.0 ** (10 + i * (last - 10) / 4)) for i in range(5))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlideEncoderConfig(ModelConfig):
-    """Configuration of a ``SlideEncoder``.
-
-    Args:
-        encoder: configuration of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` also applies to embedded tiles.
-        in_dim: width of the tile embeddings.
-        grid_size: side of the grid in cells; coordinates beyond it are refused. It affects no weight's shape and changes no position.
-        tile_size: side of a tile in pixels, by which coordinates are divided.
-        global_pool: represent the slide by the mean of its tiles. False: by the class token.
-        norm_eps: ε of the last norm.
-
-    Raises:
-        ValueError, TypeError: if the model cannot be built.
-    """
-
-    encoder: LongNetConfig
-    in_dim: int = 1536
-    grid_size: int = 1000
-    tile_size: int = 256
-    global_pool: bool = False
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        # in a configuration read from a file, this is a dict
-        if isinstance(self.encoder, dict):
-            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
-        check_encoder(self.encoder, "a slide encoder")
-        if self.encoder.embed_dim % 4:
-            raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
-        for name in ("in_dim", "grid_size", "tile_size"):
-            object.__setattr__(self, name, as_size(name, getattr(self, name)))
-        check_bool("global_pool", self.global_pool)
-        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
-
-    @classmethod
-    def gigapath(
-        cls,
-        embed_dim: int = 768,
-        num_layers: int = 12,
-        *,
-        num_heads: int = 16,
-        max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
-        tile_size: int = 256,
-        mixture_grad: str = "detached",
-        dropout: float = 0.25,
-        drop_path: float = 0.1,
-        **others: Any,
-    ) -> SlideEncoderConfig:
-        """Returns Prov-GigaPath's configuration, with TorchScale's semantics of attention.
-
-        It has 768 × 12 layers (the released weights), 1024 × 24 or 1536 × 12. ``mixture_grad="exact"`` trains with the true gradient, which
-        was not used for the released weights. ``others`` are the remaining fields.
-        """
-        encoder = LongNetConfig(
-            embed_dim=embed_dim,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            segment_lengths=segment_lengths_of(max_wsi_size, tile_size),
-            **TORCHSCALE_ENCODER,
-            mixture_grad=mixture_grad,
-            dropout=dropout,
-            drop_path=drop_path,
-        )
-        return cls(encoder=encoder, tile_size=tile_size, **others)
-
-
-def check_encoder(encoder: Any, what: str) -> None:
-    """Raises an error if a configuration is not that of a plain encoder."""
-    if not isinstance(encoder, LongNetConfig):
-        raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
-    for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
-        if getattr(encoder, name) is not wanted:
-            raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")
+from dilated_attention.modules import RingSettings
+from dilated_attention.pattern.checks import as_int
 
 
 class SlideEncoder(Pretrained):
@@ -120,15 +26,26 @@ class SlideEncoder(Pretrained):
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
+        group, mesh: the processes that share a slide, as a ProcessGroup or a DeviceMesh of one axis. Tiles and coords are then each
+            process's shards, as ``shard_sequence`` cuts them; the class token needs nothing from the caller. None for whole slides.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``; ``"striped"`` sends nearly every tile to another process,
+            to make room for the class token.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
+    A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
+    this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
+    ``models.sharded``. The first process draws drop path for all; dropout uses each process's own random generator.
+
     Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
-    length run in one batch.
+    length run in one batch; processes can share a slide.
 
     >>> model = SlideEncoder(SlideEncoderConfig.gigapath()).eval()
     >>> tiles, coords, cu_seqlens = collate_slides([(tiles_a, coords_a), (tiles_b, coords_b)])
     >>> slides = model(tiles, coords, cu_seqlens=cu_seqlens)     # (2, 768)
+
+    >>> model = SlideEncoder(config, mesh=mesh)                  # on each process
+    >>> slide = model(*shard_sequence(mesh, [tiles, coords], [1, 1]))     # (1, 768), on every process
     """
 
     config_class = SlideEncoderConfig
@@ -139,45 +56,68 @@ class SlideEncoder(Pretrained):
         config: SlideEncoderConfig,
         *,
         backend: str = "auto",
+        group: Any = None,
+        mesh: Any = None,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout: float = 60.0,
         checkpoint_activations: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        is_spread = group is not None or mesh is not None
+        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         width = config.encoder.embed_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.tile_embedding = nn.Linear(config.in_dim, width, **factory)
         self.class_token = nn.Parameter(torch.empty(width, **factory))
         self.dropout = nn.Dropout(config.encoder.dropout)
-        self.encoder = LongNetEncoder(config.encoder, backend=backend, checkpoint_activations=checkpoint_activations, **factory)
+        self.encoder = LongNetEncoder(
+            config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
+        )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
         nn.init.xavier_uniform_(self.tile_embedding.weight)
         nn.init.zeros_(self.tile_embedding.bias)
         nn.init.normal_(self.class_token, std=0.02)
 
     def forward(
-        self, tiles: torch.Tensor, coords: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, all_layers: bool = False
+        self,
+        tiles: torch.Tensor,
+        coords: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        seq_len: int | None = None,
+        all_layers: bool = False,
     ) -> Any:
         """Embeds slides.
 
         Args:
-            tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim).
-            coords: (B, L, 2), each tile's position in pixels; float32, float64 or integers.
+            tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim). For a
+                sharded model this process's shard of the L tiles.
+            coords: (B, L, 2), each tile's position in pixels; float32, float64 or integers. For a sharded model those of its tiles.
             cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as returned by ``collate_slides``. Slides do not attend to
-                each other.
+                each other. For a sharded model they are bounds in the whole sequence.
+            seq_len: L, for a sharded model. None: the processes ask each other once per call, and compare their arguments; inside
+                torch.compile it is required.
             all_layers: return the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
 
         Returns:
             (slides, E); with ``all_layers`` [M + 1 tensors (slides, E)].
 
         Raises:
-            ValueError, TypeError: if tensors do not fit, or a tile is outside the grid.
+            ValueError, TypeError: if tensors do not fit, or a tile is outside the grid. Of a sharded model only the process that has such a
+                tile raises this.
         """
-        x, bounds = self._embed(tiles, coords, cu_seqlens)
+        x, bounds = self._embed(tiles, coords, cu_seqlens, seq_len)
+        options: dict[str, Any] = {"cu_seqlens": None if cu_seqlens is None else device_bounds(bounds, x)}
+        if self._shared is not None and bounds is not None:
+            options["seq_len"] = bounds[-1]
         if all_layers:
-            return [self._pool(state, bounds) for state in self.encoder(x, cu_seqlens=device_bounds(bounds, x), all_layers=True)[1]]
-        return self._pool(self.encoder(x, cu_seqlens=device_bounds(bounds, x)), bounds)
+            return [self._pool(state, bounds) for state in self.encoder(x, all_layers=True, **options)[1]]
+        return self._pool(self.encoder(x, **options), bounds)
 
     def attention_map(
         self,
@@ -205,10 +145,11 @@ class SlideEncoder(Pretrained):
             such tensors without the batch dimension, one for each slide.
 
         Raises:
-            ValueError, TypeError: if tensors do not fit, or the layer or rows do not exist.
+            ValueError, TypeError: if tensors do not fit, the layer or rows do not exist, or processes share the slide.
 
         >>> heat = model.attention_map(tiles, coords, average_heads=True)[:, 0, 1:]     # (B, L), one weight for each tile
         """
+        self.encoder.check_whole()
         with torch.no_grad():
             x, bounds = self._embed(tiles, coords, cu_seqlens)
         options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
@@ -220,9 +161,17 @@ class SlideEncoder(Pretrained):
         parts = enumerate(itertools.pairwise(bounds))
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
-    def _embed(self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, list[int] | None]:
-        """Returns the input of the blocks, class tokens included, and the bounds of packed slides in it."""
-        bounds = self._check(tiles, coords, cu_seqlens)
+    @property
+    def _shared(self) -> RingSettings | None:
+        """How several processes share a slide; None for one process."""
+        return self.ring if self.ring is not None and self.ring.group_name else None
+
+    def _embed(
+        self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
+    ) -> tuple[torch.Tensor, list[int] | None]:
+        """Returns the input of the blocks, class tokens included, and the bounds of slides in it: None for plain batches on one process."""
+        check_tiles(tiles, coords, self.config.in_dim)
+        bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, tiles)
         places = grid_positions(
             coords,
             self.config.encoder.embed_dim,
@@ -230,31 +179,40 @@ class SlideEncoder(Pretrained):
             grid_size=self.config.grid_size,
             dtype=self.class_token.dtype,
         )
+        whole = self._whole_length(tiles, bounds, seq_len)
+        check_bounds(bounds, whole, global_pool=self.config.global_pool)
         x = self.tile_embedding(tiles) + places.to(tiles.device)
         token = self.class_token.to(x.dtype)
-        if bounds is None:
-            return self.dropout(torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)), None
-        parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
-        return self.dropout(torch.cat(parts)[None]), [bound + slide for slide, bound in enumerate(bounds)]
+        if self._shared is not None:
+            bounds = [0, whole] if bounds is None else bounds
+            x = insert_class_tokens(x, token, bounds, self._shared.group_name, self._shared.layout)
+        elif bounds is None:
+            x = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+        else:
+            parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
+            x = torch.cat(parts)[None]
+        return self.dropout(x), None if bounds is None else [bound + slide for slide, bound in enumerate(bounds)]
+
+    def _whole_length(self, tiles: torch.Tensor, bounds: list[int] | None, seq_len: int | None) -> int:
+        """Returns the number of tiles of the whole sequence."""
+        if self._shared is not None:
+            if seq_len is not None:
+                return as_int("seq_len", seq_len, minimum=0)
+            return self._shared.whole_length(tiles.shape[1], slides=tiles.shape[0], cu_seqlens=bounds)
+        if seq_len not in (None, tiles.shape[1]):
+            raise ValueError(f"seq_len is {seq_len} and there are {tiles.shape[1]} tiles; on one process leave seq_len out")
+        return tiles.shape[1]
 
     def _pool(self, x: torch.Tensor, bounds: list[int] | None) -> torch.Tensor:
+        is_mean = self.config.global_pool
+        if self._shared is not None and bounds is not None:
+            runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
+            sums = sum_runs(x, runs, bounds[-1], self._shared.group_name, self._shared.layout)
+            means = [sums[:, slide] / (end - start) for slide, (start, end) in enumerate(runs)]
+            # (B, E) of one run, or of packed slides with B = 1
+            return self.norm(torch.cat(means).to(x.dtype))
         if bounds is None:
-            return self.norm(x[:, 1:].mean(dim=1) if self.config.global_pool else x[:, 0])
-        if not self.config.global_pool:
+            return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])
+        if not is_mean:
             return self.norm(x[0, bounds[:-1]])
         return self.norm(torch.stack([x[0, start + 1 : end].mean(dim=0) for start, end in itertools.pairwise(bounds)]))
-
-    def _check(self, tiles: Any, coords: Any, cu_seqlens: Any) -> list[int] | None:
-        if not isinstance(tiles, torch.Tensor) or not isinstance(coords, torch.Tensor):
-            raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
-        if tiles.ndim != 3 or tiles.shape[2] != self.config.in_dim:
-            raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {self.config.in_dim}")
-        if tuple(coords.shape) != (*tiles.shape[:2], 2):
-            raise ValueError(
-                f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
-                f"{(*tiles.shape[:2], 2)}"
-            )
-        bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, tiles)
-        if self.config.global_pool and (tiles.shape[1] == 0 or (bounds is not None and has_empty(bounds))):
-            raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
-        return bounds

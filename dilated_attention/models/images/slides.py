@@ -11,7 +11,19 @@ import torch
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 
-def checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
+def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
+    if not isinstance(tiles, torch.Tensor) or not isinstance(coords, torch.Tensor):
+        raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
+    if tiles.ndim != 3 or tiles.shape[2] != in_dim:
+        raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {in_dim}")
+    if tuple(coords.shape) != (*tiles.shape[:2], 2):
+        raise ValueError(
+            f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
+            f"{(*tiles.shape[:2], 2)}"
+        )
+
+
+def bounds_of(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
         raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as returned by collate_slides")
     if tiles.shape[0] != 1:
@@ -19,10 +31,17 @@ def checked_bounds(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
             f"cu_seqlens with {tiles.shape[0]} rows of tiles; packed slides are one row: expected tiles (1, all tiles, in_dim)"
         )
     bounds: list[int] = cu_seqlens.tolist()
-    is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tiles.shape[1] or not is_rising:
-        raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {tiles.shape[1]}")
     return bounds
+
+
+def check_bounds(bounds: list[int] | None, num_tiles: int, *, global_pool: bool) -> None:
+    """Raises an error if bounds are not those of packed slides of ``num_tiles`` tiles, or if a mean would be of no tiles."""
+    if bounds is not None:
+        is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tiles or not is_rising:
+            raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {num_tiles}")
+    if global_pool and (num_tiles == 0 or (bounds is not None and has_empty(bounds))):
+        raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
 
 
 def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
-from dilated_attention.models.images.slide_encoder import check_encoder
+from dilated_attention.models.images.class_tokens import sum_runs
+from dilated_attention.models.images.slide_config import check_encoder
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_positive
 
@@ -114,8 +117,14 @@ class LongViT(Pretrained):
     Args:
         config: the configuration; ``VisionConfig.longvit(image_size)`` for LongViT's, whose weights ``load_torchscale`` loads.
         backend: ``"auto"`` or a name of ``list_backends()``.
+        group, mesh: the processes that share an image, as a ProcessGroup or a DeviceMesh of one axis. Each is given the whole images, which
+            may be on the CPU, copies the pixels of its own patches to the model's device, and embeds these alone. None for one process.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
+
+    A sharded model returns the whole images' vectors or logits on every process, and with ``pooling="none"`` each process its rows.
+    Gradients and random draws are as of a sharded ``SlideEncoder``; for a loss of rows use ``models.sharded_mean``.
 
     >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
     >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
@@ -129,19 +138,29 @@ class LongViT(Pretrained):
         config: VisionConfig,
         *,
         backend: str = "auto",
+        group: Any = None,
+        mesh: Any = None,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout: float = 60.0,
         checkpoint_activations: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        is_spread = group is not None or mesh is not None
+        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         width, side = config.encoder.embed_dim, config.patch_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.patch_embedding = nn.Conv2d(config.in_channels, width, side, stride=side, **factory)
         self.positions = nn.Parameter(torch.empty(1, config.grid**2, width, **factory))
         self.class_token = nn.Parameter(torch.empty(width, **factory)) if config.pooling == "class_token" else None
         self.dropout = nn.Dropout(config.encoder.dropout)
-        self.encoder = LongNetEncoder(config.encoder, backend=backend, checkpoint_activations=checkpoint_activations, **factory)
+        self.encoder = LongNetEncoder(
+            config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
+        )
         self.norm = None if config.pooling == "none" else nn.LayerNorm(width, eps=config.norm_eps, **factory)
         self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
         learned = (self.positions, self.class_token, None if self.head is None else self.head.weight)
@@ -154,7 +173,7 @@ class LongViT(Pretrained):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Computes logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width).
 
-        With ``pooling="none"`` it returns ``features``.
+        With ``pooling="none"`` it returns ``features``. A sharded model is given whole images, equal on all processes.
 
         Raises:
             ValueError, TypeError: if the images do not fit, or a side is not a multiple of patch_size.
@@ -162,20 +181,58 @@ class LongViT(Pretrained):
         x = self.features(images)
         if self.norm is None:
             return x
-        if self.config.pooling == "norm_mean":
-            x = self.norm(x).mean(dim=1)
-        else:
-            x = self.norm(x.mean(dim=1) if self.class_token is None else x[:, 0])
+        length = self._length(images)
+        x = self._pool(self.norm(x), length) if self.config.pooling == "norm_mean" else self.norm(self._pool(x, length))
         return x if self.head is None else self.head(x)
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
-        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one."""
+        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one.
+
+        A sharded model returns this process's rows of it, those at its positions of the layout (``local_positions``).
+        """
         self._check(images)
+        if self._shared is not None:
+            return self.encoder(self.dropout(self._embed_shard(images, self._shared)), seq_len=self._length(images))
         x = self.patch_embedding(images)
         x = rearrange(x, "b e rows columns -> b (rows columns) e") + self.positions_of(*x.shape[2:])
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
         return self.encoder(self.dropout(x))
+
+    @property
+    def _shared(self) -> RingSettings | None:
+        """How several processes share an image; None for one process."""
+        return self.ring if self.ring is not None and self.ring.group_name else None
+
+    def _length(self, images: torch.Tensor) -> int:
+        """Returns the number of positions of the whole sequence."""
+        side = self.config.patch_size
+        return (images.shape[2] // side) * (images.shape[3] // side) + (self.class_token is not None)
+
+    def _embed_shard(self, images: torch.Tensor, ring: RingSettings) -> torch.Tensor:
+        """Returns the embedded patches, and the class token, at this process's positions."""
+        side, (rank, size) = self.config.patch_size, ring.place()
+        tokens = int(self.class_token is not None)
+        # in every layout the first position is the first process's first row
+        own_tokens = tokens if rank == 0 else 0
+        held = positions_of(self._length(images), rank, size, ring.layout, images.device)[own_tokens:] - tokens
+        patches = rearrange(images, "b c (rows p) (columns q) -> b rows columns c p q", p=side, q=side)
+        rows, columns = patches.shape[1:3]
+        # a view until here: only pixels of this process's patches are copied
+        mine = patches[:, held // columns, held % columns].to(self.positions.device)
+        x = self.patch_embedding(mine.flatten(0, 1)).view(images.shape[0], held.shape[0], self.positions.shape[2])
+        x = x + self.positions_of(rows, columns)[:, held.to(x.device)]
+        if self.class_token is None:
+            return x
+        # a process that does not hold the class token takes no row of it, so that its gradient is zeros there and not None
+        return torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], own_tokens, -1), x), dim=1)
+
+    def _pool(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Returns the mean of the rows (B, E), or the class token's."""
+        if self._shared is None:
+            return x.mean(dim=1) if self.class_token is None else x[:, 0]
+        run = (0, length if self.class_token is None else 1)
+        return (sum_runs(x, [run], length, self._shared.group_name, self._shared.layout)[:, 0] / run[1]).to(x.dtype)
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
         """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.

@@ -1,0 +1,104 @@
+"""Configuration of a slide encoder, and Prov-GigaPath's segment lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
+from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.validation import check_bool, check_positive
+
+# side in pixels of the largest slide that Prov-GigaPath's segment lengths are made for
+GIGAPATH_MAX_WSI_SIZE = 262144
+
+
+def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
+    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels.
+
+    With tiles of ``tile_size`` pixels, they go from 1024 to the largest power of 2 that is at most the number of tiles, in equal ratios,
+    rounded down: 1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
+    """
+    side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
+    if side < 4:
+        raise ValueError(
+            f"max_wsi_size is {max_wsi_size} and tile_size is {tile_size}, which leaves {side} × {side} tiles; expected at least 4 × 4"
+        )
+    last = (side * side).bit_length() - 1
+    return tuple(int(2.0 ** (10 + i * (last - 10) / 4)) for i in range(5))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlideEncoderConfig(ModelConfig):
+    """Configuration of a ``SlideEncoder``.
+
+    Args:
+        encoder: configuration of the blocks, with ``is_causal=False`` and no vocabulary; its ``dropout`` also applies to embedded tiles.
+        in_dim: width of the tile embeddings.
+        grid_size: side of the grid in cells; coordinates beyond it are refused. It affects no weight's shape and changes no position.
+        tile_size: side of a tile in pixels, by which coordinates are divided.
+        global_pool: represent the slide by the mean of its tiles. False: by the class token.
+        norm_eps: ε of the last norm.
+
+    Raises:
+        ValueError, TypeError: if the model cannot be built.
+    """
+
+    encoder: LongNetConfig
+    in_dim: int = 1536
+    grid_size: int = 1000
+    tile_size: int = 256
+    global_pool: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        # in a configuration read from a file, this is a dict
+        if isinstance(self.encoder, dict):
+            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
+        check_encoder(self.encoder, "a slide encoder")
+        if self.encoder.embed_dim % 4:
+            raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
+        for name in ("in_dim", "grid_size", "tile_size"):
+            object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        check_bool("global_pool", self.global_pool)
+        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+
+    @classmethod
+    def gigapath(
+        cls,
+        embed_dim: int = 768,
+        num_layers: int = 12,
+        *,
+        num_heads: int = 16,
+        max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
+        tile_size: int = 256,
+        mixture_grad: str = "detached",
+        dropout: float = 0.25,
+        drop_path: float = 0.1,
+        **others: Any,
+    ) -> SlideEncoderConfig:
+        """Returns Prov-GigaPath's configuration, with TorchScale's semantics of attention.
+
+        It has 768 × 12 layers (the released weights), 1024 × 24 or 1536 × 12. ``mixture_grad="exact"`` trains with the true gradient, which
+        was not used for the released weights. ``others`` are the remaining fields.
+        """
+        encoder = LongNetConfig(
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            segment_lengths=segment_lengths_of(max_wsi_size, tile_size),
+            **TORCHSCALE_ENCODER,
+            mixture_grad=mixture_grad,
+            dropout=dropout,
+            drop_path=drop_path,
+        )
+        return cls(encoder=encoder, tile_size=tile_size, **others)
+
+
+def check_encoder(encoder: Any, what: str) -> None:
+    """Raises an error if a configuration is not that of a plain encoder."""
+    if not isinstance(encoder, LongNetConfig):
+        raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
+    for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
+        if getattr(encoder, name) is not wanted:
+            raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")

@@ -1,0 +1,349 @@
+"""Slides and images that processes share, against one process with the whole of them, in float64: outputs and all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dilated_attention import create_model, local_positions, shard_sequence
+from dilated_attention.distributed import RingError
+from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.integrations.torchscale import load_slide_encoder
+from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
+from dilated_attention.models.images.class_tokens import token_plan
+from dilated_attention.models.images.vision import POOLINGS
+from dilated_attention.models.sharded import average_gradients, sharded_mean
+from tests.helpers.pool import pool_of
+from tests.helpers.torchscale_reference import Maker
+
+pytestmark = pytest.mark.distributed
+
+F64 = torch.float64
+SEGMENTS = {"segment_lengths": (4, 7, 32), "dilation_rates": (1, 2, 4)}
+
+
+def slide_config(**changes: Any) -> SlideEncoderConfig:
+    config = SlideEncoderConfig.gigapath(embed_dim=16, num_layers=2, num_heads=4, in_dim=6, grid_size=20, dropout=0.0, drop_path=0.0)
+    encoder = {name: changes.pop(name) for name in ("drop_path", "dropout", "attention_dropout") if name in changes}
+    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, **SEGMENTS, **encoder), **changes)
+
+
+def vision_config(**changes: Any) -> VisionConfig:
+    config = VisionConfig.longvit(24, patch_size=4, embed_dim=16, num_layers=2, num_heads=4, **changes)
+    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, **SEGMENTS))
+
+
+def model_of(kind: Any, config: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(config, dtype=F64, **options)
+
+
+def slide(num_tiles: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tiles = torch.randn(batch, num_tiles, 6, generator=generator, dtype=F64)
+    return tiles, torch.randint(20 * 256, (batch, num_tiles, 2), generator=generator)
+
+
+def images_of(height: int, width: int) -> torch.Tensor:
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=F64)
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    """A loss whose gradient differs from element to element."""
+    parts = out if isinstance(out, list) else [out]
+    return torch.stack([(part * torch.arange(1, part.numel() + 1, dtype=F64).view(part.shape).sin()).sum() for part in parts]).sum()
+
+
+def check_equal(alone: nn.Module, spread: nn.Module, expected: Any, got: Any, what: str) -> None:
+    """Outputs on every process, and gradients after the mean over processes."""
+    for mine, true in zip(*(x if isinstance(x, list) else [x] for x in (got, expected)), strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-10, rtol=1e-10, msg=lambda text: f"{what}: {text}")
+    loss_of(expected).backward()
+    loss_of(got).backward()
+    check_gradients(alone, spread, what)
+
+
+def check_gradients(alone: nn.Module, spread: nn.Module, what: str) -> None:
+    average_gradients(spread)
+    moved = 0
+    for (name, mine), true in zip(spread.named_parameters(), alone.parameters(), strict=True):
+        assert (mine.grad is None) == (true.grad is None), f"{what}: {name}"
+        if true.grad is None:
+            # the encoder's last norm, which all_layers does without
+            continue
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, true.grad, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{what}, {name}: {text}")
+        moved += bool(true.grad.abs().max() > 0)
+    # one patch alone has no gradient of queries and keys
+    assert moved > 25
+    spread.zero_grad()
+    alone.zero_grad()
+
+
+# (global_pool, tiles, checkpointed): tiles that 2, 3, 4, 6 processes or runs divide with each remainder
+CASES = ((False, 23, False), (True, 23, True), (False, 36, True), (True, 30, False), (False, 31, False))
+
+
+def slides_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
+    for global_pool, num_tiles, checkpointed in CASES:
+        what = f"rank {rank}, {layout}, {num_tiles} tiles, global_pool={global_pool}"
+        config = slide_config(global_pool=global_pool)
+        alone = model_of(SlideEncoder, config)
+        spread = model_of(SlideEncoder, config, group=dist.group.WORLD, layout=layout, checkpoint_activations=checkpointed)
+        whole = slide(num_tiles, batch=2)
+        shard = shard_sequence(None, whole, [1, 1], layout=layout)
+        assert shard[0].shape[1] < num_tiles
+        check_equal(alone, spread, alone(*whole), spread(*shard), what)
+        check_equal(alone, spread, alone(*whole, all_layers=True), spread(*shard, seq_len=num_tiles, all_layers=True), f"{what}, layers")
+        # gradients of the tiles themselves, for a tile encoder that trains along: a shard's are W times its own, too
+        leaves = [x.clone().requires_grad_() for x in (whole[0], shard[0])]
+        loss_of(alone(leaves[0], whole[1])).backward()
+        loss_of(spread(leaves[1], shard[1])).backward()
+        true = shard_sequence(None, [leaves[0].grad], [1], layout=layout)[0]
+        torch.testing.assert_close(leaves[1].grad, true * world, atol=1e-10, rtol=1e-10)
+
+
+def packed_slides_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
+    for global_pool, lengths in ((False, (13, 0, 1, 17)), (True, (5, 21, 2)), (False, (2,)), (True, (1,)), (False, (0,))):
+        config = slide_config(global_pool=global_pool)
+        alone = model_of(SlideEncoder, config)
+        spread = model_of(SlideEncoder, config, group=dist.group.WORLD, layout=layout)
+        tiles, coords, bounds = collate_slides([tuple(x[0] for x in slide(n, seed=n)) for n in lengths])
+        shard = shard_sequence(None, [tiles, coords], [1, 1], layout=layout)
+        for options in ({}, {"seq_len": sum(lengths)}):
+            expected, got = alone(tiles, coords, cu_seqlens=bounds), spread(*shard, cu_seqlens=bounds, **options)
+            assert got.shape == (len(lengths), 16)
+            torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+        loss_of(expected).backward()
+        loss_of(got).backward()
+        average_gradients(spread)
+        for (name, mine), true in zip(spread.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, true.grad, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def images_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
+    # the learned grid, another one, and fewer patches than processes need
+    for pooling, (height, width) in itertools.product(POOLINGS, ((24, 24), (20, 28), (4, 4))):
+        what = f"rank {rank}, {layout}, {pooling}, {height} × {width}"
+        config = vision_config(pooling=pooling, num_classes=None if pooling == "none" else 3)
+        alone = model_of(LongViT, config)
+        spread = model_of(LongViT, config, group=dist.group.WORLD, layout=layout)
+        for model in (alone, spread):
+            if model.head is not None:
+                with torch.no_grad():
+                    torch.manual_seed(1)
+                    model.head.weight.normal_()
+        images = images_of(height, width)
+        expected, got = alone(images), spread(images)
+        if pooling != "none":
+            check_equal(alone, spread, expected, got, what)
+            continue
+        places = local_positions(None, expected.shape[1], layout=layout)
+        torch.testing.assert_close(got, expected[:, places], atol=1e-10, rtol=1e-10)
+        expected.square().mean().backward()
+        loss = sharded_mean(got.square().sum(), torch.tensor(got.numel()))
+        torch.testing.assert_close(loss, expected.square().mean(), atol=1e-10, rtol=1e-10)
+        loss.backward()
+        check_gradients(alone, spread, what)
+
+
+def other_exchanges(rank: int, world: int) -> None:
+    whole = slide(29)
+    alone = model_of(SlideEncoder, slide_config())
+    shard = shard_sequence(None, whole, [1, 1])
+    exchanges = ["ring", "all_gather", *(["all_to_all"] if world == 2 else [])]
+    for exchange in exchanges:
+        spread = model_of(SlideEncoder, slide_config(), group=dist.group.WORLD, exchange=exchange)
+        assert spread.encoder.blocks[0].attention.attention.ring.exchange == exchange
+        check_equal(alone, spread, alone(*whole), spread(*shard), exchange)
+
+
+def presets_take_a_mesh(rank: int, world: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    changes = {"embed_dim": 16, "num_layers": 2, "num_heads": 4, "in_dim": 6, "grid_size": 20, "dtype": F64}
+    options = {"layout": "zigzag", "exchange": "all_gather", "ranks_per_node": 1, "timeout": 20.0}
+    models = []
+    for where in ({}, {"mesh": mesh, **options}):
+        torch.manual_seed(0)
+        models.append(create_model("gigapath-12l768d", **changes, **where).eval())
+    alone, spread = models
+    assert spread.config.encoder.drop_path == 0.1 and spread.ring.timeout == 20.0 and spread.ring.ranks_per_node == 1
+    whole = slide(45)
+    torch.testing.assert_close(spread(*shard_sequence(mesh, whole, [1, 1], layout="zigzag")), alone(*whole), atol=1e-10, rtol=1e-10)
+    view = create_model("longvit-1024", num_layers=1, embed_dim=16, num_heads=4, mesh=mesh, dtype=F64)
+    same = LongViT(view.config, dtype=F64)
+    same.load_state_dict(view.state_dict())
+    # 7 patches are fewer than a segment, over a grid that positions are interpolated for
+    images = images_of(32, 224)
+    dist.broadcast(view.positions.data, 0)
+    for parameter, other in zip(view.parameters(), same.parameters(), strict=True):
+        dist.broadcast(parameter.data, 0)
+        other.data.copy_(parameter.data)
+    torch.testing.assert_close(view(images), same(images), atol=1e-10, rtol=1e-10)
+
+
+def checkpoints_take_a_ring(rank: int, world: int, folder: str) -> None:
+    whole = slide(19)
+    shard = shard_sequence(None, whole, [1, 1], layout="striped")
+    alone = SlideEncoder.from_pretrained(Path(folder) / "slide")
+    spread = SlideEncoder.from_pretrained(Path(folder) / "slide", group=dist.group.WORLD, layout="striped")
+    torch.testing.assert_close(spread(*shard), alone(*whole), atol=1e-10, rtol=1e-10)
+    view = LongViT.from_pretrained(Path(folder) / "view", group=dist.group.WORLD)
+    images = images_of(24, 24)
+    torch.testing.assert_close(view(images), LongViT.from_pretrained(Path(folder) / "view")(images), atol=1e-10, rtol=1e-10)
+    original = torch.load(Path(folder) / "original.pth")
+    loaded = [load_slide_encoder(original, num_heads=4, grid_size=20, dtype=F64, **where) for where in ({}, {"group": dist.group.WORLD})]
+    assert loaded[1].ring.place() == (rank, world)
+    torch.testing.assert_close(loaded[1](*shard_sequence(None, whole, [1, 1])), loaded[0](*whole), atol=1e-10, rtol=1e-10)
+
+
+def drop_path_is_the_first_processs(rank: int, world: int) -> None:
+    """Processes with unequal generators drop what rank 0's generator says: whole samples, whole packed slides."""
+    config = slide_config(drop_path=0.5)
+    alone = model_of(SlideEncoder, config)
+    for layout, checkpointed in itertools.product(("contiguous", "striped"), (False, True)):
+        spread = model_of(SlideEncoder, config, group=dist.group.WORLD, layout=layout, checkpoint_activations=checkpointed)
+        whole = slide(17, batch=6)
+        packed = collate_slides([tuple(x[0] for x in slide(n, seed=n)) for n in (4, 9, 1, 12, 3)])
+        seen = []
+        for seed in range(3):
+            for tiles, coords, bounds in ((*whole, None), packed):
+                torch.manual_seed(seed)
+                expected = alone(tiles, coords, cu_seqlens=bounds)
+                torch.manual_seed(seed if rank == 0 else 100 + rank)
+                got = spread(*shard_sequence(None, [tiles, coords], [1, 1], layout=layout), cu_seqlens=bounds)
+                seen.append(expected.detach()[0, 0].item())
+                check_equal(alone, spread, expected, got, f"{layout}, seed {seed}")
+        assert len(set(seen)) > 2
+
+
+def wrong_use_is_refused(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    spread = model_of(SlideEncoder, slide_config(), group=group, timeout=20.0)
+    tiles, coords = slide(11)
+    shard = shard_sequence(None, [tiles, coords], [1, 1])
+    # every process raises, none waits
+    with pytest.raises(ValueError, match=f"hold .*; a contiguous sequence of {12 * world - 1} has .*: cut it with shard_sequence"):
+        spread(*slide(12 if rank else 11))
+    with pytest.raises(ValueError, match=f"a contiguous sequence of {11 + world + 1} has"):
+        spread(*shard, seq_len=11 + world)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        spread(*shard, cu_seqlens=torch.tensor([0, 5 + rank, 11], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 5, 10\]; expected rising bounds from 0 to the number of tiles, 11"):
+        spread(*shard, cu_seqlens=torch.tensor([0, 5, 10], dtype=torch.int32))
+    with pytest.raises(ValueError, match="slides"):
+        spread(*(x.expand(rank + 1, -1, -1) for x in shard))
+    with pytest.raises(ValueError, match="a slide has no tiles, and global_pool=True"):
+        model_of(SlideEncoder, slide_config(global_pool=True), group=group)(*slide(0))
+    with pytest.raises(ValueError, match="computed by one process; load the weights without a ring"):
+        spread.attention_map(*shard)
+    for kind, config in ((SlideEncoder, slide_config()), (LongViT, vision_config())):
+        with pytest.raises(ValueError, match="group and mesh are both given"):
+            kind(config, group=group, mesh=dist.init_device_mesh("cpu", (world,)))
+        with pytest.raises(ValueError, match="layout is 'stripes'"):
+            kind(config, group=group, layout="stripes")
+        with pytest.raises(ValueError, match="timeout"):
+            kind(config, group=group, timeout=0.0)
+        for block in kind(config, group=group, layout="zigzag").encoder.blocks:
+            assert block.attention.attention.ring.layout == "zigzag"
+    # images of unequal size: refused on all, at the first call of a kind on a group
+    view = model_of(LongViT, vision_config(), group=dist.new_group(), timeout=20.0)
+    with pytest.raises(ValueError, match="ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"):
+        view(images_of(24, 24 + 4 * rank))
+
+
+def a_tile_outside_the_grid_is_named(rank: int, world: int) -> None:
+    """Its process raises; the others do not wait for it without end."""
+    spread = model_of(SlideEncoder, slide_config(), group=dist.new_group(), timeout=2.0)
+    tiles, coords = shard_sequence(None, slide(11), [1, 1])
+    if rank == 0:
+        with pytest.raises(ValueError, match="reach from cell"):
+            spread(tiles, coords + 20 * 256)
+        return
+    with pytest.raises(RingError, match="0"):
+        spread(tiles, coords)
+
+
+def works_in_ddp(rank: int, world: int) -> None:
+    for pool in (True, False):
+        config = slide_config(global_pool=pool)
+        alone, spread = model_of(SlideEncoder, config), model_of(SlideEncoder, config, group=dist.group.WORLD)
+        parallel = nn.parallel.DistributedDataParallel(spread)
+        whole = slide(22)
+        loss_of(alone(*whole)).backward()
+        loss_of(parallel(*shard_sequence(None, whole, [1, 1]))).backward()
+        for (name, mine), true in zip(spread.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, true.grad, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
+ON_PROCESSES = [other_exchanges, presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
+ON_PROCESSES += [a_tile_outside_the_grid_is_named, works_in_ddp]
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+@WORLDS
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("check", IN_LAYOUTS)
+def test_in_every_layout(check: Any, layout: str, world: int) -> None:
+    pool_of(world).run(check, layout, timeout=120)
+
+
+@WORLDS
+@pytest.mark.parametrize("check", ON_PROCESSES)
+def test_on_processes(check: Any, world: int) -> None:
+    pool_of(world).run(check, timeout=120)
+
+
+def test_checkpoints_take_a_ring(tmp_path: Path) -> None:
+    model_of(SlideEncoder, slide_config()).save_pretrained(tmp_path / "slide")
+    original = Maker(16)
+    original.slide_encoder(6, 2, ffn=64)
+    model_of(LongViT, vision_config(pooling="class_token")).save_pretrained(tmp_path / "view")
+    torch.save(original.weights, tmp_path / "original.pth")
+    pool_of(2).run(checkpoints_take_a_ring, str(tmp_path))
+
+
+def compiled_models_are_equal(rank: int, world: int) -> None:
+    """Forward and backward in one graph, in training mode with drop path."""
+    spread = model_of(SlideEncoder, slide_config(global_pool=True, drop_path=0.5), group=dist.group.WORLD, layout="zigzag")
+    view = model_of(LongViT, vision_config(pooling="class_token"), group=dist.group.WORLD)
+    tiles, coords = shard_sequence(None, slide(23), [1, 1], layout="zigzag")
+    for model, inputs, options in ((spread, (tiles, coords), {"seq_len": 23}), (view, (images_of(24, 24),), {})):
+        found = []
+        for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            torch.manual_seed(rank)
+            out = run(*inputs, **options)
+            loss_of(out).backward()
+            found.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+            model.zero_grad()
+        torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
+    with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
+        torch.compile(spread, backend="eager", fullgraph=True)(tiles, coords)
+
+
+@pytest.mark.parametrize(("world", "num_tiles"), list(itertools.product((2, 3, 4), (0, 1, 5, 24, 37))))
+def test_few_tiles_make_room_for_a_class_token(world: int, num_tiles: int) -> None:
+    for layout, most in (("contiguous", 1), ("zigzag", 2)):
+        plans = [token_plan((0, num_tiles), rank, world, layout) for rank in range(world)]
+        sent = [
+            sum(piece.count for other, pieces in enumerate(plan.sends) if other != rank for piece in pieces)
+            for rank, plan in enumerate(plans)
+        ]
+        assert max(sent) <= most
+        assert all(plan.travels == any(sent) for plan in plans)
+        assert any(sent) == bool(num_tiles % world) or layout == "zigzag"
+        assert [plan.tokens for plan in plans] == [(0,)] + [()] * (world - 1)
+        assert sum(plan.rows for plan in plans) == num_tiles + 1
+
+
+@pytest.mark.slow
+def test_compiled_models_are_equal() -> None:
+    pool_of(2).run(compiled_models_are_equal, timeout=240)
