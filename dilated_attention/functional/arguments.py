@@ -47,12 +47,18 @@ class Options(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What a call on a sharded sequence has in addition: its op, what resolves it, and ``sharding`` and ``seq_len`` of its settings."""
+    """What a call on a sharded sequence has in addition.
+
+    Args:
+        op: its op, and what resolves it.
+        given: the options that only such calls have, as the caller gave them; they are part of the call's key.
+        checked: checks them, and returns ``sharding`` and ``seq_len`` of ``CallSettings``.
+    """
 
     op: Any
     resolve: Callable[..., ResolvedCall]
-    sharding: tuple[Any, ...]
-    seq_len: int
+    given: tuple[Any, ...]
+    checked: Callable[[], tuple[tuple[Any, ...], int]]
 
 
 def attend(
@@ -81,10 +87,12 @@ def attend(
     if eager:
         key = _key(q, k, v, key_padding_mask, branches, blocks, window, options)
         if ring is not None and key is not None:
-            key = key, ring.sharding, ring.seq_len
+            # 1 == True, and a value of another type may not be hashable
+            types = tuple(map(type, ring.given))
+            key = (key, ring.given, types) if _PLAIN_TYPES.issuperset(types) else None
         known = None if key is None else find(key, q.dtype)
     if known is None:
-        given_to = () if ring is None else (ring.sharding, ring.seq_len)
+        given_to = () if ring is None else ring.checked()
         settings = checked_settings(q, k, v, masks, branches, blocks, window, options, *given_to)
         if eager:
             of_one_process = resolve if blocks is None else resolve_blocks
@@ -118,6 +126,7 @@ def attend(
     return out, lse.detach() if options.mixture_grad == "detached" else lse
 
 
+_PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 # the types of the options in a key: 1 == True would mix up two calls, and a tensor's value may change
 _OPTION_TYPES = frozenset(
     itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None)), (str,), (str,), (str,), (str,))

@@ -12,7 +12,7 @@ from dilated_attention.distributed.comm.group import members_named, members_of
 from dilated_attention.distributed.exchange.op import resolve_ring, ring_attention_op
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend
+from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend, plain_ints
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
@@ -85,7 +85,8 @@ def ring_dilated_attention(
     Differs from LongNet's published code, which drops a process's own keys in causal attention, moves whole segments through all
     processes, and takes no gradient through the mixing weights.
     """
-    lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
+    lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
+    rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad)
     ring = RingOptions(group_name_of(group, mesh), layout, exchange, seq_len, ranks_per_node, timeout)
@@ -173,23 +174,35 @@ def _attend(
     options: Options,
     ring: RingOptions,
 ) -> Any:
+    lse_grad = options.return_lse and options.mixture_grad == "exact"
+
+    def checked() -> tuple[tuple[Any, ...], int]:
+        sharding, seq_len = _checked_sharding(ring, lse_grad)
+        if window and ring.exchange == "ring":
+            raise ValueError(
+                "exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'"
+            )
+        if ring.exchange in ("all_to_all", "2d"):
+            check.check_tensors(q, k, v)
+            _check_heads(ring.group_name, ring.exchange, sharding[3], q.shape[2], k.shape[2], branches[3])
+        return sharding, seq_len
+
+    given = (*ring, os.environ.get("LOCAL_WORLD_SIZE")) if ring.exchange == "2d" else tuple(ring)
+    return attend(q, k, v, masks, branches, None, window, options, Ring(ring_attention_op, resolve_ring, (*given, lse_grad), checked))
+
+
+def _checked_sharding(ring: RingOptions, lse_grad: bool) -> tuple[tuple[Any, ...], int]:
+    """Returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
     one_of("layout", ring.layout, LAYOUTS)
     one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
-    if window and ring.exchange == "ring":
-        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
     ranks_per_node = ring.ranks_per_node
     if ring.exchange == "2d" and ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
         if ranks_per_node is None:
             raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
     per_node = 0 if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1)
-    lse_grad = options.return_lse and options.mixture_grad == "exact"
     sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, 0
-    seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
-    if ring.exchange in ("all_to_all", "2d"):
-        check.check_tensors(q, k, v)
-        _check_heads(ring.group_name, ring.exchange, per_node, q.shape[2], k.shape[2], branches[3])
-    return attend(q, k, v, masks, branches, None, window, options, Ring(ring_attention_op, resolve_ring, sharding, seq_len))
+    return sharding, -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:

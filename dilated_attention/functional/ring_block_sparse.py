@@ -82,13 +82,18 @@ def ring_block_sparse_attention(
     >>> out = ring_block_sparse_attention(q, k, v, pattern, group=group, layout=layout, seq_len=seq_len, is_causal=True)
     """
     pattern = checked_ring_pattern(pattern)
-    steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
-    name, seconds = checked_block_layout(layout), check.check_timeout(timeout)
-    sharding = group_name_of(group, mesh), name, "all_gather", 0, seconds, return_lse, steps
+    name = checked_block_layout(layout)
+    group_name = group_name_of(group, mesh)
+
+    def checked() -> tuple[tuple[Any, ...], int]:
+        steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
+        sharding = group_name, name, "all_gather", 0, check.check_timeout(timeout), return_lse, steps
+        return sharding, -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+
+    given = group_name, name, seq_len, head_steps, timeout, return_lse
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
-    masks, whole = (key_padding_mask, cu_seqlens), -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-    ring = Ring(ring_block_sparse_attention_op, resolve_ring_blocks, sharding, whole)
-    return attend(q, k, v, masks, None, pattern, (), options, ring)
+    ring = Ring(ring_block_sparse_attention_op, resolve_ring_blocks, given, checked)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens), None, pattern, (), options, ring)
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:

@@ -279,11 +279,11 @@ class _BlockPass:
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         setup, options, (q, k, v) = self._prepared()
         work = Blocks(setup.parts, options, q)
-        run.forward(work, setup.steps, self.members, k, v, self._wires(setup)[0], setup.depth)
+        run.forward(work, setup.steps, k, v, self._wires(setup)[0], setup.depth)
         return work.results()
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         setup, options, (q, k, v) = self._prepared()
         work = Blocks(setup.parts, options, q, (kernel_ready(dout), kernel_ready(out), lse, dlse))
-        dk, dv = run.backward(work, setup.steps, self.members, k, v, self._wires(setup), setup.depth)
+        dk, dv = run.backward(work, setup.steps, k, v, self._wires(setup), setup.depth)
         return work.dq(), dk.to(k.dtype), dv.to(v.dtype)

@@ -16,17 +16,11 @@ class Members:
         group: the process group; None for one process, which needs no communication.
         rank: this process's rank in the group.
         size: W, the number of processes.
-        ranks: for a subset of a group, its members' ranks within the group; () for a whole group.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
-    ranks: tuple[int, ...] = ()
-
-    def peer(self, member: int) -> int:
-        """Returns a member's rank within the group."""
-        return self.ranks[member] if self.ranks else member
 
 
 def members_named(name: str) -> Members:

@@ -72,7 +72,7 @@ def ring_backward(inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings:
     # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
     total: list[torch.Tensor] = []
     for branch in range(pattern.num_branches):
-        work.pattern = pattern.with_branches([branch], q.shape[2])
+        work.restrict(pattern.with_branches([branch], q.shape[2]))
         branch_out, _ = work.forward()
         shares = work.backward(dout, branch_out, lse, None)
         total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
@@ -84,24 +84,27 @@ class _RingSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
+        sharding: which rows and heads each rank has, as given and while it computes.
         problem: with the pattern and the heads that this rank computes.
         steps: the steps of the exchange on this rank.
         parts: what is computed in each step.
         first_head: the first of this rank's heads, counted over the whole model.
-        team: the ranks that exchange keys.
+        size: the number of ranks that exchange keys.
         depth: the number of steps whose keys are in memory at once.
+        merges: whether a row's parts come from several steps.
+        lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
+            computation. All ranks must choose the same, so it does not depend on what this rank receives.
     """
 
+    sharding: ShardingPlan
     problem: RingProblem
     steps: tuple[StepPlan, ...]
     parts: tuple[tuple[QueryPart, ...], ...]
     first_head: int
-    team: Members
+    size: int
     depth: int
-
-    @property
-    def merges(self) -> bool:
-        return self.problem.exchange == "ring" and self.team.size > 1
+    merges: bool
+    lanes: tuple[tuple[str, str], int | None]
 
 
 _setups: dict[object, _RingSetup] = {}
@@ -115,8 +118,11 @@ class _RingPass:
         self.tensors, (padding, cu_seqlens, seed, _) = inputs[:3], inputs[3:]
         q, k, v = self.tensors
         self.documents = ((0, ring.seq_len),) if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        self.sharding = _route_of(members, q, k, settings.pattern, settings, ring)
+        self.used: Tensors | None = None
         self.padding = None
+        self.seed = 0 if seed is None else int(seed.item())
+        self.setup = self._setup()
+        self.sharding = self.setup.sharding
         if padding is not None:
             rows = [ShardSpec(shard.spans, (0, 1)) for shard in self.sharding.given[0]]
             whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * members.size
@@ -124,8 +130,11 @@ class _RingPass:
             self.padding = mask[..., 0].bool()
             # padding must not spread NaN through the exchange's sums
             self.tensors = (q, *without_padding(k, v, padding))
-        self.seed = 0 if seed is None else int(seed.item())
-        self.used: Tensors | None = None
+
+    def restrict(self, pattern: DilatedPattern) -> None:
+        """Goes on with another pattern of the same heads."""
+        self.pattern = pattern
+        self.setup = self._setup()
 
     def _wire(self) -> Wire | None:
         if self.members.size == 1:
@@ -164,36 +173,49 @@ class _RingPass:
         return setup
 
     def _make_setup(self) -> _RingSetup:
-        me, (q, k, _) = self.members.rank, self._inputs("forward")
-        first, last = self.sharding.used[0][me].heads
-        num_heads = self.tensors[0].shape[2]
+        me, (q, k, _) = self.members.rank, self.tensors
+        sharding = _route_of(self.members, q, k, self.settings.pattern, self.settings, self.ring)
+        (queries, keys), num_heads = (sides[me] for sides in sharding.used), q.shape[2]
+        first, last = queries.heads
+        q, k = (x.new_empty((x.shape[0], 0, own.heads[1] - own.heads[0], x.shape[3])) for x, own in ((q, queries), (k, keys)))
         pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
-        ranks = self.sharding.team(me)
+        ranks = sharding.team(me)
         question = _question(len(ranks), q, k, pattern, self.settings, self.ring)
-        count = cost.head_steps(question) if self.sharding.exchange == "all_gather" and len(ranks) > 1 else 1
+        count = cost.head_steps(question) if sharding.exchange == "all_gather" and len(ranks) > 1 else 1
         problem = RingProblem(
             pattern,
             self.documents,
-            tuple(self.sharding.ranges(rank) for rank in ranks),
-            *(q.shape[2], k.shape[2], self.settings.is_causal, self.settings.window_sides, self.sharding.exchange),
+            tuple(sharding.ranges(rank) for rank in ranks),
+            *(q.shape[2], k.shape[2], self.settings.is_causal, self.settings.window_sides, sharding.exchange),
             (k.shape[2] // count,) * count,
         )
-        # without the group: the setup outlives groups, and another group may get the same name
-        team = Members(None, ranks.index(me), len(ranks), ranks)
-        steps, span = make_steps(problem, team.rank, k.device)
+        # nothing here holds the group: the setup outlives groups, and another group may get the same name
+        place, size = ranks.index(me), len(ranks)
+        steps, span = make_steps(problem, place, k.device)
         # each step's part of a branch has an lse of its own, so a ring's mixing is undone branch by branch
         settings = self.settings._replace(detached=False) if problem.exchange == "ring" else self.settings
-        parts = tuple(parts_of(problem, settings, step, team.rank, span) for step in steps)
+        parts = tuple(parts_of(problem, settings, step, place, span) for step in steps)
         held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
-        return _RingSetup(problem, steps, parts, first, team, cost.choose_prefetch_depth(held))
+        merges = problem.exchange == "ring" and size > 1
+        small = not merges and not problem.is_dense
+        lanes = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
+        return _RingSetup(
+            sharding,
+            problem,
+            tuple(step.among(ranks) for step in steps),
+            parts,
+            first,
+            size,
+            cost.choose_prefetch_depth(held),
+            merges,
+            lanes,
+        )
 
-    def _wires(self, setup: _RingSetup) -> tuple[Wire | None, Wire | None]:
-        """Returns the wires for keys and for their gradients, with few multiprocessors if the exchange is small next to the computation."""
-        if setup.team.size == 1:
+    def _wires(self) -> tuple[Wire | None, Wire | None]:
+        """Returns the wires for keys and for their gradients."""
+        if self.setup.size == 1:
             return None, None
-        # all ranks must choose the same wire, so the choice may not depend on what this rank receives
-        small = setup.problem.exchange != "ring" and not setup.problem.is_dense
-        names, ctas = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
+        names, ctas = self.setup.lanes
         keys = wire_of(self.members, self.ring.timeout, names[0], ctas)
         # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
         gradients = wire_of(self.members, self.ring.timeout, names[1], ctas) if self.settings.needs_grad else keys
@@ -203,10 +225,9 @@ class _RingPass:
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out (B, n, H, D), lse (B, H, n)) in the caller's layout."""
-        q, k, v = self._inputs("forward")
-        setup = self._setup()
+        (q, k, v), setup = self._inputs("forward"), self.setup
         work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q)
-        run.forward(work, setup.steps, setup.team, k, v, self._wires(setup)[0], setup.depth)
+        run.forward(work, setup.steps, k, v, self._wires()[0], setup.depth)
         out, lse = work.results()
         if not self.sharding.stays:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
@@ -224,10 +245,10 @@ class _RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        setup = self._setup()
+        setup = self.setup
         rest = kernel_ready(dout), kernel_ready(out), lse, dlse
         work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q, rest)
-        dk, dv = run.backward(work, setup.steps, setup.team, k, v, self._wires(setup), setup.depth)
+        dk, dv = run.backward(work, setup.steps, k, v, self._wires(), setup.depth)
         # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.sharding.inner
         (dq,) = self._reshard((work.dq(),), "q", "backward: dq", back=True)

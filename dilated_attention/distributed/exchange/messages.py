@@ -8,7 +8,7 @@ are read, or scattered rows with all heads, or single (row, head) units; these a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class RowMessage:
     """What one rank sends another in a step, by ascending row of the rank that holds it.
 
     Args:
+        peer: the other rank, among those that exchange keys; in a call's steps, its rank in the group.
         runs: runs of rows of the memory, all heads; empty if ``units`` is given.
         units: int64, the rows of the memory, or row · heads + head of each unit; None if ``runs`` is given.
         whole_rows: units are rows with all heads.
@@ -73,9 +74,14 @@ class StepPlan:
     in_place: bool
     is_full: bool
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
+
+    def among(self, ranks: tuple[int, ...]) -> StepPlan:
+        """Returns the step with every peer's rank in the group, ``ranks[peer]``."""
+        sends, receives, owed = (tuple(replace(m, peer=ranks[m.peer]) for m in some) for some in (self.sends, self.receives, self.owed))
+        return replace(self, sends=sends, receives=receives, owed=owed)
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:

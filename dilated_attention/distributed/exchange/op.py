@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.comm.call_consistency import ring_call
+from dilated_attention.distributed.comm.call_consistency import RingCall, ring_call
 from dilated_attention.distributed.exchange.context_parallel import ring_backward, ring_forward
 from dilated_attention.distributed.exchange.requirements import over_gpus, ring_requirement
 from dilated_attention.engine.oom.requirements import more_suggestions
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.fork import cached_property
 
 more_suggestions.append(over_gpus)
 
@@ -27,14 +28,20 @@ class ResolvedRing(ResolvedCall):
     name = "ring_attention"
     requirement = staticmethod(ring_requirement)
 
+    @cached_property
+    def ring(self) -> RingCall:
+        return ring_call(self.settings)
+
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        out, lse, whole = ring_forward(inputs, self.settings, ring_call(self.settings))
+        out, lse, whole = ring_forward(inputs, self.settings, self.ring)
         return out, lse, torch.tensor(whole, dtype=torch.int64)
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
         N, number = whole.tolist()
-        return ring_backward(inputs, (dout, out, lse, dlse), self.settings, ring_call(self.settings, N), number)
+        return ring_backward(
+            inputs, (dout, out, lse, dlse), self.settings, self.ring if self.ring.seq_len == N else ring_call(self.settings, N), number
+        )
 
 
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.transfer import Arrival, KeyGradients, Returning
@@ -31,24 +30,22 @@ class Computation(Protocol):
         """Returns the gradients of the step's keys and values; None if they are zero."""
 
 
-def forward(
-    computation: Computation, steps: Sequence[StepPlan], members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int
-) -> None:
+def forward(computation: Computation, steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int) -> None:
     """Runs all steps. ``depth``: the number of steps whose keys are in memory at once."""
-    for index, arrival in enumerate(_arrivals(steps, members, k, v, wire, depth, "forward")):
+    for index, arrival in enumerate(_arrivals(steps, k, v, wire, depth, "forward", has_kernels(k))):
         computation.forward(index, *arrival.keys())
 
 
 def backward(
     computation: Computation,
     steps: Sequence[StepPlan],
-    members: Members,
     k: torch.Tensor,
     v: torch.Tensor,
     wires: tuple[Wire | None, Wire | None],
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype. ``wires``: for keys and for their gradients."""
+    fused = has_kernels(k)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     sums: dict[tuple[int, int], KeyGradients] = {}
     last = {step.kv_heads: index for index, step in enumerate(steps)}
@@ -66,15 +63,15 @@ def backward(
         if last[heads] == index:
             sums.pop(heads).write(*room)
 
-    for index, arrival in enumerate(_arrivals(steps, members, k, v, wires[0], depth, "backward")):
+    for index, arrival in enumerate(_arrivals(steps, k, v, wires[0], depth, "backward", fused)):
         step = arrival.step
         grads = computation.backward(index, *arrival.keys())
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:
             # nothing is anyone else's
             return grads
         # where no other step has these heads, one kernel sums all contributions once they are there
-        own = grads if len(last) == len(steps) and has_kernels(k) and (step.fills or step.in_place) else None
-        returning.append((index, Returning(step, members, grads, k, wires[1]), own))
+        own = grads if len(last) == len(steps) and fused and (step.fills or step.in_place) else None
+        returning.append((index, Returning(step, grads, k, wires[1], fused), own))
         if own is None:
             if step.kv_heads not in sums:
                 sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
@@ -88,15 +85,15 @@ def backward(
 
 
 def _arrivals(
-    steps: Sequence[StepPlan], members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str
+    steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str, fused: bool
 ) -> Iterator[Arrival]:
     """Yields the steps in order while the next ones' keys are in flight. Transfers begin with this call."""
-    waiting = deque(Arrival(step, members, k, v, wire, what) for step in steps[:depth])
+    waiting = deque(Arrival(step, k, v, wire, what, fused) for step in steps[:depth])
 
     def arrive() -> Iterator[Arrival]:
         for index in range(len(steps)):
             yield waiting.popleft()
             if index + depth < len(steps):
-                waiting.append(Arrival(steps[index + depth], members, k, v, wire, what))
+                waiting.append(Arrival(steps[index + depth], k, v, wire, what, fused))
 
     return arrive()

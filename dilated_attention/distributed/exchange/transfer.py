@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.distributed.exchange import copy_tables as tables
 from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
-from dilated_attention.engine.branches.merge import has_kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,13 +21,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Arrival:
     """A step whose keys are in flight."""
 
-    def __init__(self, step: StepPlan, members: Members, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
-        """Begins the exchange; all ranks begin theirs in the same order. ``k``, ``v``: the rank's rows (B, n, Hk, D)."""
+    def __init__(self, step: StepPlan, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str, fused: bool) -> None:
+        """Begins the exchange; all ranks begin theirs in the same order.
+
+        Args:
+            k, v: the rank's rows (B, n, Hk, D).
+            fused: kernels copy the rows.
+        """
         self.step = step
         heads = slice(*step.kv_heads)
         k, v = k[:, :, heads], v[:, :, heads]
         self._own = k, v
-        self._fused = has_kernels(k)
+        self._fused = fused
         self._shape = (step.num_kv_heads, k.shape[0], 2 * k.shape[3])
         self._memory: torch.Tensor | None = None
         self._came = k.new_empty(0)
@@ -45,9 +48,9 @@ class Arrival:
                     _pack(self._memory[place : place + count], k[:, row : row + count], v[:, row : row + count])
         if step.sends or step.receives:
             assert wire is not None, "one process has nobody to exchange with"
-            self._transfer = wire.start(self._outgoing(members), self._incoming(members), f"{what}, {step.what}: K and V")
+            self._transfer = wire.start(self._outgoing(), self._incoming(), f"{what}, {step.what}: K and V")
 
-    def _outgoing(self, members: Members) -> list[tuple[int, torch.Tensor]]:
+    def _outgoing(self) -> list[tuple[int, torch.Tensor]]:
         step, (k, v) = self.step, self._own
         if not step.sends:
             return []
@@ -61,13 +64,13 @@ class Arrival:
         if step.from_own and (units is None or not self._late):
             source = k.new_empty((k.shape[1], *self._shape))
             _pack(source, k, v)
-        return _messages(step.sends, source, members, step.num_kv_heads, units)
+        return _messages(step.sends, source, step.num_kv_heads, units)
 
-    def _incoming(self, members: Members) -> list[tuple[int, torch.Tensor]]:
+    def _incoming(self) -> list[tuple[int, torch.Tensor]]:
         step = self.step
         singles = sum(message.size(step.num_kv_heads) for message in step.receives if message.units is not None)
         self._came = self._own[0].new_empty((singles, *self._shape[1:]))
-        return _messages(step.receives, self._memory, members, step.num_kv_heads, self._came)
+        return _messages(step.receives, self._memory, step.num_kv_heads, self._came)
 
     def keys(self) -> Pair:
         """Returns the step's K and V (B, rows, heads, D), once they have arrived."""
@@ -137,14 +140,15 @@ class KeyGradients:
 class Returning:
     """The gradients of a step's keys on their way to the ranks that hold the keys."""
 
-    def __init__(self, step: StepPlan, members: Members, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
+    def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None, fused: bool) -> None:
         """Sends back the gradients of the keys that arrived.
 
         Args:
             grads: of the step's memory, (B, rows, heads, D); None for zeros.
             k: this rank's keys (B, n, Hk, D).
+            fused: kernels copy the rows.
         """
-        self.step = step
+        self.step, self._fused = step, fused
         heads = step.num_kv_heads
         unit = (k.shape[0], 2 * k.shape[3])
         self.came = k.new_empty((sum(message.size(heads) for message in step.owed), *unit))
@@ -157,13 +161,13 @@ class Returning:
         self._kept = (torch.empty if grads is not None else torch.zeros)((units, *unit), dtype=k.dtype, device=k.device)
         if grads is not None and units:
             self._pack(grads)
-        outgoing = _messages(step.receives, None, members, heads, self._kept)
-        incoming = _messages(step.owed, None, members, heads, self.came)
+        outgoing = _messages(step.receives, None, heads, self._kept)
+        incoming = _messages(step.owed, None, heads, self.came)
         self._transfer = wire.start(outgoing, incoming, f"backward, {step.what}: dK and dV")
 
     def _pack(self, grads: Pair) -> None:
         step, (dk, dv) = self.step, grads
-        if has_kernels(dk) and dk.dtype is self._kept.dtype:
+        if self._fused and dk.dtype is self._kept.dtype:
             from dilated_attention.distributed.exchange import copies_triton
 
             copies_triton.gather(step, self._kept, dk, dv, tables.received_units(step, dk.device))
@@ -199,7 +203,7 @@ def _as_units(message: RowMessage, units: torch.Tensor, memory: torch.Tensor) ->
 
 
 def _messages(
-    messages: Sequence[RowMessage], memory: torch.Tensor | None, members: Members, heads: int, units: torch.Tensor | None = None
+    messages: Sequence[RowMessage], memory: torch.Tensor | None, heads: int, units: torch.Tensor | None = None
 ) -> list[tuple[int, torch.Tensor]]:
     """Returns (rank in the group, tensor) of each message.
 
@@ -209,14 +213,13 @@ def _messages(
     """
     found, start = [], 0
     for message in messages:
-        peer = members.peer(message.peer)
         if message.units is None and memory is not None:
-            found += [(peer, memory[first:last]) for first, last in message.runs]
+            found += [(message.peer, memory[first:last]) for first, last in message.runs]
         elif units is not None:
             end = start + message.size(heads)
-            found.append((peer, units[start:end]))
+            found.append((message.peer, units[start:end]))
             start = end
         else:
             assert memory is not None and message.units is not None
-            found.append((peer, message.flat(memory).index_select(0, message.units)))
+            found.append((message.peer, message.flat(memory).index_select(0, message.units)))
     return found
