@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.distributed import spans
 from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.exchange.crossing import crossing_of
+from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     RESULTS,
@@ -113,6 +116,31 @@ def test_segments_and_ranks(world: int) -> None:
 def test_ranks_without_rows(world: int) -> None:
     """Zeros and −inf, never NaN."""
     check(world, ring_chosen.ranks_without_rows(world))
+
+
+CROSSING = (((8, 2), (1, 4)), ((4, 8, 0.5), (1, 2, 8)), ((4, 2**40), (1, 4)), ((8, 1, 1), (1, 4, 8)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_branches_that_cross_ranks_are_computed_on_every_gth_row(world: int) -> None:
+    """Segments within ranks beside sparse ones across ranks, whose lengths are given as fractions of the sequence where below 4."""
+    spreads, N = [], 64 * world
+    for index, (lengths, rates) in enumerate(CROSSING):
+        pattern = DilatedPattern(tuple(x if x >= 4 else int(x * N) for x in lengths), rates, ("cyclic", "zero")[index % 2])
+        for heads, kv_heads in ((4, 4), (4, 2), (8, 8), (8, 1)):
+            for is_causal in (False, True):
+                for layout in ("contiguous", "zigzag"):
+                    options = {"is_causal": is_causal, "layout": layout, "exchange": "all_gather"}
+                    spreads.append(spread_of(pattern, N, heads=heads, kv_heads=kv_heads, **options))
+    found = 0
+    for spread in spreads:
+        case = spread.case
+        shards = tuple(tuple((a, b) for a, b, _ in spans(N, rank, world, spread.layout)) for rank in range(world))
+        problem = RingProblem(case.pattern, ((0, N),), shards, case.heads, case.kv_heads, case.is_causal, None, "all_gather", ())
+        found += crossing_of(problem) is not None
+    # heads that share a key/value head and differ in offset are gathered whole
+    assert len(spreads) > found >= len(spreads) // 2
+    check(world, spreads)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:

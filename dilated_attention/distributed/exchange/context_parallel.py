@@ -15,6 +15,7 @@ from dilated_attention.distributed.comm.call_consistency import RingCall, agreed
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import cost, run
+from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
 from dilated_attention.distributed.exchange.messages import StepPlan, gathering, hop
 from dilated_attention.distributed.exchange.parts import Masks, QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
@@ -92,6 +93,7 @@ class _RingSetup:
         size: the number of ranks that exchange keys.
         depth: the number of steps whose keys are in memory at once.
         merges: whether a row's parts come from several steps.
+        home: what the rank computes on its own rows beside ``problem``, which then is that of every g-th row: ``query_rows``, ``key_rows``.
         lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
             computation. All ranks must choose the same, so it does not depend on what this rank receives.
     """
@@ -105,6 +107,9 @@ class _RingSetup:
     depth: int
     merges: bool
     lanes: tuple[tuple[str, str], int | None]
+    home: tuple[QueryPart, ...] = ()
+    query_rows: SparseRows | None = None
+    key_rows: SparseRows | None = None
 
 
 _setups: dict[object, _RingSetup] = {}
@@ -121,6 +126,7 @@ class _RingPass:
         self.used: Tensors | None = None
         self.padding = None
         self.seed = 0 if seed is None else int(seed.item())
+        self.has_padding = padding is not None
         self.setup = self._setup()
         self.sharding = self.setup.sharding
         if padding is not None:
@@ -163,7 +169,7 @@ class _RingPass:
         q, k, _ = self.tensors
         kind = (
             *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, q.dtype, q.device, q.shape, k.shape),
-            *(self.settings, torch.are_deterministic_algorithms_enabled()),
+            *(self.settings, self.has_padding, torch.are_deterministic_algorithms_enabled()),
         )
         setup = _setups.get(kind)
         if setup is None:
@@ -180,36 +186,37 @@ class _RingPass:
         q, k = (x.new_empty((x.shape[0], 0, own.heads[1] - own.heads[0], x.shape[3])) for x, own in ((q, queries), (k, keys)))
         pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
         ranks = sharding.team(me)
-        question = _question(len(ranks), q, k, pattern, self.settings, self.ring)
-        count = cost.head_steps(question) if sharding.exchange == "all_gather" and len(ranks) > 1 else 1
         problem = RingProblem(
             pattern,
             self.documents,
             tuple(sharding.ranges(rank) for rank in ranks),
             *(q.shape[2], k.shape[2], self.settings.is_causal, self.settings.window_sides, sharding.exchange),
-            (k.shape[2] // count,) * count,
+            (k.shape[2],),
         )
         # nothing here holds the group: the setup outlives groups, and another group may get the same name
         place, size = ranks.index(me), len(ranks)
-        steps, span = make_steps(problem, place, k.device)
         # each step's part of a branch has an lse of its own, so a ring's mixing is undone branch by branch
         settings = self.settings._replace(detached=False) if problem.exchange == "ring" else self.settings
+        home: tuple[QueryPart, ...] = ()
+        query_rows, key_rows = None, None
+        # masks and dropout are by position, and detached mixing needs the outputs of all branches
+        plain = not self.has_padding and not settings.dropout_p and not settings.detached
+        crossing = crossing_of(problem) if plain and size > 1 else None
+        if crossing is not None:
+            home, problem = home_parts(problem, crossing.home, settings, place), crossing.problem
+            query_rows, key_rows = (SparseRows(crossing.step, x, k.device) for x in (crossing.offsets, crossing.kv_offsets))
+        if problem.exchange == "all_gather" and size > 1:
+            question = _question(size, q, k, problem.pattern, self.settings, replace(self.ring, seq_len=problem.seq_len))
+            count = cost.head_steps(question)
+            problem = replace(problem, head_steps=(k.shape[2] // count,) * count)
+        steps, span = make_steps(problem, place, k.device)
         parts = tuple(parts_of(problem, settings, step, place, span) for step in steps)
         held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
         merges = problem.exchange == "ring" and size > 1
         small = not merges and not problem.is_dense
         lanes = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
-        return _RingSetup(
-            sharding,
-            problem,
-            tuple(step.among(ranks) for step in steps),
-            parts,
-            first,
-            size,
-            cost.choose_prefetch_depth(held),
-            merges,
-            lanes,
-        )
+        steps, depth = tuple(step.among(ranks) for step in steps), cost.choose_prefetch_depth(held)
+        return _RingSetup(sharding, problem, steps, parts, first, size, depth, merges, lanes, home, query_rows, key_rows)
 
     def _wires(self) -> tuple[Wire | None, Wire | None]:
         """Returns the wires for keys and for their gradients."""
@@ -226,9 +233,20 @@ class _RingPass:
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out (B, n, H, D), lse (B, H, n)) in the caller's layout."""
         (q, k, v), setup = self._inputs("forward"), self.setup
-        work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q)
-        run.forward(work, setup.steps, k, v, self._wires()[0], setup.depth)
-        out, lse = work.results()
+        masks = Masks(self.padding, self.seed, setup.first_head)
+        if setup.query_rows is None or setup.key_rows is None:
+            work = _Branches(setup.parts, setup.merges, masks, q)
+            run.forward(work, setup.steps, k, v, self._wires()[0], setup.depth)
+            out, lse = work.results()
+        else:
+            own = _Branches((setup.home,), False, masks, q)
+            work = _Branches(setup.parts, False, masks, setup.query_rows.of(q))
+            keys, values = (setup.key_rows.of(x) for x in (k, v))
+            run.forward(work, setup.steps, keys, values, self._wires()[0], setup.depth, lambda: own.forward(0, k, v))
+            (out, lse), (part, part_lse) = own.results(), work.results()
+            lse = lse.transpose(1, 2).contiguous()
+            setup.query_rows.merge(out, lse, part, part_lse.transpose(1, 2))
+            lse = lse.transpose(1, 2)
         if not self.sharding.stays:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -245,28 +263,52 @@ class _RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        setup = self.setup
+        setup, masks = self.setup, Masks(self.padding, self.seed, self.setup.first_head)
         rest = kernel_ready(dout), kernel_ready(out), lse, dlse
-        work = _Branches(setup, Masks(self.padding, self.seed, setup.first_head), q, rest)
-        dk, dv = run.backward(work, setup.steps, k, v, self._wires(), setup.depth)
+        if setup.query_rows is None or setup.key_rows is None:
+            work = _Branches(setup.parts, setup.merges, masks, q, rest)
+            dk, dv = run.backward(work, setup.steps, k, v, self._wires(), setup.depth)
+            dq = work.dq()
+        else:
+            own, of_keys = _Branches((setup.home,), False, masks, q, rest), []
+            some_dout, some_out, some_q = (setup.query_rows.of(x) for x in (*rest[:2], q))
+            some = (None if x is None else setup.query_rows.of(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (lse, dlse))
+            work = _Branches(setup.parts, False, masks, some_q, (some_dout, some_out, *some))  # type: ignore[arg-type]
+            keys, values = (setup.key_rows.of(x) for x in (k, v))
+            shares = run.backward(
+                work, setup.steps, keys, values, self._wires(), setup.depth, lambda: of_keys.append(own.backward(0, k, v))
+            )
+            dq = own.dq()
+            # a rank without rows has none
+            dk, dv = of_keys[0] or (torch.zeros_like(k), torch.zeros_like(v))
+            setup.query_rows.add(dq, work.dq())
+            for grad, share in zip((dk, dv), shares, strict=True):
+                setup.key_rows.add(grad, share)
         # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.sharding.inner
-        (dq,) = self._reshard((work.dq(),), "q", "backward: dq", back=True)
+        (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
         dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
 class _Branches:
-    """Dilated and dense attention on the keys of each step. A ring's parts are merged, and its dq summed, in float32 (float64)."""
+    """Dilated and dense attention on the keys of each step.
+
+    Args:
+        parts: what is computed in each step.
+        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
+    """
 
     def __init__(
         self,
-        setup: _RingSetup,
+        parts: tuple[tuple[QueryPart, ...], ...],
+        merges: bool,
         masks: Masks,
         q: torch.Tensor,
         rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
     ) -> None:
-        self.setup, self.masks, self.q, self.rest = setup, masks, q, rest
+        self.parts, self.merges, self.masks, self.q, self.rest = parts, merges, masks, q, rest
         self.acc = accumulation_dtype(q.dtype)
         self.done: set[tuple[int, int]] = set()
         self._out: torch.Tensor | None = None
@@ -274,12 +316,12 @@ class _Branches:
 
     def _is_only(self, part: QueryPart) -> bool:
         """Whether a part's results are the rank's, so that nothing need be copied."""
-        return not self.setup.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
+        return not self.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
 
     def _room(self) -> torch.Tensor:
         """Returns out, or dq, of all parts."""
         if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.acc if self.setup.merges else self.q.dtype, device=self.q.device)
+            self._out = torch.empty(self.q.shape, dtype=self.acc if self.merges else self.q.dtype, device=self.q.device)
         return self._out
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,7 +340,7 @@ class _Branches:
         return first
 
     def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for part in self.setup.parts[index]:
+        for part in self.parts[index]:
             heads = slice(*part.heads)
             out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
             if self._is_only(part):
@@ -317,7 +359,7 @@ class _Branches:
     def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         assert self.rest is not None
         dout, out, lse, dlse = self.rest
-        parts = self.setup.parts[index]
+        parts = self.parts[index]
         grads: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in parts:
             heads = slice(*part.heads)

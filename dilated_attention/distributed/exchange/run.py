@@ -7,7 +7,7 @@ block-sparse attention by lists of blocks (``block_exchange``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -30,9 +30,25 @@ class Computation(Protocol):
         """Returns the gradients of the step's keys and values; None if they are zero."""
 
 
-def forward(computation: Computation, steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int) -> None:
-    """Runs all steps. ``depth``: the number of steps whose keys are in memory at once."""
-    for index, arrival in enumerate(_arrivals(steps, k, v, wire, depth, "forward", has_kernels(k))):
+def forward(
+    computation: Computation,
+    steps: Sequence[StepPlan],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    wire: Wire | None,
+    depth: int,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Runs all steps.
+
+    Args:
+        depth: the number of steps whose keys are in memory at once.
+        meanwhile: what else there is to compute; it runs while the first keys are in flight.
+    """
+    arrivals = _arrivals(steps, k, v, wire, depth, "forward", has_kernels(k))
+    if meanwhile is not None:
+        meanwhile()
+    for index, arrival in enumerate(arrivals):
         computation.forward(index, *arrival.keys())
 
 
@@ -43,6 +59,7 @@ def backward(
     v: torch.Tensor,
     wires: tuple[Wire | None, Wire | None],
     depth: int,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype. ``wires``: for keys and for their gradients."""
     fused = has_kernels(k)
@@ -63,7 +80,10 @@ def backward(
         if last[heads] == index:
             sums.pop(heads).write(*room)
 
-    for index, arrival in enumerate(_arrivals(steps, k, v, wires[0], depth, "backward", fused)):
+    arrivals = _arrivals(steps, k, v, wires[0], depth, "backward", fused)
+    if meanwhile is not None:
+        meanwhile()
+    for index, arrival in enumerate(arrivals):
         step = arrival.step
         grads = computation.backward(index, *arrival.keys())
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:

@@ -13,6 +13,7 @@ from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, 
 from dilated_attention.distributed.block_exchange.plan import key_span as block_span
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys, segments_across
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
@@ -194,7 +195,8 @@ def _of_branches(problem: Problem) -> Exchange:
         # striped rows are put in order and back; the number of bytes is the same for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
-    held = [_held(ring_problem, rank, seen, row) for rank in _ranks(problem)]
+    crossing = crossing_of(ring_problem)
+    held = [_held(ring_problem if crossing is None else crossing.problem, rank, seen, row) for rank in _ranks(problem)]
     number = W if sharding.exchange == "ring" else steps
     return Exchange(
         name=name, bytes=most, steps=number, held=(max(x[0] for x in held), max(x[1] for x in held)),

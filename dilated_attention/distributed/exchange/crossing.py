@@ -1,0 +1,113 @@
+"""Separates the branches whose segments stay within a rank from those that cross ranks.
+
+A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. Branches that cross ranks are
+usually the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions, which is
+computed as a ring of its own, on rows gathered by head, and merged into the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.distributed.exchange.parts import QueryPart, rows_of
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
+from dilated_attention.engine.branches.merge import merge_onto
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The branches that cross ranks, on every g-th position.
+
+    Args:
+        home: the branches that stay within ranks, on all positions.
+        problem: the others, on N/g positions.
+        step: g.
+        offsets: the position, below g, of each query head's first row; ``kv_offsets`` of each key/value head's.
+    """
+
+    home: DilatedPattern
+    problem: RingProblem
+    step: int
+    offsets: tuple[int, ...]
+    kv_offsets: tuple[int, ...]
+
+
+def crossing_of(problem: RingProblem) -> Crossing | None:
+    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, or those that do are not so sparse."""
+    pattern, H = problem.pattern, problem.num_heads
+    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window or problem.exchange != "all_gather":
+        return None
+    if pattern.tail != "mask" and not problem.is_causal:
+        return None
+    N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
+    stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
+    others = [b for b, inside in enumerate(stays) if not inside]
+    if all(stays) or not any(stays):
+        return None
+    # a segment that is longer than the sequence is as good as one of its length
+    branches = [(min(length, N), rate) for length, rate in pattern.branches]
+    step = math.gcd(N, *(x for b in others for x in branches[b]), *bounds)
+    offsets = pattern.offsets(H)
+    heads = [{offsets[b][h] % step for b in others} for h in range(H)]
+    group = H // problem.num_kv_heads
+    of_keys = [set().union(*heads[h : h + group]) for h in range(0, H, group)]
+    if step == 1 or any(len(x) > 1 for x in of_keys):
+        return None
+    first = [x.pop() for x in of_keys]
+    firsts = tuple(first[h // group] for h in range(H))
+    rows = tuple(tuple((offsets[b][h] - firsts[h]) // step for h in range(H)) for b in others)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in others)), strict=True)
+    sparse = RingProblem(
+        DilatedPattern(lengths, rates, rows, "all", pattern.tail),
+        ((0, N // step),),
+        tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
+        *(H, problem.num_kv_heads, problem.is_causal, None, problem.exchange, problem.head_steps),
+    )
+    home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
+    return Crossing(home, sparse, step, firsts, tuple(first))
+
+
+def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSettings, rank: int) -> tuple[QueryPart, ...]:
+    """Returns what a rank computes on its own rows: each of its ranges is a sequence of its own."""
+    alone = RingProblem(
+        home, problem.documents, problem.shards, problem.num_heads, problem.num_kv_heads, problem.is_causal, None, "all_gather", ()
+    )
+    return tuple(
+        QueryPart(alone, settings, rows, span, span, rows, KeySpan(*span, ((0, span[1] - span[0]),)), (0, problem.num_heads))
+        for rows, span in rows_of(problem.shards[rank])
+    )
+
+
+class SparseRows:
+    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
+
+    def __init__(self, step: int, offsets: tuple[int, ...], device: torch.device) -> None:
+        self.step, heads = step, len(offsets)
+        self._index = torch.tensor([offset * heads + head for head, offset in enumerate(offsets)], device=device)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the rows, (B, n/g, heads, …), as a copy."""
+        return self._flat(x).index_select(2, self._index)
+
+    def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds (B, n/g, heads, …) to the rows of a contiguous x; each sum is rounded once."""
+        acc = accumulation_dtype(x.dtype)
+        self._flat(x).index_copy_(2, self._index, (self.of(x).to(acc) + part.to(acc)).to(x.dtype))
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, n/g, heads), into contiguous out and lse (B, n, heads)."""
+        own, own_lse = self.of(out), self.of(lse)
+        merge_onto(own, own_lse, part, part_lse)
+        self._flat(out).index_copy_(2, self._index, own)
+        self._flat(lse).index_copy_(2, self._index, own_lse)
+
+    def _flat(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns (B, n/g, g · heads, …), a view of a contiguous x."""
+        B, n, heads = x.shape[:3]
+        return x.reshape(B, n // self.step, self.step * heads, *x.shape[3:])
