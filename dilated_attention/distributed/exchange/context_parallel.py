@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_length, begin_backward
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
-from dilated_attention.distributed.exchange import cost, run
-from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
-from dilated_attention.distributed.exchange.messages import StepPlan, gathering, hop
-from dilated_attention.distributed.exchange.parts import Masks, QueryPart, parts_of
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
+from dilated_attention.distributed.exchange import run
+from dilated_attention.distributed.exchange.parts import Branches, Masks
+from dilated_attention.distributed.exchange.setup import RingSetup, make_setup
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.settings import CallSettings
@@ -80,39 +74,7 @@ def ring_backward(inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings:
     return tuple(x.to(q.dtype) for x in total)
 
 
-@dataclass(frozen=True, eq=False)
-class _RingSetup:
-    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
-
-    Args:
-        sharding: which rows and heads each rank has, as given and while it computes.
-        problem: with the pattern and the heads that this rank computes.
-        steps: the steps of the exchange on this rank.
-        parts: what is computed in each step.
-        first_head: the first of this rank's heads, counted over the whole model.
-        size: the number of ranks that exchange keys.
-        depth: the number of steps whose keys are in memory at once.
-        merges: whether a row's parts come from several steps.
-        home: what the rank computes on its own rows beside ``problem``, which then is that of every g-th row: ``query_rows``, ``key_rows``.
-        lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
-            computation. All ranks must choose the same, so it does not depend on what this rank receives.
-    """
-
-    sharding: ShardingPlan
-    problem: RingProblem
-    steps: tuple[StepPlan, ...]
-    parts: tuple[tuple[QueryPart, ...], ...]
-    first_head: int
-    size: int
-    depth: int
-    merges: bool
-    lanes: tuple[tuple[str, str], int | None]
-    home: tuple[QueryPart, ...] = ()
-    query_rows: SparseRows | None = None
-    key_rows: SparseRows | None = None
-
-
-_setups: dict[object, _RingSetup] = {}
+_setups: dict[object, RingSetup] = {}
 
 
 class _RingPass:
@@ -165,7 +127,7 @@ class _RingPass:
             self.used = tuple(kernel_ready(x) for x in self._reshard(self.tensors, "qkk", f"{what}: q, k and v"))
         return self.used
 
-    def _setup(self) -> _RingSetup:
+    def _setup(self) -> RingSetup:
         q, k, _ = self.tensors
         kind = (
             *(self.members.rank, self.members.size, self.ring, self.pattern, self.documents, q.dtype, q.device, q.shape, k.shape),
@@ -175,48 +137,8 @@ class _RingPass:
         if setup is None:
             if len(_setups) >= 512:
                 _setups.clear()
-            setup = _setups[kind] = self._make_setup()
+            setup = _setups[kind] = make_setup(self.members, q, k, self.pattern, self.documents, self.settings, self.ring, self.has_padding)
         return setup
-
-    def _make_setup(self) -> _RingSetup:
-        me, (q, k, _) = self.members.rank, self.tensors
-        sharding = _route_of(self.members, q, k, self.settings.pattern, self.settings, self.ring)
-        (queries, keys), num_heads = (sides[me] for sides in sharding.used), q.shape[2]
-        first, last = queries.heads
-        q, k = (x.new_empty((x.shape[0], 0, own.heads[1] - own.heads[0], x.shape[3])) for x, own in ((q, queries), (k, keys)))
-        pattern = self.pattern.with_heads(first, last, num_heads) if self.pattern.branch_heads == "all" else self.pattern
-        ranks = sharding.team(me)
-        problem = RingProblem(
-            pattern,
-            self.documents,
-            tuple(sharding.ranges(rank) for rank in ranks),
-            *(q.shape[2], k.shape[2], self.settings.is_causal, self.settings.window_sides, sharding.exchange),
-            (k.shape[2],),
-        )
-        # nothing here holds the group: the setup outlives groups, and another group may get the same name
-        place, size = ranks.index(me), len(ranks)
-        # each step's part of a branch has an lse of its own, so a ring's mixing is undone branch by branch
-        settings = self.settings._replace(detached=False) if problem.exchange == "ring" else self.settings
-        home: tuple[QueryPart, ...] = ()
-        query_rows, key_rows = None, None
-        # masks and dropout are by position, and detached mixing needs the outputs of all branches
-        plain = not self.has_padding and not settings.dropout_p and not settings.detached
-        crossing = crossing_of(problem) if plain and size > 1 else None
-        if crossing is not None:
-            home, problem = home_parts(problem, crossing.home, settings, place), crossing.problem
-            query_rows, key_rows = (SparseRows(crossing.step, x, k.device) for x in (crossing.offsets, crossing.kv_offsets))
-        if problem.exchange == "all_gather" and size > 1:
-            question = _question(size, q, k, problem.pattern, self.settings, replace(self.ring, seq_len=problem.seq_len))
-            count = cost.head_steps(question)
-            problem = replace(problem, head_steps=(k.shape[2] // count,) * count)
-        steps, span = make_steps(problem, place, k.device)
-        parts = tuple(parts_of(problem, settings, step, place, span) for step in steps)
-        held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
-        merges = problem.exchange == "ring" and size > 1
-        small = not merges and not problem.is_dense
-        lanes = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
-        steps, depth = tuple(step.among(ranks) for step in steps), cost.choose_prefetch_depth(held)
-        return _RingSetup(sharding, problem, steps, parts, first, size, depth, merges, lanes, home, query_rows, key_rows)
 
     def _wires(self) -> tuple[Wire | None, Wire | None]:
         """Returns the wires for keys and for their gradients."""
@@ -235,12 +157,12 @@ class _RingPass:
         (q, k, v), setup = self._inputs("forward"), self.setup
         masks = Masks(self.padding, self.seed, setup.first_head)
         if setup.query_rows is None or setup.key_rows is None:
-            work = _Branches(setup.parts, setup.merges, masks, q)
+            work = Branches(setup.parts, setup.merges, masks, q)
             run.forward(work, setup.steps, k, v, self._wires()[0], setup.depth)
             out, lse = work.results()
         else:
-            own = _Branches((setup.home,), False, masks, q)
-            work = _Branches(setup.parts, False, masks, setup.query_rows.of(q))
+            own = Branches((setup.home,), False, masks, q)
+            work = Branches(setup.parts, False, masks, setup.query_rows.of(q))
             keys, values = (setup.key_rows.of(x) for x in (k, v))
             run.forward(work, setup.steps, keys, values, self._wires()[0], setup.depth, lambda: own.forward(0, k, v))
             (out, lse), (part, part_lse) = own.results(), work.results()
@@ -266,14 +188,14 @@ class _RingPass:
         setup, masks = self.setup, Masks(self.padding, self.seed, self.setup.first_head)
         rest = kernel_ready(dout), kernel_ready(out), lse, dlse
         if setup.query_rows is None or setup.key_rows is None:
-            work = _Branches(setup.parts, setup.merges, masks, q, rest)
+            work = Branches(setup.parts, setup.merges, masks, q, rest)
             dk, dv = run.backward(work, setup.steps, k, v, self._wires(), setup.depth)
             dq = work.dq()
         else:
-            own, of_keys = _Branches((setup.home,), False, masks, q, rest), []
+            own, of_keys = Branches((setup.home,), False, masks, q, rest), []
             some_dout, some_out, some_q = (setup.query_rows.of(x) for x in (*rest[:2], q))
             some = (None if x is None else setup.query_rows.of(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (lse, dlse))
-            work = _Branches(setup.parts, False, masks, some_q, (some_dout, some_out, *some))  # type: ignore[arg-type]
+            work = Branches(setup.parts, False, masks, some_q, (some_dout, some_out, *some))  # type: ignore[arg-type]
             keys, values = (setup.key_rows.of(x) for x in (k, v))
             shares = run.backward(
                 work, setup.steps, keys, values, self._wires(), setup.depth, lambda: of_keys.append(own.backward(0, k, v))
@@ -291,130 +213,6 @@ class _RingPass:
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
-class _Branches:
-    """Dilated and dense attention on the keys of each step.
-
-    Args:
-        parts: what is computed in each step.
-        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
-        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
-    """
-
-    def __init__(
-        self,
-        parts: tuple[tuple[QueryPart, ...], ...],
-        merges: bool,
-        masks: Masks,
-        q: torch.Tensor,
-        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-    ) -> None:
-        self.parts, self.merges, self.masks, self.q, self.rest = parts, merges, masks, q, rest
-        self.acc = accumulation_dtype(q.dtype)
-        self.done: set[tuple[int, int]] = set()
-        self._out: torch.Tensor | None = None
-        self._lse: torch.Tensor | None = None
-
-    def _is_only(self, part: QueryPart) -> bool:
-        """Whether a part's results are the rank's, so that nothing need be copied."""
-        return not self.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
-
-    def _room(self) -> torch.Tensor:
-        """Returns out, or dq, of all parts."""
-        if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.acc if self.merges else self.q.dtype, device=self.q.device)
-        return self._out
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._room()
-        if self._lse is None:
-            self._lse = out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=self.acc)
-        return out.to(self.q.dtype), self._lse
-
-    def dq(self) -> torch.Tensor:
-        return self._room()
-
-    def _is_first(self, part: QueryPart) -> bool:
-        key = (part.rows.start, part.heads[0])
-        first = key not in self.done
-        self.done.add(key)
-        return first
-
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for part in self.parts[index]:
-            heads = slice(*part.heads)
-            out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
-            if self._is_only(part):
-                self._out, self._lse = out, lse
-                continue
-            room = self._room()[:, part.rows, heads]
-            if self._lse is None:
-                B, n, H, _ = self.q.shape
-                self._lse = torch.empty((B, H, n), dtype=self.acc, device=self.q.device)
-            if self._is_first(part):
-                room.copy_(out)
-                self._lse[:, heads, part.rows].copy_(lse)
-            else:
-                merge_onto(room, self._lse[:, heads, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
-
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        assert self.rest is not None
-        dout, out, lse, dlse = self.rest
-        parts = self.parts[index]
-        grads: tuple[torch.Tensor, torch.Tensor] | None = None
-        for part in parts:
-            heads = slice(*part.heads)
-            tensors = (dout[:, :, heads], self.q[:, :, heads], keys, values, out[:, :, heads], lse[:, heads])
-            dq, dk, dv = part.backward(tensors, None if dlse is None else dlse[:, heads], self.masks)
-            if self._is_only(part):
-                self._out = dq
-            else:
-                room = self._room()[:, part.rows, heads]
-                (room.copy_ if self._is_first(part) else room.add_)(dq)
-            if grads is None and dk.shape[1] == keys.shape[1]:
-                grads = dk, dv
-                continue
-            if grads is None:
-                grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
-            for total, share in zip(grads, (dk, dv), strict=True):
-                total[:, part.key_rows] += share
-        return grads
-
-
-def make_steps(problem: RingProblem, rank: int, device: torch.device) -> tuple[tuple[StepPlan, ...], KeySpan | None]:
-    """Returns a rank's steps, and in an all_gather the span of keys that it gathers."""
-
-    @functools.cache
-    def needed(reader: int) -> torch.Tensor:
-        return needed_keys(problem, reader, device)
-
-    everyone = (0, problem.num_kv_heads)
-    if problem.exchange == "ring" and problem.size > 1:
-        return tuple(hop(problem.shards, rank, needed, everyone, distance) for distance in range(problem.size)), None
-    span = key_span(problem, rank)
-    steps, first = [], 0
-    for index, count in enumerate(problem.head_steps):
-        what = "keys of other ranks" if len(problem.head_steps) == 1 else f"heads {index + 1} of {len(problem.head_steps)}"
-        steps.append(gathering(problem.shards, rank, needed, (first, first + count), (span.start, span.end), what))
-        first += count
-    return tuple(steps), span
-
-
-def _question(
-    size: int, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
-) -> cost.ExchangeRequest:
-    return cost.exchange_request(
-        q,
-        k,
-        pattern,
-        size=size,
-        layout=ring.layout,
-        seq_len=ring.seq_len,
-        is_causal=settings.is_causal,
-        has_window=bool(settings.window),
-        needs_grad=settings.needs_grad,
-    )
-
-
 def _kernels(members: Members, tensors: Tensors, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> str:
     """Checks that this rank has kernels, before any rank sends anything. Raises BackendUnavailable if it has none."""
     q, k, v = tensors
@@ -423,13 +221,3 @@ def _kernels(members: Members, tensors: Tensors, padding: torch.Tensor | None, s
         views = (q, k, v, q) if is_backward else (q, k, v)
         prepare(is_backward, views, settings.pattern, settings, padding, num_keys=num_keys)
     return "available"
-
-
-def _route_of(
-    members: Members, q: torch.Tensor, k: torch.Tensor, pattern: DilatedPattern, settings: CallSettings, ring: RingCall
-) -> ShardingPlan:
-    exchange = ring.exchange
-    if exchange == "auto":
-        exchange = cost.choose(_question(members.size, q, k, pattern, settings, ring))
-    heads = (q.shape[2], k.shape[2])
-    return make_sharding_plan(ring.seq_len, members.size, ring.layout, exchange, *heads, ring.ranks_per_node, settings.is_causal)

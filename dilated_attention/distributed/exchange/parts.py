@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, sees_keys
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.prepare import prepare
 from dilated_attention.engine.ops.settings import CallSettings
@@ -130,3 +132,92 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
         if start < end:
             yield slice(row, row + end - start), (start, end)
         row += end - start
+
+
+class Branches:
+    """Dilated and dense attention on the keys of each step.
+
+    Args:
+        parts: what is computed in each step.
+        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
+    """
+
+    def __init__(
+        self,
+        parts: tuple[tuple[QueryPart, ...], ...],
+        merges: bool,
+        masks: Masks,
+        q: torch.Tensor,
+        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> None:
+        self.parts, self.merges, self.masks, self.q, self.rest = parts, merges, masks, q, rest
+        self.acc = accumulation_dtype(q.dtype)
+        self.done: set[tuple[int, int]] = set()
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def _is_only(self, part: QueryPart) -> bool:
+        """Whether a part's results are the rank's, so that nothing need be copied."""
+        return not self.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
+
+    def _room(self) -> torch.Tensor:
+        """Returns out, or dq, of all parts."""
+        if self._out is None:
+            self._out = torch.empty(self.q.shape, dtype=self.acc if self.merges else self.q.dtype, device=self.q.device)
+        return self._out
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._room()
+        if self._lse is None:
+            self._lse = out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=self.acc)
+        return out.to(self.q.dtype), self._lse
+
+    def dq(self) -> torch.Tensor:
+        return self._room()
+
+    def _is_first(self, part: QueryPart) -> bool:
+        key = (part.rows.start, part.heads[0])
+        first = key not in self.done
+        self.done.add(key)
+        return first
+
+    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for part in self.parts[index]:
+            heads = slice(*part.heads)
+            out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
+            if self._is_only(part):
+                self._out, self._lse = out, lse
+                continue
+            room = self._room()[:, part.rows, heads]
+            if self._lse is None:
+                B, n, H, _ = self.q.shape
+                self._lse = torch.empty((B, H, n), dtype=self.acc, device=self.q.device)
+            if self._is_first(part):
+                room.copy_(out)
+                self._lse[:, heads, part.rows].copy_(lse)
+            else:
+                merge_onto(room, self._lse[:, heads, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+
+    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        assert self.rest is not None
+        dout, out, lse, dlse = self.rest
+        parts = self.parts[index]
+        grads: tuple[torch.Tensor, torch.Tensor] | None = None
+        for part in parts:
+            heads = slice(*part.heads)
+            tensors = (dout[:, :, heads], self.q[:, :, heads], keys, values, out[:, :, heads], lse[:, heads])
+            dq, dk, dv = part.backward(tensors, None if dlse is None else dlse[:, heads], self.masks)
+            if self._is_only(part):
+                self._out = dq
+            else:
+                room = self._room()[:, part.rows, heads]
+                (room.copy_ if self._is_first(part) else room.add_)(dq)
+            if grads is None and dk.shape[1] == keys.shape[1]:
+                grads = dk, dv
+                continue
+            if grads is None:
+                grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
+            for total, share in zip(grads, (dk, dv), strict=True):
+                total[:, part.key_rows] += share
+        return grads
