@@ -48,8 +48,8 @@ def ring_dilated_attention(
 
     Each process gets the output of its own rows, and in the backward their gradients: the result of ``dilated_attention`` on the whole
     sequence, sharded the same way. With the contiguous layout, a branch whose segments are each within one process communicates nothing.
-    For a longer branch only the positions that its heads select (1/r of K and V) move, among the processes of that segment, while the
-    shorter branches are computed. Segments need not align with shards, and lengths need not divide.
+    Of a longer branch only the positions that its heads select (1/r of K and V) move, among the processes of that segment; where shards
+    begin with segments, the shorter branches are computed meanwhile. Segments need not align with shards, and lengths need not divide.
 
     Args:
         q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
