@@ -32,6 +32,9 @@ _NESTED = 0.75
 # bytes per element of a problem's results that are read and written to sum them, forward and backward; bytes/s of such sums
 _SUM_BYTES = {False: 12, True: 36}
 _MEMORY = 2e12
+# measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
+# on H200s (benchmarks/results/2026-11-23-h200x2-rings.md)
+_CUT = 1.6
 # kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
@@ -173,7 +176,8 @@ def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     launches = _launches(pattern, shape, request, batch)
     if shape.queries != shape.keys or len(shape.documents) > 1:
-        # the results of a cut call are summed problem by problem, in float32
+        # the results of a cut call are summed problem by problem, in float32, between short launches
+        kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
         kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])

@@ -23,7 +23,7 @@ from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, BlockCounts, block_counts, parabola
 from dilated_attention.planning.estimate.problem import WHOLE, Problem
-from dilated_attention.planning.estimate.ring_estimate import ring_blocks_memory, ring_memory
+from dilated_attention.planning.estimate.ring_memory import ring_blocks_memory, ring_memory
 from dilated_attention.planning.whole_models.trace import fake_tensors, peak_of
 
 Terms = list[tuple[str, int]]
