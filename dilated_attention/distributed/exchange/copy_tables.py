@@ -35,9 +35,9 @@ def sent_units(step: StepPlan, device: torch.device) -> torch.Tensor:
     return _once(step, "sent", lambda: _units(step, owed, device).int())
 
 
-def received_units(step: StepPlan, device: torch.device) -> torch.Tensor:
-    """Returns int32: all units of the memory that arrive."""
-    return _once(step, "received", lambda: _units(step, step.receives, device).int())
+def received_units(step: StepPlan, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Returns all units of the memory that arrive."""
+    return _once(step, f"received {dtype}", lambda: _units(step, step.receives, device).to(dtype))
 
 
 def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:

@@ -78,6 +78,11 @@ class StepPlan:
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
 
+    @cached_property
+    def is_numbered(self) -> bool:
+        """Whether 32 bits number all units, as the kernels of ``copies_triton.py`` need it."""
+        return 2 * self.rows * self.num_kv_heads < 2**31
+
     def among(self, ranks: tuple[int, ...]) -> StepPlan:
         """Returns the step with every peer's rank in the group, ``ranks[peer]``."""
         sends, receives, owed = (tuple(replace(m, peer=ranks[m.peer]) for m in some) for some in (self.sends, self.receives, self.owed))

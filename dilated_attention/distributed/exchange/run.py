@@ -90,7 +90,7 @@ def backward(
             # nothing is anyone else's
             return grads
         # where no other step has these heads, one kernel sums all contributions once they are there
-        own = grads if len(last) == len(steps) and fused and (step.fills or step.in_place) else None
+        own = grads if len(last) == len(steps) and fused and step.is_numbered and (step.fills or step.in_place) else None
         returning.append((index, Returning(step, grads, k, wires[1], fused), own))
         if own is None:
             if step.kv_heads not in sums:

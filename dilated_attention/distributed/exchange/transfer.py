@@ -32,7 +32,7 @@ class Arrival:
         heads = slice(*step.kv_heads)
         k, v = k[:, :, heads], v[:, :, heads]
         self._own = k, v
-        self._fused = fused
+        self._fused = fused and step.is_numbered
         self._shape = (step.num_kv_heads, k.shape[0], 2 * k.shape[3])
         self._memory: torch.Tensor | None = None
         self._came = k.new_empty(0)
@@ -148,7 +148,7 @@ class Returning:
             k: this rank's keys (B, n, Hk, D).
             fused: kernels copy the rows.
         """
-        self.step, self._fused = step, fused
+        self.step, self._fused = step, fused and step.is_numbered
         heads = step.num_kv_heads
         unit = (k.shape[0], 2 * k.shape[3])
         self.came = k.new_empty((sum(message.size(heads) for message in step.owed), *unit))
@@ -174,7 +174,7 @@ class Returning:
             return
         packed = self._kept.new_empty((dk.shape[1], dk.shape[2], *self._kept.shape[1:]))
         _pack(packed, dk, dv)
-        torch.index_select(packed.view(-1, *self._kept.shape[1:]), 0, tables.received_units(step, dk.device).long(), out=self._kept)
+        torch.index_select(packed.view(-1, *self._kept.shape[1:]), 0, tables.received_units(step, dk.device, torch.int64), out=self._kept)
 
     def wait(self) -> None:
         if self._transfer is not None:
