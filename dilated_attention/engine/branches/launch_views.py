@@ -29,7 +29,7 @@ class Call:
     Args:
         backend: runs every problem.
         options: scale and determinism; causality and masks are set for each problem.
-        query_offset, key_offset: positions of the first query row and of the first key row.
+        query_offset: position of the first query row.
         padding: (B, Nk) bool, True = the key is ignored.
         dropout_p, seed: probability and seed of position-based dropout.
         detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
@@ -38,12 +38,12 @@ class Call:
         request: what the backend was chosen for; ``named``: the caller named the backend.
         needs_grad: a backward will follow, or this is one.
         position_offset, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
+        key_offset: position of the first key row.
     """
 
     backend: Backend
     options: Options
     query_offset: int = 0
-    key_offset: int = 0
     padding: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
@@ -56,6 +56,7 @@ class Call:
     strategy: str = "auto"
     position_offset: int = 0
     first_head: int = 0
+    key_offset: int = 0
 
     def positions(self, q: torch.Tensor, k: torch.Tensor) -> torch.Size:
         """Returns (B, N): the positions that masks are indexed by, up to the last query or key."""
