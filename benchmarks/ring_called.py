@@ -155,7 +155,7 @@ def measure(case: Case, world: World, args: argparse.Namespace, dtype: torch.dty
     return record
 
 
-def told(record: dict[str, Any]) -> str:
+def line_of(record: dict[str, Any]) -> str:
     parts = [f"{record['case']:<16}"]
     for tag in ("f", "f+b"):
         row = record[tag]
@@ -191,7 +191,7 @@ def main() -> None:
         except Failed as failed:
             world.say(f"{text}: FAILED: {failed}")
             continue
-        world.say(told(record))
+        world.say(line_of(record))
         if args.json and world.rank == 0:
             with args.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from dilated_attention.engine.branches import merge as merge_module
-from dilated_attention.engine.branches.merge import add_up, merge, merge_onto
+from dilated_attention.engine.branches.merge import merge, merge_onto
 
 onto_triton = pytest.importorskip("dilated_attention.engine.branches.merge_inplace_triton")
 CASES = [(1, 1, 1, 1), (2, 37, 3, 64), (3, 5, 2, 59), (1, 130, 4, 128), (2, 3, 1, 256)]
@@ -55,31 +53,6 @@ def test_what_lies_between_the_rows_is_left_alone() -> None:
     onto_triton.merge_onto(whole[:, ::2], lse, torch.randn(1, 10, 2, 8), torch.zeros(1, 10, 2))
     assert torch.equal(whole[:, 1::2], before[:, 1::2])
     assert not torch.equal(whole[:, ::2], before[:, ::2])
-
-
-@pytest.mark.parametrize("shape", CASES)
-@pytest.mark.parametrize("shares", [(0, 3), (1, 0), (2, 1), (2, 5)])
-@pytest.mark.parametrize("writes", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("add", [add_up, onto_triton.add_up])
-def test_shares_are_added_up_in_float32(
-    shape: tuple[int, int, int, int], shares: tuple[int, int], writes: bool, dtype: torch.dtype, add: Callable[..., None]
-) -> None:
-    B, L, G, D = shape
-    generator = torch.Generator().manual_seed(L)
-    own = [torch.randn((L, 2, B, G, D), generator=generator).to(dtype) for _ in range(shares[0])]
-    came = torch.randn((shares[1], L, 2, B, G, D), generator=generator).to(dtype) if shares[1] else None
-    whole = [torch.randn((B, 3 * L, G + 2, D), generator=generator).to(dtype) for _ in range(2)]
-    before = [x.clone() for x in whole]
-    grads = [x[:, 1::3, 1:-1] for x in whole]
-    total = sum(x.double() for x in (*own, *([] if came is None else came)))
-    assert isinstance(total, torch.Tensor)
-    want = [total[:, which].transpose(0, 1) + (0 if writes else grads[which].double()) for which in range(2)]
-    add(*grads, own, came, writes=writes)
-    for grad, right in zip(grads, want, strict=True):
-        assert bool(((grad.double() - right).abs() <= torch.finfo(dtype).eps / 1.99 * right.abs() + 4e-6).all())
-    for now, then in zip(whole, before, strict=True):
-        assert torch.equal(now[:, ::3], then[:, ::3]) and torch.equal(now[:, :, 0], then[:, :, 0])
 
 
 @pytest.mark.gpu

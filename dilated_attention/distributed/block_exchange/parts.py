@@ -148,7 +148,7 @@ class Blocks:
 
     Args:
         parts: what is computed in each step.
-        tensors: the rank's q; in a backward also dout, out, and lse (B, H, n) and its gradient or None.
+        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
     """
 
     def __init__(

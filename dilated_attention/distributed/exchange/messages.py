@@ -90,7 +90,7 @@ class StepPlan:
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:
-        """Tables and launches of the kernels that copy this step's rows (``copies.py``), which are made once."""
+        """Tables and launches of the kernels that copy this step's rows (``copies_triton.py``), which are made once."""
         return {}
 
     @property
@@ -102,10 +102,9 @@ def gathering(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv
     """Plans a step that brings all keys of some heads: memory rows are the positions of ``span``, the rank's own among them."""
     mine = shards[rank]
     own = [(start - span[0], end - span[0]) for start, end in mine]
-    fills, row = [], 0
-    for start, end in own:
-        fills.append((row, start, end - start))
-        row += end - start
+    stacked = _stacked(mine)
+    fills = [(row, place, end - row) for (row, end), (place, _) in zip(stacked, own, strict=True)]
+    held = stacked[-1][1] if stacked else 0
     wanted = _of_heads(needed(rank), kv_heads)
     receives: list[RowMessage] = []
     sends: list[RowMessage] = []
@@ -117,11 +116,11 @@ def gathering(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv
         _add(receives, peer, _held(wanted, theirs), places, kv_heads)
         theirs_of_mine = _held(_of_heads(needed(peer), kv_heads), mine)
         _add(sends, peer, theirs_of_mine, own, kv_heads)
-        _add(owed, peer, theirs_of_mine, _stacked(mine), kv_heads)
+        _add(owed, peer, theirs_of_mine, stacked, kv_heads)
     arriving = int(wanted.sum()) // wanted.shape[0] if receives else 0
     rows = span[1] - span[0]
     whole = fills == [(0, 0, rows)] or rows == 0
-    full = row + arriving == rows and (wanted.shape[0] == 1 or bool((wanted == wanted[:1]).all()))
+    full = held + arriving == rows and (wanted.shape[0] == 1 or bool((wanted == wanted[:1]).all()))
     in_place = whole and not receives
     return StepPlan(what, kv_heads, (span,), tuple(fills), tuple(sends), tuple(receives), tuple(owed), in_place, in_place, full)
 

@@ -33,7 +33,7 @@ class RingSetup:
         size: the number of ranks that exchange keys.
         depth: the number of steps whose keys are in memory at once.
         merges: whether a row's parts come from several steps.
-        home: what the rank computes on its own rows beside ``problem``, which then is that of every g-th row: ``query_rows``, ``key_rows``.
+        home: what the rank computes on its own rows; ``problem`` then covers every g-th row: ``query_rows``, ``key_rows``.
         lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
             computation. All ranks must choose the same, so it does not depend on what this rank receives.
     """

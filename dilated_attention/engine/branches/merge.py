@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
 
 import torch
 
 from dilated_attention.backends import detect
-from dilated_attention.backends.base import accumulation_dtype
 
 logger = logging.getLogger("dilated_attention")
 
@@ -71,27 +69,6 @@ def merge_onto(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, par
         merged, weight, part_weight = merge_weights(lse, part_lse)
         out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
         lse.copy_(merged)
-
-
-def add_up(dk: torch.Tensor, dv: torch.Tensor, own: Sequence[torch.Tensor], came: torch.Tensor | None, *, writes: bool) -> None:
-    """Sums gradient shares (L, 2, B, G, D), index 0 for dk and 1 for dv, in the accumulation dtype into dk and dv (B, L, G, D).
-
-    Args:
-        own: list of shares.
-        came: further shares, stacked (R, L, 2, B, G, D).
-        writes: whether the sum overwrites dk and dv; otherwise it is added to them.
-    """
-    if len(own) <= 2 and has_kernels(own[0] if own else came):
-        from dilated_attention.engine.branches.merge_inplace_triton import add_up as fused
-
-        fused(dk, dv, own, came, writes=writes)
-        return
-    total: torch.Tensor | None = None
-    for share in (*own, *(() if came is None else came)):
-        total = share.to(accumulation_dtype(share.dtype), copy=True) if total is None else total.add_(share)
-    assert total is not None, "nothing to add up"
-    for grad, share in zip((dk, dv), total.unbind(1), strict=True):
-        (grad.copy_ if writes else grad.add_)(share.transpose(0, 1))
 
 
 def has_kernels(x: torch.Tensor | None) -> bool:

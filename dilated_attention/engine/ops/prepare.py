@@ -37,7 +37,6 @@ def prepare(
     documents: tuple[Range, ...] | None = None,
     seed: torch.Tensor | None = None,
     num_keys: int | None = None,
-    least_extent: int = 0,
 ) -> tuple[Shape, Call]:
     """Chooses the backend of this pass and returns the plan's shape and the call for ``views`` (q, k and the other tensors kernels read).
 
@@ -46,7 +45,6 @@ def prepare(
     Args:
         documents: (start, end) pairs that partition the keys; None for a single document.
         num_keys: number of keys of the whole sequence, where k holds only a part of it.
-        least_extent: lower bound of the extent, for tensors that kernels will read in addition to the views.
     """
     q, k = views[:2]
     _, Nq, H, D = q.shape
@@ -67,7 +65,7 @@ def prepare(
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=settings.precision,
-        extent=max(least_extent, *(segment_extent(x, longest) for x in views)),
+        extent=max(segment_extent(x, longest) for x in views),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
     # each pass chooses its backend independently: every backend's backward accepts any other's out and lse

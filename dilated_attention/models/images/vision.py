@@ -124,7 +124,7 @@ class LongViT(Pretrained):
         device, dtype: those of the parameters.
 
     A sharded model returns the whole images' vectors or logits on every process, and with ``pooling="none"`` each process its rows.
-    Gradients and random draws are as of a sharded ``SlideEncoder``; for a loss of rows use ``models.sharded_mean``.
+    Gradients and random draws are those of a sharded ``SlideEncoder``; for a loss of rows use ``models.sharded_mean``.
 
     >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
     >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
