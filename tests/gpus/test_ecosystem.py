@@ -66,6 +66,9 @@ def held_after_steps(rank: int, world: int, steps: int) -> list[int]:
     held = []
     for _ in range(steps):
         step_of(layer, x, lambda x: layer(x, is_causal=True, seq_len=512)[0])
+        if here().type == "cuda":
+            # an exchange under way holds what it reads, and the host may be several steps ahead
+            torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated() if here().type == "cuda" else 0)
     return [held[2], held[-1]]
 
