@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.backends import registry
 from dilated_attention.distributed import spans
-from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.exchange import context_parallel, cost, crossing
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.testing import (
@@ -121,6 +122,13 @@ def test_ranks_without_rows(world: int) -> None:
 CROSSING = (((8, 2), (1, 4)), ((4, 8, 0.5), (1, 2, 8)), ((4, 2**40), (1, 4)), ((8, 1, 1), (1, 4, 8)))
 
 
+def separate_from(rank: int, world: int, nbytes: int) -> None:
+    """Sets the size from which calls are separated; setups of another size are forgotten."""
+    crossing.SMALL_BYTES = nbytes
+    registry.cached.clear()
+    context_parallel._setups.clear()
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_branches_that_cross_ranks_are_computed_on_every_gth_row(world: int) -> None:
     """Segments within ranks beside sparse ones across ranks, whose lengths are given as fractions of the sequence where below 4."""
@@ -137,10 +145,14 @@ def test_branches_that_cross_ranks_are_computed_on_every_gth_row(world: int) -> 
         case = spread.case
         shards = tuple(tuple((a, b) for a, b, _ in spans(N, rank, world, spread.layout)) for rank in range(world))
         problem = RingProblem(case.pattern, ((0, N),), shards, case.heads, case.kv_heads, case.is_causal, None, "all_gather", ())
-        found += crossing_of(problem) is not None
+        found += crossing_of(problem, crossing.SMALL_BYTES) is not None
     # heads that share a key/value head and differ in offset are gathered whole
     assert len(spreads) > found >= len(spreads) // 2
-    check(world, spreads)
+    pool_of(world).run(separate_from, 0)
+    try:
+        check(world, spreads)
+    finally:
+        pool_of(world).run(separate_from, crossing.SMALL_BYTES)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:

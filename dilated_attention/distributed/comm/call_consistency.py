@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH
 
 Tensors = tuple[torch.Tensor, ...]
+MOST_KNOWN = 32
 # kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
 MOST_KINDS = 4096
 
@@ -56,14 +58,23 @@ def agreed_length(
     settings: CallSettings,
     ring: RingCall,
     kernels: Callable[[], str],
+    known: dict[Any, Any],
 ) -> tuple[int, int]:
     """Returns (N, number of this call) once all ranks are known to make the same call; see ``begin_forward``.
 
     Args:
         kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text.
+        known: what calls with the same arguments have found, except documents and the group's ranks, which may differ.
     """
     (q, k, _), pattern = tensors, settings.pattern
     documents = documents_of(members, cu_seqlens)
+    agreed = None if members.group is None else _agreed.get(members.group)
+    found = known.get(("form", documents))
+    # the group's dictionary is another one after its ranks have forgotten what they agreed on
+    if found is not None and found[0] is agreed and members.group is not None:
+        session = session_of(members, ring.timeout)
+        session.check()
+        return ring.seq_len, session.order.enter_forward(found[1])
     # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
     shared = (replace(ring, timeout=0.0), settings._replace(backend="", precision="", sharding=()))
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents)
@@ -93,7 +104,18 @@ def agreed_length(
             "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
         }
 
-    return begin_forward(members, kind, same, q.shape[1], ring)
+    begun = begin_forward(members, kind, same, q.shape[1], ring)
+    form = agreed_form(members, kind) if members.group is not None and ring.seq_len >= 0 else None
+    if form is not None and members.group is not None:
+        keep(known, ("form", documents), (_agreed[members.group], form))
+    return begun
+
+
+def keep(known: dict[Any, Any], key: object, found: Any) -> None:
+    """Adds to what the calls of a record have found. Documents differ from batch to batch, so only the last ones are kept."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = found
 
 
 def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
@@ -168,7 +190,7 @@ def remember(members: Members, kind: object, form: CallForm) -> None:
     assert members.group is not None, "one process agrees with itself"
     agreed = _agreed.setdefault(members.group, {})
     if len(agreed) >= MOST_KINDS:
-        agreed.clear()
+        agreed = _agreed[members.group] = {}
     agreed[kind] = form
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,19 @@ def members_named(name: str) -> Members:
     if not dist.is_initialized():
         raise ValueError(f"the group {name!r} is not known here: torch.distributed is not initialised; call init_process_group first")
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
-    return Members(group, dist.get_rank(group), dist.get_world_size(group))
+    return Members(group, *_place_in(group))
+
+
+# torch looks both up in several dictionaries, which takes the host longer than all else that a call asks of its group
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _place_in(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Returns this process's rank in a group, −1 if it is not in it, and the group's size."""
+    found = _places.get(group)
+    if found is None:
+        found = _places[group] = dist.get_rank(group), dist.get_world_size(group)
+    return found
 
 
 def members_of(group_or_mesh: Any) -> Members:
@@ -61,10 +74,9 @@ def members_of(group_or_mesh: Any) -> Members:
         group = dist.group.WORLD
     elif not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    rank, size = (-1, 0) if group is dist.GroupMember.NON_GROUP_MEMBER else _place_in(group)
     if rank < 0:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group it was given; call this on the group's own ranks only")
-    size = dist.get_world_size(group)
     return Members(group if size > 1 else None, rank, size)
 
 

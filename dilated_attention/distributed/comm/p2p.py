@@ -6,6 +6,7 @@ On NCCL an exchange is one launch, watched by a thread (watchdog.py); on gloo it
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -195,7 +196,7 @@ class Wire:
 
     def _watch(self, incoming: list[Message], outgoing: list[Message], what: str, works: list[Any]) -> None:
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(_stream(*torch._C._cuda_getCurrentStream(self._device.index)))
         peers = _peers(incoming + outgoing)
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
@@ -333,6 +334,12 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
         wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
     wire.timeout = timeout
     return wire
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    # torch.cuda.current_stream() makes a new object in every call
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_length, begin_backward
+from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_length, begin_backward, keep
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import run
@@ -24,8 +24,15 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[torch.Tensor, ...]
 
 
-def ring_forward(inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group)). ``inputs``: see ``ResolvedCall``."""
+def ring_forward(
+    inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, known: dict[Any, Any]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group)).
+
+    Args:
+        inputs: see ``ResolvedCall``.
+        known: what calls of the same record have found: what the ranks agreed on, and setups.
+    """
     members, tensors, (padding, cu_seqlens, *_) = members_named(ring.group_name), inputs[:3], inputs[3:]
     unavailable: list[BackendUnavailable] = []
 
@@ -37,20 +44,23 @@ def ring_forward(inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall
             unavailable.append(error)
             return f"unavailable: {str(error).splitlines()[0]}"
 
-    seq_len, number = agreed_length(members, tensors, padding, cu_seqlens, settings, ring, kernels)
+    seq_len, number = agreed_length(members, tensors, padding, cu_seqlens, settings, ring, kernels, known)
     if unavailable:
         raise unavailable[0]
     if not tensors[0].shape[0]:
         return new_like(tensors[0]), new_lse(tensors[0]), (seq_len, number)
-    out, lse = _RingPass(members, inputs, settings, replace(ring, seq_len=seq_len)).forward()
+    ring = ring if ring.seq_len == seq_len else replace(ring, seq_len=seq_len)
+    out, lse = _RingPass(members, inputs, settings, ring, known).forward()
     return out, lse, (seq_len, number)
 
 
-def ring_backward(inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings: CallSettings, ring: RingCall, number: int) -> Tensors:
+def ring_backward(
+    inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings: CallSettings, ring: RingCall, number: int, known: dict[Any, Any]
+) -> Tensors:
     """Returns (dq, dk, dv).
 
     Args:
-        inputs: see ``ResolvedCall``.
+        inputs, known: see ``ring_forward``.
         gradients: dout, out, lse (B, H, n), and dlse or None.
         number: the number of the call on its group.
     """
@@ -59,7 +69,7 @@ def ring_backward(inputs: tuple[Any, ...], gradients: tuple[Any, ...], settings:
     begin_backward(members, number, ring.timeout)
     if not q.shape[0]:
         return tuple(new_like(x) for x in (q, k, v))
-    work = _RingPass(members, inputs, settings, ring)
+    work = _RingPass(members, inputs, settings, ring, known)
     # a head that runs one branch has no mixing weights, and where all keys are at hand the engine takes care of them
     by_branch = settings.detached and pattern.num_branches > 1 and pattern.branch_heads == "all" and work.sharding.exchange == "ring"
     if not by_branch:
@@ -80,7 +90,7 @@ _setups: dict[object, RingSetup] = {}
 class _RingPass:
     """One pass on one rank: its tensors as the sharding plan needs them, and its part of the results."""
 
-    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall) -> None:
+    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, known: dict[Any, Any]) -> None:
         self.members, self.pattern, self.settings, self.ring = members, settings.pattern, settings, ring
         self.tensors, (padding, cu_seqlens, seed, _) = inputs[:3], inputs[3:]
         q, k, v = self.tensors
@@ -89,7 +99,12 @@ class _RingPass:
         self.padding = None
         self.seed = 0 if seed is None else int(seed.item())
         self.has_padding = padding is not None
-        self.setup = self._setup()
+        kind = "setup", members.rank, members.size, self.documents
+        setup = known.get(kind)
+        if setup is None:
+            setup = self._setup()
+            keep(known, kind, setup)
+        self.setup: RingSetup = setup
         self.sharding = self.setup.sharding
         if padding is not None:
             rows = [ShardSpec(shard.spans, (0, 1)) for shard in self.sharding.given[0]]
@@ -156,19 +171,18 @@ class _RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)) in the caller's layout."""
         (q, k, v), setup = self._inputs("forward"), self.setup
         masks = Masks(self.padding, self.seed, setup.first_head)
-        if setup.query_rows is None or setup.key_rows is None:
+        sparse = setup.query_rows
+        if sparse is None:
             work = Branches(setup.parts, setup.merges, masks, q)
             run.forward(work, setup.steps, k, v, self._wires()[0], setup.depth)
             out, lse = work.results()
         else:
             own = Branches((setup.home,), False, masks, q)
-            work = Branches(setup.parts, False, masks, setup.query_rows.of(q))
-            keys, values = (setup.key_rows.of(x) for x in (k, v))
+            work = Branches(setup.parts, False, masks, sparse.of([q])[0][0])
+            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
             run.forward(work, setup.steps, keys, values, self._wires()[0], setup.depth, lambda: own.forward(0, k, v))
-            (out, lse), (part, part_lse) = own.results(), work.results()
-            lse = lse.transpose(1, 2).contiguous()
-            setup.query_rows.merge(out, lse, part, part_lse.transpose(1, 2))
-            lse = lse.transpose(1, 2)
+            out, lse = own.results()
+            lse = sparse.merge(out, lse, *work.results())
         if not self.sharding.stays:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -187,25 +201,32 @@ class _RingPass:
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
         setup, masks = self.setup, Masks(self.padding, self.seed, self.setup.first_head)
         rest = kernel_ready(dout), kernel_ready(out), lse, dlse
-        if setup.query_rows is None or setup.key_rows is None:
+        sparse = setup.query_rows
+        if sparse is None:
             work = Branches(setup.parts, setup.merges, masks, q, rest)
             dk, dv = run.backward(work, setup.steps, k, v, self._wires(), setup.depth)
             dq = work.dq()
         else:
-            own, of_keys = Branches((setup.home,), False, masks, q, rest), []
-            some_dout, some_out, some_q = (setup.query_rows.of(x) for x in (*rest[:2], q))
-            some = (None if x is None else setup.query_rows.of(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (lse, dlse))
-            work = Branches(setup.parts, False, masks, some_q, (some_dout, some_out, *some))  # type: ignore[arg-type]
-            keys, values = (setup.key_rows.of(x) for x in (k, v))
-            shares = run.backward(
-                work, setup.steps, keys, values, self._wires(), setup.depth, lambda: of_keys.append(own.backward(0, k, v))
-            )
+            own = Branches((setup.home,), False, masks, q, rest)
+            (some_q, some_dout, some_out), stats = sparse.of([q, *rest[:2]], [x for x in rest[2:] if x is not None])
+            some_lse, some_dlse = [*stats, None][:2]
+            assert some_lse is not None
+            work = Branches(setup.parts, False, masks, some_q, (some_dout, some_out, some_lse, some_dlse))
+            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
+            of_home: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def at_home() -> tuple[torch.Tensor, torch.Tensor]:
+                # a rank without rows has no parts
+                of_home.append(own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v)))
+                return of_home[0]
+
+            dk, dv = run.backward(work, setup.steps, keys, values, self._wires(), setup.depth, at_home)
             dq = own.dq()
-            # a rank without rows has none
-            dk, dv = of_keys[0] or (torch.zeros_like(k), torch.zeros_like(v))
-            setup.query_rows.add(dq, work.dq())
-            for grad, share in zip((dk, dv), shares, strict=True):
-                setup.key_rows.add(grad, share)
+            sparse.add(dq, work.dq())
+            if setup.key_rows is not None:
+                shares, (dk, dv) = (dk, dv), of_home[0]
+                for grad, share in zip((dk, dv), shares, strict=True):
+                    setup.key_rows.add(grad, share)
         # ranks that share a key/value head each have a contribution to its gradient
         shared = self.tensors[1].shape[2] < self.sharding.inner
         (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.tiles.launch import KernelLaunch
+from dilated_attention.distributed.exchange import copy_tables as tables
 from dilated_attention.distributed.exchange.messages import StepPlan
 
 # numbers of one program
@@ -64,10 +65,13 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_kernel(  # type: ignore[no-untyped-def]
-    dk, dv, own_k, own_v, came, places, returned, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, k_batch, k_row, k_head, v_batch,
-    v_row, v_head, total, peers, heads, batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr,
+    dk, dv, own_k, own_v, came, places, returned, offsets, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, k_batch, k_row, k_head,
+    v_batch, v_row, v_head, total, peers, heads, batch, every, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [i] = own gradients at row places[row of i], plus came[returned[p, i]] over peers p (−1 for none), in float32."""
+    """dk, dv [i] = own gradients at row places[row of i], plus came[returned[p, i]] over peers p (−1 for none), in float32.
+
+    ONTO: row i of head h is row every · i + offsets[h] of dk and dv, and what they hold is added, too.
+    """
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
     column = tl.arange(0, D_BLOCK)
     inside = at < total
@@ -83,22 +87,36 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         some = mask & (other >= 0)[:, None]
         keys += tl.load(there, mask=some, other=0.0).to(tl.float32)
         values += tl.load(there + D, mask=some, other=0.0).to(tl.float32)
+    if ONTO:
+        row = row * every + tl.load(offsets + head, mask=inside, other=0)
     to_k = dk + (entry * dk_batch + row * dk_row + head * dk_head)[:, None] + column[None]
     to_v = dv + (entry * dv_batch + row * dv_row + head * dv_head)[:, None] + column[None]
+    if ONTO:
+        keys += tl.load(to_k, mask=mask, other=0.0).to(tl.float32)
+        values += tl.load(to_v, mask=mask, other=0.0).to(tl.float32)
     tl.store(to_k, keys.to(dk.dtype.element_ty), mask=mask)
     tl.store(to_v, values.to(dv.dtype.element_ty), mask=mask)
 
 
-def _launch(step: StepPlan, kernel: Any, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...], total: int, D: int) -> None:
-    """Launches a kernel over ``total`` rows of 2·D numbers. The step remembers it for calls with these numbers."""
+def launch(
+    remembered: dict[Any, Any],
+    kernel: Any,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[int, ...],
+    total: int,
+    D: int,
+    **constants: Any,
+) -> None:
+    """Launches a kernel over ``total`` rows of 2·D numbers. It is remembered for calls with these numbers."""
     if not total:
         return
-    key = (kernel, numbers, D, *(x.dtype for x in tensors))
-    found = step.remembered.get(key)
+    key = (kernel, numbers, D, *constants.values(), *[x.dtype for x in tensors])
+    found = remembered.get(key)
     if found is None:
         width = triton.next_power_of_2(D)
         rows = max(1, _BLOCK // (2 * width))
-        found = step.remembered[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, {"D": D, "D_BLOCK": width, "U": rows})
+        sizes = {"D": D, "D_BLOCK": width, "U": rows}
+        found = remembered[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, sizes | constants)
     device = tensors[0].device
     found([x.data_ptr() for x in tensors], lambda: tensors, device.index or 0)
 
@@ -107,7 +125,7 @@ def gather(step: StepPlan, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u
     """Writes units of k and v (B, rows, heads, D) to ``to`` (units, B, 2·D). ``units``: int32, row · heads + head."""
     B, _, heads, D = k.shape
     total = units.shape[0] * B
-    _launch(step, _gather_kernel, (to, k, v, units), (*k.stride()[:3], *v.stride()[:3], total, heads, B), total, D)
+    launch(step.remembered, _gather_kernel, (to, k, v, units), (*k.stride()[:3], *v.stride()[:3], total, heads, B), total, D)
 
 
 def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Tensor, came: torch.Tensor, sources: torch.Tensor) -> None:
@@ -115,7 +133,7 @@ def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Ten
     B, rows, heads, D = k.shape
     total = sources.shape[0] * B
     numbers = (*k.stride()[:3], *v.stride()[:3], total, rows * heads, heads, B)
-    _launch(step, _assemble_kernel, (memory, k, v, came, sources), numbers, total, D)
+    launch(step.remembered, _assemble_kernel, (memory, k, v, came, sources), numbers, total, D)
 
 
 def add(
@@ -126,9 +144,13 @@ def add(
     places: torch.Tensor,
     returned: torch.Tensor,
 ) -> None:
-    """Sets dk and dv (B, n, heads, D) to own[places[row]] plus the units of ``came`` (units, B, 2·D) that ``returned`` names."""
-    B, n, heads, D = grads[0].shape
-    total = n * heads * B
+    """Sets dk and dv (B, n, heads, D) to own[places[row]] plus the units of ``came`` (units, B, 2·D) that ``returned`` names.
+
+    The sums of a step on sparse rows are added to what dk and dv hold.
+    """
+    B, _, heads, D = grads[0].shape
+    peers, units = returned.shape
     strides = [stride for x in (*grads, *own) for stride in x.stride()[:3]]
-    numbers = (*strides, total, returned.shape[0], heads, B)
-    _launch(step, _add_kernel, (*grads, *own, came, places, returned), numbers, total, D)
+    numbers = (*strides, units * B, peers, heads, B, 1 if step.sparse is None else step.sparse[0])
+    tensors = (*grads, *own, came, places, returned, tables.offsets(step, returned.device))
+    launch(step.remembered, _add_kernel, tensors, numbers, units * B, D, ONTO=step.sparse is not None)

@@ -29,10 +29,19 @@ def _units(step: StepPlan, messages: tuple[RowMessage, ...], device: torch.devic
     return torch.cat(found)
 
 
+def _own(step: StepPlan, units: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of own units in the rank's tensors."""
+    if step.sparse is None:
+        return units
+    every, offsets = step.sparse
+    row, head = units // step.num_kv_heads, units % step.num_kv_heads
+    return (row * every + torch.tensor(offsets, device=units.device)[head]) * step.num_kv_heads + head
+
+
 def sent_units(step: StepPlan, device: torch.device) -> torch.Tensor:
-    """Returns int32: the rank's own units that are sent one by one."""
-    owed = tuple(message for message in step.owed if message.units is not None)
-    return _once(step, "sent", lambda: _units(step, owed, device).int())
+    """Returns int32: the rank's own units that are copied to be sent: all if the memory does not hold them, else the single ones."""
+    owed = tuple(message for message in step.owed if step.from_own or message.units is not None)
+    return _once(step, "sent", lambda: _own(step, _units(step, owed, device)).int())
 
 
 def received_units(step: StepPlan, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -40,8 +49,14 @@ def received_units(step: StepPlan, device: torch.device, dtype: torch.dtype = to
     return _once(step, f"received {dtype}", lambda: _units(step, step.receives, device).to(dtype))
 
 
+def offsets(step: StepPlan, device: torch.device) -> torch.Tensor:
+    """Returns int32 (heads,): the offset of each head's own rows in the rank's tensors."""
+    found = (0,) * step.num_kv_heads if step.sparse is None else step.sparse[1]
+    return _once(step, "offsets", lambda: torch.tensor(found, dtype=torch.int32, device=device))
+
+
 def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
-    """Returns int32 (rows · heads): where each unit of the memory comes from.
+    """Returns int32 (rows · heads): where each unit of the memory comes from. ``own_rows``: of the rank's tensors.
 
     An own unit; own rows · heads + the number of a unit that arrives by itself; −1 for none, and −2 for one that arrives in place.
     """
@@ -50,7 +65,9 @@ def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor
         heads = step.num_kv_heads
         found = torch.full((step.rows * heads,), -1, dtype=torch.int32, device=device)
         for row, place, count in step.fills:
-            found[place * heads : (place + count) * heads] = torch.arange(row * heads, (row + count) * heads, device=device).int()
+            found[place * heads : (place + count) * heads] = _own(
+                step, torch.arange(row * heads, (row + count) * heads, device=device)
+            ).int()
         end = own_rows * heads
         for message in step.receives:
             units = _units(step, (message,), device)

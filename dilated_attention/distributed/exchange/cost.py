@@ -26,6 +26,8 @@ SHARE = 0.25
 # costs additional launches; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
 # 4,096 and 8,192 tokens per GPU, and lose 2 % at 16,384)
 STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
+# seconds of a forward's arithmetic that a step must have: the host takes 0.15 ms to issue a step of two parts, and 0.7 ms in training
+STEP_SECONDS = 0.3e-3
 # multiprocessors for exchanges that are small compared with the computation they overlap with
 FEW_CTAS = 4
 # bytes that keys in flight may take, or two steps if that is more
@@ -125,7 +127,7 @@ def head_steps(question: ExchangeRequest) -> int:
     total = 2 * x.seq_len * x.batch * x.num_kv_heads * x.head_dim * x.itemsize
     wanted = 1
     if x.is_dense and total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
-        wanted = min(MOST_STEPS, max(1, total // STEP_BYTES))
+        wanted = min(MOST_STEPS, max(1, total // STEP_BYTES), max(1, int(_mean_seconds(x) / STEP_SECONDS)))
     divisors = [d for d in range(1, x.num_kv_heads + 1) if x.num_kv_heads % d == 0]
     fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory] or divisors[-1:]
     return max([d for d in fitting if d <= wanted], default=fitting[0])

@@ -8,16 +8,22 @@ computed as a ring of its own, on rows gathered by head, and merged into the res
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.parts import QueryPart, rows_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.engine.branches.merge import merge_onto
+from dilated_attention.engine.branches.merge import has_kernels, merge_onto
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
+
+# keys and values of a rank for which the separation costs as much as it saves. On H200s, host time of two such calls and a merge over one:
+# 0.1 ms forward and 0.3 ms in training; a memory of all ranks' keys of this size is filled in 0.03 ms (benchmarks/results)
+SMALL_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,15 @@ class Crossing:
     kv_offsets: tuple[int, ...]
 
 
-def crossing_of(problem: RingProblem) -> Crossing | None:
-    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, or those that do are not so sparse."""
+def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
+    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, or those that do are not so sparse.
+
+    Args:
+        row_bytes: of the keys and values at one position. Small calls are not separated, since the host takes longer to issue two.
+    """
     pattern, H = problem.pattern, problem.num_heads
+    if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
+        return None
     if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window or problem.exchange != "all_gather":
         return None
     if pattern.tail != "mask" and not problem.is_causal:
@@ -89,23 +101,47 @@ class SparseRows:
 
     def __init__(self, step: int, offsets: tuple[int, ...], device: torch.device) -> None:
         self.step, heads = step, len(offsets)
+        self.offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
         self._index = torch.tensor([offset * heads + head for head, offset in enumerate(offsets)], device=device)
+        self.launches: dict[Any, Any] = {}
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the rows, (B, n/g, heads, …), as a copy."""
-        return self._flat(x).index_select(2, self._index)
+    def of(self, tensors: Sequence[torch.Tensor], stats: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns copies of the rows: of tensors (B, n, heads, D) as (B, n/g, heads, D), of ``stats`` (B, heads, n) as (B, heads, n/g)."""
+        if has_kernels(tensors[0]):
+            from dilated_attention.distributed.exchange.sparse_rows_triton import take
+
+            return take(self, tensors, stats)
+        return [self._of(x) for x in tensors], [self._of(x.transpose(1, 2)).transpose(1, 2).contiguous() for x in stats]
 
     def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
         """Adds (B, n/g, heads, …) to the rows of a contiguous x; each sum is rounded once."""
-        acc = accumulation_dtype(x.dtype)
-        self._flat(x).index_copy_(2, self._index, (self.of(x).to(acc) + part.to(acc)).to(x.dtype))
+        if has_kernels(x):
+            from dilated_attention.distributed.exchange.sparse_rows_triton import add
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, n/g, heads), into contiguous out and lse (B, n, heads)."""
-        own, own_lse = self.of(out), self.of(lse)
-        merge_onto(own, own_lse, part, part_lse)
+            add(self, x, part.contiguous())
+            return
+        acc = accumulation_dtype(x.dtype)
+        self._flat(x).index_copy_(2, self._index, (self._of(x).to(acc) + part.to(acc)).to(x.dtype))
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
+        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, heads, n/g), into contiguous out (B, n, heads, D).
+
+        Returns the merged lse (B, heads, n), in which ``lse`` is changed or not.
+        """
+        if has_kernels(out):
+            from dilated_attention.distributed.exchange.sparse_rows_triton import merge
+
+            merge(self, out, lse, part.contiguous(), part_lse.contiguous())
+            return lse
+        rows = lse.transpose(1, 2).contiguous()
+        own, own_lse = self._of(out), self._of(rows)
+        merge_onto(own, own_lse, part, part_lse.transpose(1, 2))
         self._flat(out).index_copy_(2, self._index, own)
-        self._flat(lse).index_copy_(2, self._index, own_lse)
+        self._flat(rows).index_copy_(2, self._index, own_lse)
+        return rows.transpose(1, 2)
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
+        return self._flat(x).index_select(2, self._index)
 
     def _flat(self, x: torch.Tensor) -> torch.Tensor:
         """Returns (B, n/g, g · heads, …), a view of a contiguous x."""

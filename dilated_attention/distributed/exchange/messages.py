@@ -61,6 +61,7 @@ class StepPlan:
         owed: the same messages, always counted in the rank's own rows: their gradients come back.
         in_place: the memory would be the rank's own rows and nothing else, so they are read where they are.
         is_full: every row of memory is filled or arrives.
+        sparse: (g, offset of each key/value head): the rank's own row i of head h is row g·i + offset of its tensors; None for row i.
     """
 
     what: str
@@ -73,6 +74,7 @@ class StepPlan:
     from_own: bool
     in_place: bool
     is_full: bool
+    sparse: tuple[int, tuple[int, ...]] | None = None
 
     @cached_property
     def num_kv_heads(self) -> int:
@@ -81,12 +83,18 @@ class StepPlan:
     @cached_property
     def is_numbered(self) -> bool:
         """Whether 32 bits number all units, as the kernels of ``copies_triton.py`` need it."""
-        return 2 * self.rows * self.num_kv_heads < 2**31
+        return 2 * self.rows * self.num_kv_heads * (1 if self.sparse is None else self.sparse[0]) < 2**31
 
     def among(self, ranks: tuple[int, ...]) -> StepPlan:
         """Returns the step with every peer's rank in the group, ``ranks[peer]``."""
         sends, receives, owed = (tuple(replace(m, peer=ranks[m.peer]) for m in some) for some in (self.sends, self.receives, self.owed))
         return replace(self, sends=sends, receives=receives, owed=owed)
+
+    def on_sparse_rows(self, step: int, offsets: tuple[int, ...]) -> StepPlan:
+        """Returns the step for tensors of which its own rows are every ``step``-th. They are copied to the memory in any case."""
+        fills = ((0, 0, self.rows),) if self.in_place else self.fills
+        sparse = step, offsets[slice(*self.kv_heads)]
+        return replace(self, fills=fills, from_own=False, in_place=False, sparse=sparse)
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:

@@ -32,16 +32,20 @@ class ResolvedRing(ResolvedCall):
     def ring(self) -> RingCall:
         return ring_call(self.settings)
 
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What calls of this record have found (``ring_forward``)."""
+        return {}
+
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        out, lse, whole = ring_forward(inputs, self.settings, self.ring)
+        out, lse, whole = ring_forward(inputs, self.settings, self.ring, self.known)
         return out, lse, torch.tensor(whole, dtype=torch.int64)
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
         N, number = whole.tolist()
-        return ring_backward(
-            inputs, (dout, out, lse, dlse), self.settings, self.ring if self.ring.seq_len == N else ring_call(self.settings, N), number
-        )
+        ring = self.ring if self.ring.seq_len == N else ring_call(self.settings, N)
+        return ring_backward(inputs, (dout, out, lse, dlse), self.settings, ring, number, self.known)
 
 
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:

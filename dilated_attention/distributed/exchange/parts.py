@@ -24,6 +24,8 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
+# larger results are written one by one, so that they are not in memory twice
+JOINED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class QueryPart:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the step's heads; ``k``, ``v``: the memory's."""
-        views = q[:, self.rows], k[:, self.key_rows], v[:, self.key_rows]
+        views = _narrow(self.rows, 1, q)[0], *_narrow(self.key_rows, 1, k, v)
         run, call = self._resolved(views, masks, strategy.choose_forward)
         out, lse = run(*views, call, None)
         return out, lse
@@ -65,8 +67,8 @@ class QueryPart:
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
         """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``."""
         dout, q, k, v, out, lse = tensors
-        dout, q, out = (x[:, self.rows] for x in (dout, q, out))
-        views = dout, q, k[:, self.key_rows], v[:, self.key_rows], out
+        dout, q, out = _narrow(self.rows, 1, dout, q, out)
+        views = dout, q, *_narrow(self.key_rows, 1, k, v), out
         lse = lse[:, :, self.rows].contiguous()
         dlse = None if dlse is None else dlse[:, :, self.rows].contiguous()
         run, call = self._resolved(views, masks, strategy.choose_backward)
@@ -125,6 +127,13 @@ def parts_of(problem: RingProblem, settings: CallSettings, step: StepPlan, rank:
     return tuple(sorted(found, key=lambda part: part.keys[0] - part.keys[1])) if span is not None else tuple(found)
 
 
+def _narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
+    """Returns views of a range along a dimension; the tensors themselves if it is all of it, since a view takes the host time."""
+    if where == slice(0, tensors[0].shape[dim]):
+        return tensors
+    return tuple(x.narrow(dim, where.start, where.stop - where.start) for x in tensors)
+
+
 def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
     """Yields (rows, positions) of ranges that are stored one after the other."""
     row = 0
@@ -153,13 +162,18 @@ class Branches:
     ) -> None:
         self.parts, self.merges, self.masks, self.q, self.rest = parts, merges, masks, q, rest
         self.acc = accumulation_dtype(q.dtype)
+        # whether each row's result is that of one part: then they are joined, which takes the host less time than copying them one by one
+        self.joins = len(parts) == 1 and not merges and all(part.heads == (0, q.shape[2]) for part in parts[0])
+        self.joins = self.joins and sum(part.rows.stop - part.rows.start for part in parts[0]) == q.shape[1]
+        self.joins = self.joins and (len(parts[0]) == 1 or q.numel() * q.element_size() <= JOINED_BYTES)
         self.done: set[tuple[int, int]] = set()
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
-    def _is_only(self, part: QueryPart) -> bool:
-        """Whether a part's results are the rank's, so that nothing need be copied."""
-        return not self.merges and part.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
+    @staticmethod
+    def _joined(results: list[tuple[int, torch.Tensor]], dim: int) -> torch.Tensor:
+        """Returns results in order of their first row, one after the other."""
+        return results[0][1] if len(results) == 1 else torch.cat([x for _, x in sorted(results, key=lambda result: result[0])], dim)
 
     def _room(self) -> torch.Tensor:
         """Returns out, or dq, of all parts."""
@@ -183,12 +197,13 @@ class Branches:
         return first
 
     def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.joins and self.parts[0]:
+            found = [(part.rows.start, part.forward(self.q, keys, values, self.masks)) for part in self.parts[0]]
+            self._out, self._lse = (self._joined([(row, results[i]) for row, results in found], dim) for i, dim in ((0, 1), (1, 2)))
+            return
         for part in self.parts[index]:
             heads = slice(*part.heads)
             out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
-            if self._is_only(part):
-                self._out, self._lse = out, lse
-                continue
             room = self._room()[:, part.rows, heads]
             if self._lse is None:
                 B, n, H, _ = self.q.shape
@@ -203,13 +218,15 @@ class Branches:
         assert self.rest is not None
         dout, out, lse, dlse = self.rest
         parts = self.parts[index]
+        of_rows: list[tuple[int, torch.Tensor]] = []
         grads: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in parts:
             heads = slice(*part.heads)
-            tensors = (dout[:, :, heads], self.q[:, :, heads], keys, values, out[:, :, heads], lse[:, heads])
-            dq, dk, dv = part.backward(tensors, None if dlse is None else dlse[:, heads], self.masks)
-            if self._is_only(part):
-                self._out = dq
+            dout_, q_, out_ = _narrow(heads, 2, dout, self.q, out)
+            lse_, *dlse_ = _narrow(heads, 1, lse, *(() if dlse is None else (dlse,)))
+            dq, dk, dv = part.backward((dout_, q_, keys, values, out_, lse_), dlse_[0] if dlse_ else None, self.masks)
+            if self.joins:
+                of_rows.append((part.rows.start, dq))
             else:
                 room = self._room()[:, part.rows, heads]
                 (room.copy_ if self._is_first(part) else room.add_)(dq)
@@ -220,4 +237,6 @@ class Branches:
                 grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
             for total, share in zip(grads, (dk, dv), strict=True):
                 total[:, part.key_rows] += share
+        if of_rows:
+            self._out = self._joined(of_rows, 1)
         return grads

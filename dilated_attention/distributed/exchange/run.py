@@ -37,7 +37,7 @@ def forward(
     v: torch.Tensor,
     wire: Wire | None,
     depth: int,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> None:
     """Runs all steps.
 
@@ -45,7 +45,7 @@ def forward(
         depth: the number of steps whose keys are in memory at once.
         meanwhile: what else there is to compute; it runs while the first keys are in flight.
     """
-    arrivals = _arrivals(steps, k, v, wire, depth, "forward", has_kernels(k))
+    arrivals = _arrivals(steps, k, v, wire, depth, "forward")
     if meanwhile is not None:
         meanwhile()
     for index, arrival in enumerate(arrivals):
@@ -59,11 +59,23 @@ def backward(
     v: torch.Tensor,
     wires: tuple[Wire | None, Wire | None],
     depth: int,
-    meanwhile: Callable[[], None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype. ``wires``: for keys and for their gradients."""
-    fused = has_kernels(k)
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    meanwhile: Callable[[], Pair] | None = None,
+) -> Pair:
+    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype.
+
+    Args:
+        wires: for keys and for their gradients.
+        meanwhile: as in ``forward``. It returns gradients of k and v to which those of steps on sparse rows are added.
+    """
+    fused = all(is_fused(step, k) for step in steps)
+    start_return = Returning
+    if fused:
+        from dilated_attention.distributed.exchange.fused_transfer import FusedReturning
+
+        start_return = FusedReturning  # type: ignore[assignment]
+    arrivals = _arrivals(steps, k, v, wires[0], depth, "backward")
+    base = None if meanwhile is None else meanwhile()
+    results: list[Pair] = [base] if base is not None and steps[0].sparse is not None else []
     sums: dict[tuple[int, int], KeyGradients] = {}
     last = {step.kv_heads: index for index, step in enumerate(steps)}
     returning: deque[tuple[int, Returning, Pair | None]] = deque()
@@ -71,18 +83,18 @@ def backward(
     def add_back() -> None:
         index, back, own = returning.popleft()
         heads = back.step.kv_heads
-        room = dk[:, :, slice(*heads)], dv[:, :, slice(*heads)]
+        if not results:
+            results.append((torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)))
+        dk, dv = results[0]
+        room = (dk, dv) if len(last) == 1 else (dk[:, :, slice(*heads)], dv[:, :, slice(*heads)])
         back.wait()
         if own is not None:
-            back.write(room, own)
+            back.write(room, own)  # type: ignore[attr-defined]
             return
         sums[heads].add(back.step, back.came)
         if last[heads] == index:
             sums.pop(heads).write(*room)
 
-    arrivals = _arrivals(steps, k, v, wires[0], depth, "backward", fused)
-    if meanwhile is not None:
-        meanwhile()
     for index, arrival in enumerate(arrivals):
         step = arrival.step
         grads = computation.backward(index, *arrival.keys())
@@ -90,8 +102,8 @@ def backward(
             # nothing is anyone else's
             return grads
         # where no other step has these heads, one kernel sums all contributions once they are there
-        own = grads if len(last) == len(steps) and fused and step.is_numbered and (step.fills or step.in_place) else None
-        returning.append((index, Returning(step, grads, k, wires[1], fused), own))
+        own = grads if fused and len(last) == len(steps) and (step.fills or step.in_place) else None
+        returning.append((index, start_return(step, grads, k, wires[1]), own))
         if own is None:
             if step.kv_heads not in sums:
                 sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
@@ -101,19 +113,27 @@ def backward(
             add_back()
     while returning:
         add_back()
-    return dk, dv
+    return results[0]
 
 
-def _arrivals(
-    steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str, fused: bool
-) -> Iterator[Arrival]:
+def is_fused(step: StepPlan, k: torch.Tensor) -> bool:
+    """Whether kernels copy the rows of a step (``fused_transfer.py``)."""
+    return has_kernels(k) and step.is_numbered
+
+
+def _arrivals(steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str) -> Iterator[Arrival]:
     """Yields the steps in order while the next ones' keys are in flight. Transfers begin with this call."""
-    waiting = deque(Arrival(step, k, v, wire, what, fused) for step in steps[:depth])
+    start = Arrival
+    if all(is_fused(step, k) for step in steps):
+        from dilated_attention.distributed.exchange.fused_transfer import FusedArrival
+
+        start = FusedArrival  # type: ignore[assignment]
+    waiting = deque(start(step, k, v, wire, what) for step in steps[:depth])
 
     def arrive() -> Iterator[Arrival]:
         for index in range(len(steps)):
             yield waiting.popleft()
             if index + depth < len(steps):
-                waiting.append(Arrival(steps[index + depth], k, v, wire, what, fused))
+                waiting.append(start(steps[index + depth], k, v, wire, what))
 
     return arrive()

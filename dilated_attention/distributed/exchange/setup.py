@@ -14,6 +14,7 @@ from dilated_attention.distributed.exchange.crossing import SparseRows, crossing
 from dilated_attention.distributed.exchange.messages import StepPlan, gathering, hop
 from dilated_attention.distributed.exchange.parts import QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.run import is_fused
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
@@ -33,7 +34,8 @@ class RingSetup:
         size: the number of ranks that exchange keys.
         depth: the number of steps whose keys are in memory at once.
         merges: whether a row's parts come from several steps.
-        home: what the rank computes on its own rows; ``problem`` then covers every g-th row: ``query_rows``, ``key_rows``.
+        home: what the rank computes on its own rows; ``problem`` then covers every g-th row: ``query_rows``, ``key_rows``. Where kernels
+            copy rows, they find the keys' rows themselves, and ``key_rows`` is None.
         lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
             computation. All ranks must choose the same, so it does not depend on what this rank receives.
     """
@@ -85,7 +87,7 @@ def make_setup(
     query_rows, key_rows = None, None
     # masks and dropout are by position, and detached mixing needs the outputs of all branches
     plain = not has_padding and not settings.dropout_p and not settings.detached
-    crossing = crossing_of(problem) if plain and size > 1 else None
+    crossing = crossing_of(problem, 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()) if plain and size > 1 else None
     if crossing is not None:
         home, problem = home_parts(problem, crossing.home, settings, place), crossing.problem
         query_rows, key_rows = (SparseRows(crossing.step, x, k.device) for x in (crossing.offsets, crossing.kv_offsets))
@@ -95,6 +97,10 @@ def make_setup(
         problem = replace(problem, head_steps=(k.shape[2] // count,) * count)
     steps, span = make_steps(problem, place, k.device)
     parts = tuple(parts_of(problem, settings, step, place, span) for step in steps)
+    if crossing is not None:
+        sparse = tuple(step.on_sparse_rows(crossing.step, crossing.kv_offsets) for step in steps)
+        if all(is_fused(step, k) for step in sparse):
+            steps, key_rows = sparse, None
     held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
     merges = problem.exchange == "ring" and size > 1
     small = not merges and not problem.is_dense

@@ -1,7 +1,7 @@
 """Moves keys to the ranks that need them and the gradients of keys back to the ranks that hold them, as the plan of a step says.
 
-Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. On a GPU,
-one kernel each copies what is sent, fills a memory and sums gradients (``copies_triton.py``); elsewhere torch's operations do.
+Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. These are
+torch's operations, for a CPU and for float64; ``fused_transfer.py`` has kernels.
 """
 
 from __future__ import annotations
@@ -21,31 +21,22 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Arrival:
     """A step whose keys are in flight."""
 
-    def __init__(self, step: StepPlan, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str, fused: bool) -> None:
-        """Begins the exchange; all ranks begin theirs in the same order.
-
-        Args:
-            k, v: the rank's rows (B, n, Hk, D).
-            fused: kernels copy the rows.
-        """
+    def __init__(self, step: StepPlan, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
+        """Begins the exchange; all ranks begin theirs in the same order. ``k``, ``v``: the rank's rows (B, n, Hk, D)."""
         self.step = step
         heads = slice(*step.kv_heads)
         k, v = k[:, :, heads], v[:, :, heads]
         self._own = k, v
-        self._fused = fused and step.is_numbered
         self._shape = (step.num_kv_heads, k.shape[0], 2 * k.shape[3])
         self._memory: torch.Tensor | None = None
         self._came = k.new_empty(0)
         self._transfer: Transfer | None = None
-        # what arrives or is sent as runs needs its memory now; the rest is filled in once everything is there
-        self._late = self._fused and not any(message.units is None for message in step.sends)
         if not step.in_place:
             # a kernel may load a row that it then ignores, and 0 · NaN is NaN
-            make = torch.empty if step.is_full or self._late else torch.zeros
+            make = torch.empty if step.is_full else torch.zeros
             self._memory = make((step.rows, *self._shape), dtype=k.dtype, device=k.device)
-            if not self._late:
-                for row, place, count in step.fills:
-                    _pack(self._memory[place : place + count], k[:, row : row + count], v[:, row : row + count])
+            for row, place, count in step.fills:
+                _pack(self._memory[place : place + count], k[:, row : row + count], v[:, row : row + count])
         if step.sends or step.receives:
             assert wire is not None, "one process has nobody to exchange with"
             self._transfer = wire.start(self._outgoing(), self._incoming(), f"{what}, {step.what}: K and V")
@@ -54,17 +45,11 @@ class Arrival:
         step, (k, v) = self.step, self._own
         if not step.sends:
             return []
-        source, units = self._memory, None
-        if self._fused and any(message.units is not None for message in step.sends):
-            from dilated_attention.distributed.exchange import copies_triton
-
-            numbers = tables.sent_units(step, k.device)
-            units = k.new_empty((numbers.shape[0], *self._shape[1:]))
-            copies_triton.gather(step, units, k, v, numbers)
-        if step.from_own and (units is None or not self._late):
+        source = self._memory
+        if step.from_own:
             source = k.new_empty((k.shape[1], *self._shape))
             _pack(source, k, v)
-        return _messages(step.sends, source, step.num_kv_heads, units)
+        return _messages(step.sends, source, step.num_kv_heads)
 
     def _incoming(self) -> list[tuple[int, torch.Tensor]]:
         step = self.step
@@ -78,18 +63,12 @@ class Arrival:
             self._transfer.wait()
         if self._memory is None:
             return self._own
-        step, memory, (k, v) = self.step, self._memory, self._own
-        if self._fused and (self._late or len(self._came)):
-            from dilated_attention.distributed.exchange import copies_triton
-
-            copies_triton.assemble(step, memory, k, v, self._came, tables.sources(step, k.shape[1], k.device))
-        else:
-            start = 0
-            for message in step.receives:
-                if message.units is not None:
-                    end = start + message.size(step.num_kv_heads)
-                    message.flat(memory).index_copy_(0, message.units, _as_units(message, self._came[start:end], memory))
-                    start = end
+        step, memory, start = self.step, self._memory, 0
+        for message in step.receives:
+            if message.units is not None:
+                end = start + message.size(step.num_kv_heads)
+                message.flat(memory).index_copy_(0, message.units, _as_units(message, self._came[start:end], memory))
+                start = end
         keys, values = memory.permute(2, 0, 1, 3).chunk(2, -1)
         return keys, values
 
@@ -140,15 +119,14 @@ class KeyGradients:
 class Returning:
     """The gradients of a step's keys on their way to the ranks that hold the keys."""
 
-    def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None, fused: bool) -> None:
+    def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
         """Sends back the gradients of the keys that arrived.
 
         Args:
             grads: of the step's memory, (B, rows, heads, D); None for zeros.
             k: this rank's keys (B, n, Hk, D).
-            fused: kernels copy the rows.
         """
-        self.step, self._fused = step, fused and step.is_numbered
+        self.step = step
         heads = step.num_kv_heads
         unit = (k.shape[0], 2 * k.shape[3])
         self.came = k.new_empty((sum(message.size(heads) for message in step.owed), *unit))
@@ -158,36 +136,20 @@ class Returning:
             return
         assert wire is not None
         units = sum(message.size(heads) for message in step.receives)
-        self._kept = (torch.empty if grads is not None else torch.zeros)((units, *unit), dtype=k.dtype, device=k.device)
+        self._kept = k.new_zeros((units, *unit))
         if grads is not None and units:
-            self._pack(grads)
+            dk, dv = grads
+            packed = self._kept.new_empty((dk.shape[1], dk.shape[2], *unit))
+            _pack(packed, dk, dv)
+            torch.index_select(packed.view(-1, *unit), 0, tables.received_units(step, dk.device, torch.int64), out=self._kept)
         outgoing = _messages(step.receives, None, heads, self._kept)
         incoming = _messages(step.owed, None, heads, self.came)
         self._transfer = wire.start(outgoing, incoming, f"backward, {step.what}: dK and dV")
-
-    def _pack(self, grads: Pair) -> None:
-        step, (dk, dv) = self.step, grads
-        if self._fused and dk.dtype is self._kept.dtype:
-            from dilated_attention.distributed.exchange import copies_triton
-
-            copies_triton.gather(step, self._kept, dk, dv, tables.received_units(step, dk.device))
-            return
-        packed = self._kept.new_empty((dk.shape[1], dk.shape[2], *self._kept.shape[1:]))
-        _pack(packed, dk, dv)
-        torch.index_select(packed.view(-1, *self._kept.shape[1:]), 0, tables.received_units(step, dk.device, torch.int64), out=self._kept)
 
     def wait(self) -> None:
         if self._transfer is not None:
             self._transfer.wait()
         self._kept = self.came[:0]
-
-    def write(self, grads: Pair, own: Pair) -> None:
-        """Writes the sum of all contributions, once they have come, to ``grads`` (B, n, heads, D). ``own``: of the step's memory."""
-        from dilated_attention.distributed.exchange import copies_triton
-
-        n, device = grads[0].shape[1], grads[0].device
-        places, returned = tables.own_places(self.step, n, device), tables.returned_units(self.step, n, device)
-        copies_triton.add(self.step, grads, own, self.came, places, returned)
 
 
 def _pack(memory: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -13,6 +13,18 @@ _SIZE = 4096
 
 
 @triton.jit
+def merged_weights(lse, part_lse):  # type: ignore[no-untyped-def]
+    """Returns (merged lse, weights of both). Two empty parts have zero weights and stay empty."""
+    high = tl.maximum(lse, part_lse)
+    high = tl.where(high == -float("inf"), 0.0, high)
+    weight, part_weight = tl.exp(lse - high), tl.exp(part_lse - high)
+    total = weight + part_weight
+    merged = tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total)))
+    total = tl.where(total == 0.0, 1.0, total)
+    return merged, weight / total, part_weight / total
+
+
+@triton.jit
 def _onto_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows,
     out_stride_p, out_stride_l, out_stride_g, lse_stride_p, lse_stride_l, lse_stride_g,
@@ -30,18 +42,12 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     part_lse_at = part_lse_ptr + problem * part_lse_stride_p + head * part_lse_stride_g + rows * part_lse_stride_l
     lse = tl.load(lse_at, mask=inside, other=-float("inf"))
     part_lse = tl.load(part_lse_at, mask=inside, other=-float("inf"))
-    high = tl.maximum(lse, part_lse)
-    high = tl.where(high == -float("inf"), 0.0, high)
-    weight, part_weight = tl.exp(lse - high), tl.exp(part_lse - high)
-    total = weight + part_weight
-    # two empty parts have zero weights and stay empty
-    merged = tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total)))
-    total = tl.where(total == 0.0, 1.0, total)
+    merged, weight, part_weight = merged_weights(lse, part_lse)
     tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
     out_at = out_ptr + problem * out_stride_p + head * out_stride_g + rows[:, None] * out_stride_l + columns[None, :]
     part_at = part_ptr + problem * part_stride_p + head * part_stride_g + rows[:, None] * part_stride_l + columns[None, :]
-    out = tl.load(out_at, mask=tile, other=0.0).to(tl.float32) * (weight / total)[:, None]
-    out += tl.load(part_at, mask=tile, other=0.0).to(tl.float32) * (part_weight / total)[:, None]
+    out = tl.load(out_at, mask=tile, other=0.0).to(tl.float32) * weight[:, None]
+    out += tl.load(part_at, mask=tile, other=0.0).to(tl.float32) * part_weight[:, None]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=tile)
     tl.store(lse_at, merged, mask=inside)
 

@@ -110,7 +110,7 @@ def _of_branches(problem: Problem) -> Exchange:
         # striped rows are put in order and back; the number of bytes is the same for every rank
         own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
         most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
-    crossing = crossing_of(ring_problem)
+    crossing = crossing_of(ring_problem, row * Hk)
     held = [_held(ring_problem if crossing is None else crossing.problem, rank, seen, row) for rank in _ranks(problem)]
     number = W if sharding.exchange == "ring" else steps
     return Exchange(
