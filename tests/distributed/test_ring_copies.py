@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dilated_attention import DilatedPattern
+from dilated_attention.backends import registry
+from dilated_attention.distributed.exchange import context_parallel, crossing, run
 from dilated_attention.distributed.exchange import copy_tables as tables
+from dilated_attention.distributed.exchange.crossing import SMALL_BYTES, SparseRows
 from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+from dilated_attention.engine.branches.merge import has_kernels
+from tests.helpers import ring_cases
+from tests.helpers.pool import pool_of
+from tests.helpers.ring_cases import draw
+from tests.helpers.ring_chosen import spread_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -84,3 +93,78 @@ def test_kernels_copy_and_add_as_torch_does(shape: tuple[int, int, int, int], dt
     grads = some(n), some(n)
     copies.add(step, grads, own, back, tables.own_places(step, n, DEVICE), returned)
     torch.testing.assert_close(flat(*grads), total.to(dtype), atol=2e-3 if dtype is torch.float16 else 1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 1, 1), (2, 10, 3, 24), (1, 33, 2, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_sparse_rows_do_as_torch_does(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("dilated_attention.distributed.exchange.sparse_rows_triton")
+    B, count, heads, D = shape
+    every, rng = 4, torch.Generator().manual_seed(count)
+    rows = SparseRows(every, tuple(range(heads)), DEVICE)
+
+    def some(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=rng).to(DEVICE, dtype if len(sizes) == 4 else torch.float32)
+
+    n = every * count
+    q, dout, out, lse, dlse = some(B, n, heads, D), some(B, n, heads + 1, D)[:, :, 1:], some(B, n, heads, D), *(some(B, heads, n),) * 2
+    found, stats = kernels.take(rows, [q, dout, out], [lse, dlse])
+    for x, some_x in zip((q, dout, out), found, strict=True):
+        index = torch.arange(count, device=DEVICE) * every
+        assert all(torch.equal(some_x[:, :, h], x[:, index + h, h]) for h in range(heads))
+    for x, some_x in zip((lse, dlse), stats, strict=True):
+        assert all(torch.equal(some_x[:, h], x[:, h, torch.arange(count, device=DEVICE) * every + h]) for h in range(heads))
+
+    part, part_lse = some(B, count, heads, D), some(B, heads, count)
+    lse[:, :, :every], part_lse[:, :, 0] = -torch.inf, -torch.inf
+    wanted, wanted_lse = out.double(), lse.double()
+    wanted_lse = rows.merge(wanted, wanted_lse, part.double(), part_lse.double())
+    kernels.merge(rows, out, lse, part, part_lse)
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(out.double(), wanted, **tolerance)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+    wanted = q.double()
+    rows.add(wanted, part.double())
+    kernels.add(rows, q, part)
+    torch.testing.assert_close(q.double(), wanted, **tolerance)
+
+
+def with_kernels(rank: int, world: int, fused: bool) -> None:
+    """From now on, float32 calls of this process copy rows by kernels, as on a GPU, or by torch's operations."""
+    run.has_kernels = crossing.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    crossing.SMALL_BYTES = 0 if fused else SMALL_BYTES
+    registry.cached.clear()
+    context_parallel._setups.clear()
+
+
+def kept_sparse(rank: int, world: int) -> int:
+    from dilated_attention.distributed.exchange import fused_transfer
+
+    return sum(step.sparse is not None for _, step, *_ in fused_transfer._kept)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpus/test_ring.py has calls on GPUs")
+def test_whole_calls_by_kernels_equal_calls_by_torch() -> None:
+    """Random calls, and calls with branches across ranks, twice each: the second one finds the buffers of the first."""
+    pytest.importorskip("triton")
+    spreads = [draw(2, seed) for seed in range(8)]
+    for lengths, rates in (((8, 128), (1, 4)), ((4, 8, 64), (1, 2, 8)), ((8, 128, 128), (1, 4, 8))):
+        for heads, kv_heads in ((4, 4), (4, 2)):
+            for layout, is_causal in (("contiguous", True), ("zigzag", False)):
+                pattern = DilatedPattern(lengths, rates, "zero" if kv_heads == 2 else "cyclic")
+                options = {"heads": heads, "kv_heads": kv_heads, "is_causal": is_causal, "layout": layout, "exchange": "all_gather"}
+                spreads.append(spread_of(pattern, 128, **options))
+    pool = pool_of(2)
+    wanted = pool.run(ring_cases.run, spreads, torch.float32)
+    pool.run(with_kernels, True)
+    try:
+        found = pool.run(ring_cases.run, spreads, torch.float32, 2)
+        assert min(pool.run(kept_sparse)) > 0
+    finally:
+        pool.run(with_kernels, False)
+    for want, got in zip(wanted, found, strict=True):
+        for spread, of_torch, of_kernels in zip(spreads, want, got, strict=True):
+            for name, x in of_torch[0].items():
+                for other in of_kernels:
+                    torch.testing.assert_close(other[name], x, atol=2e-5, rtol=2e-4, msg=lambda text, s=spread, n=name: f"{s}: {n}: {text}")
