@@ -19,6 +19,7 @@ from dilated_attention.functional import (
     explain_decode,
     ring_attention,
     ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
     ring_dilated_attention,
 )
 from dilated_attention.modules import (
@@ -29,6 +30,7 @@ from dilated_attention.modules import (
     MultiheadDilatedAttention,
     RingAttention,
     RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
     RingDilatedAttention,
     RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
@@ -50,6 +52,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RingAttention",
     "RingBlockSparseAttention",
+    "RingBlockSparseDilatedAttention",
     "RingDilatedAttention",
     "RingMultiheadBlockSparseAttention",
     "RingMultiheadDilatedAttention",
@@ -73,6 +76,7 @@ __all__ = [
     "recommend",
     "ring_attention",
     "ring_block_sparse_attention",
+    "ring_block_sparse_dilated_attention",
     "ring_dilated_attention",
     "shard_sequence",
     "unshard_sequence",

@@ -30,6 +30,7 @@ from dilated_attention.modules import (
     MultiheadDilatedAttention,
     RingAttention,
     RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
     RingDilatedAttention,
     RingMultiheadBlockSparseAttention,
     RingMultiheadDilatedAttention,
@@ -46,6 +47,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "ring": RingAttention,
     "ring_dilated": RingDilatedAttention,
     "ring_block_sparse": RingBlockSparseAttention,
+    "ring_block_sparse_dilated": RingBlockSparseDilatedAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
     "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
 }
@@ -61,7 +63,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
             ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
             for a sequence shared by processes ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_block_sparse_dilated"`` →
+            ``RingBlockSparseDilatedAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
             ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
         config: the constructor's arguments, all as keywords.
 

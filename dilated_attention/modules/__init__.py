@@ -6,7 +6,7 @@ from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSpars
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.modules.multihead import MultiheadDilatedAttention
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
-from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
 from dilated_attention.modules.ring_block_sparse_multihead import RingMultiheadBlockSparseAttention
 from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
@@ -18,6 +18,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RingAttention",
     "RingBlockSparseAttention",
+    "RingBlockSparseDilatedAttention",
     "RingDilatedAttention",
     "RingMultiheadBlockSparseAttention",
     "RingMultiheadDilatedAttention",
