@@ -83,15 +83,12 @@ class RingBlockSparseAttention(KernelSettings):
         return_lse: bool = False,
     ) -> Any:
         """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        ring = self.ring.arguments()
         return ring_block_sparse_attention(
             query,
             key,
             value,
             self._pattern,
-            group=ring["group"],
-            layout=ring["layout"],
-            timeout=ring["timeout"],
+            **_ring_arguments(self.ring),
             **self._arguments(),
             seq_len=seq_len,
             is_causal=is_causal,
@@ -112,8 +109,7 @@ class RingBlockSparseAttention(KernelSettings):
 
     def extra_repr(self) -> str:
         """The pattern, how the sequence is sharded, and every setting that differs from its default."""
-        parts = [repr(self._pattern), f"layout={short_name(self.ring.layout)!r}", *([] if self.ring.group_name else ["one process"])]
-        return ", ".join([*parts, *self._changed(), *changed(self, head_steps=None)])
+        return ", ".join([repr(self._pattern), *_ring_parts(self.ring), *self._changed(), *changed(self, head_steps=None)])
 
 
 class RingBlockSparseDilatedAttention(DilatedSettings):
@@ -192,16 +188,14 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
         return_lse: bool = False,
     ) -> Any:
         """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        ring, settings = self.ring.arguments(), self._arguments()
+        settings = self._arguments()
         del settings["mixture_grad"]
         return ring_block_sparse_dilated_attention(
             query,
             key,
             value,
             pattern=self._block_pattern,
-            group=ring["group"],
-            layout=ring["layout"],
-            timeout=ring["timeout"],
+            **_ring_arguments(self.ring),
             **settings,
             seq_len=seq_len,
             is_causal=is_causal,
@@ -213,9 +207,17 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
 
     def extra_repr(self) -> str:
         """The branches and blocks, how the sequence is sharded, and every setting that differs from its default."""
-        parts = [repr(self._block_pattern), f"layout={short_name(self.ring.layout)!r}", *([] if self.ring.group_name else ["one process"])]
-        return ", ".join([super().extra_repr(), *parts, *changed(self, head_steps=None)])
+        shown = f"block_pattern={self._block_pattern!r}"
+        return ", ".join([super().extra_repr(), shown, *_ring_parts(self.ring), *changed(self, head_steps=None)])
 
 
 def _ring_settings(group: Any, mesh: Any, layout: str | Layout, timeout: float) -> RingSettings:
     return replace(RingSettings.of(group, mesh, "contiguous", "auto", None, timeout), layout=checked_block_layout(layout))
+
+
+def _ring_arguments(ring: RingSettings) -> dict[str, Any]:
+    return {name: value for name, value in ring.arguments().items() if name in ("group", "layout", "timeout")}
+
+
+def _ring_parts(ring: RingSettings) -> list[str]:
+    return [f"layout={short_name(ring.layout)!r}", *([] if ring.group_name else ["one process"])]

@@ -214,7 +214,7 @@ def multihead_dilated(problem: Problem) -> Attend:
     return multihead("multihead_dilated", problem, segment_lengths=lengths, dilation_rates=rates)
 
 
-def _both(problem: Problem) -> Attend:
+def branches_and_window(problem: Problem) -> Attend:
     lengths, rates = problem.branches
     return _module("block_sparse_dilated", problem, segment_lengths=lengths, dilation_rates=rates, pattern=window(problem))
 
@@ -239,7 +239,12 @@ MODULES: tuple[Contender, ...] = (
         pattern=lambda problem: None,
         chooses=chosen,
     ),
-    Contender(name="BlockSparseDilatedAttention", what="branches and window in one softmax", make=_both, pattern=lambda problem: None),
+    Contender(
+        name="BlockSparseDilatedAttention",
+        what="branches and window in one softmax",
+        make=branches_and_window,
+        pattern=lambda problem: None,
+    ),
 )
 MULTIHEAD: tuple[Contender, ...] = (
     Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),

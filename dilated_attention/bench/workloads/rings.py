@@ -16,11 +16,13 @@ from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.workloads.contenders import (
     Contender,
     OfEmbedded,
+    branches_and_window,
     dense_pattern,
     dilated_pattern,
     multihead,
     multihead_dilated,
     tenth,
+    window,
 )
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.distributed import shard_sequence, unshard_sequence
@@ -95,6 +97,10 @@ def _blocks(problem: Problem) -> dict[str, Any]:
     return {"pattern": tenth(problem)}
 
 
+def _branches_and_window(problem: Problem) -> dict[str, Any]:
+    return _branches(problem) | {"pattern": window(problem)}
+
+
 def _contender(name: str, what: str, kind: str, layout: str, config: Callable[[Problem], dict[str, Any]], **settings: Any) -> Contender:
     make = _ring_multihead if settings.get("inputs") == "x" else _ring
     return Contender(
@@ -117,6 +123,15 @@ RINGS: tuple[Contender, ...] = (
         pattern=dilated_pattern,
     ),
     _contender("RingBlockSparseAttention", "a tenth of the blocks, sharded", "ring_block_sparse", "contiguous", _blocks, pattern=tenth),
+    _contender(
+        "RingBlockSparseDilatedAttention",
+        "branches and window in one softmax, sharded",
+        "ring_block_sparse_dilated",
+        "contiguous",
+        _branches_and_window,
+        pattern=lambda problem: None,
+        reference=branches_and_window,
+    ),
     _contender(
         "RingMultiheadDilatedAttention",
         "with projections and norm, sharded",

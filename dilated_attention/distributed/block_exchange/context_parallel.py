@@ -34,12 +34,12 @@ from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.blocks.run import request_of, select_backend
+from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern
 
-FUNCTION, UNION = "ring_block_sparse_attention", "ring_block_sparse_dilated_attention"
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -54,6 +54,10 @@ class BlockArguments(NamedTuple):
     settings: CallSettings
     ring: RingCall
     head_steps: int
+
+    @property
+    def function(self) -> str:
+        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
 
 
 class RingBlockMasks(NamedTuple):
@@ -132,12 +136,12 @@ def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, ar
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
     documents = documents_of(members, masks.cu_seqlens)
-    shared = (FUNCTION, replace(ring, timeout=0.0), settings._replace(backend="", sharding=()), head_steps)
+    shared = (arguments.function, replace(ring, timeout=0.0), settings._replace(backend="", sharding=()), head_steps)
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, masks.padding is not None, documents, pattern)
 
     def same() -> dict[str, object]:
         return {
-            "function": FUNCTION if settings.branches is None else UNION,
+            "function": arguments.function,
             **same_of_tensors(tensors, masks.padding, documents),
             "branches": settings.branches,
             # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
@@ -184,7 +188,7 @@ class _BlockPass:
         settled = (kind, "kernels", self.arguments.ring.seq_len)
         if self.members.group is not None and agreed_form(self.members, settled) is None:
             text = "available" if unavailable is None else f"unavailable: {str(unavailable).splitlines()[0]}"
-            same = {"function": FUNCTION, "kernels": text}
+            same = {"function": self.arguments.function, "kernels": text}
             if setup is not None and setup.digest:
                 same["pattern (the blocks that its function keeps)"] = setup.digest
             agree(self.members, same, {}, self.arguments.ring.timeout)
@@ -216,28 +220,33 @@ class _BlockPass:
         held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
         ring_problem = RingBlockProblem(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
         needs = needs_of(ring_problem, device)
-        load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size())
-        way = cost.choose(load, device_memory(device), forced)
-        problem = None
-        if settings.branches is not None:
-            branches = settings.pattern
-            # heads that run different branches are not divided
-            head_steps = way.steps if branches.branch_heads == "all" else (k.shape[2],)
-            problem = RingProblem(
-                branches, self.documents, held, *(q.shape[2], k.shape[2], settings.is_causal, None, "all_gather"), head_steps
-            )
-            for is_backward in (False, True) if settings.needs_grad else (False,):
-                views = (q, k, self.tensors[2], q) if is_backward else self.tensors
-                prepare(is_backward, views, branches, settings, self.masks.padding, num_keys=ring.seq_len)
-        steps, plain, span = make_block_steps(ring_problem, me, way.steps if problem is None else problem.head_steps, device, problem)
-        exchanges = load.brought > 0 or problem is not None
+        branches = self._branches(held) if settings.branches is not None else None
+        load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
+        # heads that run different branches are not divided
+        way = cost.choose(load, device_memory(device), 1 if branches is not None and branches.pattern.branch_heads != "all" else forced)
+        steps, plain, span = make_block_steps(ring_problem, me, way.steps, device, branches)
+        exchanges = load.brought > 0
         parts = tuple(tuple(self._with_backends(part, step, exchanges) for part in some) for step, some in zip(steps, plain, strict=True))
-        of_branches = None if problem is None else tuple(parts_of(problem, settings, step, me, span) for step in steps)
+        of_branches = None if branches is None else tuple(parts_of(branches, settings, step, me, span) for step in steps)
         most_ctas = way.lane.most_ctas
         lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
         nbytes = sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values())
         depth = cost.choose_prefetch_depth(load, way.steps)
         return _BlockSetup(steps, parts, of_branches, exchanges, lanes, depth, nbytes, needs.digest)
+
+    def _branches(self, held: tuple[tuple[Range, ...], ...]) -> RingProblem:
+        """Returns the dilated branches of the call, for which every pass has a kernel.
+
+        Raises:
+            BackendUnavailable: if one has none.
+        """
+        settings, (q, k, _), N = self.arguments.settings, self.tensors, self.arguments.ring.seq_len
+        for is_backward in (False, True) if settings.needs_grad else (False,):
+            views = (*self.tensors, q) if is_backward else self.tensors
+            prepare(is_backward, views, settings.pattern, settings, self.masks.padding, num_keys=N)
+        return RingProblem(
+            settings.pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal, None, "all_gather", (k.shape[2],)
+        )
 
     def _with_backends(self, part: BlockPart, step: StepPlan, exchanges: bool) -> BlockPart:
         if not part.lists.num_entries or not self.tensors[0].shape[0]:
@@ -259,7 +268,7 @@ class _BlockPass:
 
     def _wires(self, setup: _BlockSetup) -> tuple[Wire | None, Wire | None]:
         """Returns the wires for keys and for their gradients; all ranks open them, even those that have nothing to exchange."""
-        if not setup.exchanges or self.members.size == 1:
+        if not setup.exchanges:
             return None, None
         *names, most_ctas = setup.lanes
         keys = wire_of(self.members, self.arguments.ring.timeout, names[0], most_ctas)

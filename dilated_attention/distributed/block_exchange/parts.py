@@ -106,15 +106,20 @@ def make_block_steps(
         span = min(span[0], other.start), max(span[1], other.end)
         span = next(start for start, end in ring_problem.documents if start <= span[0] < end), span[1]
     documents = tuple((a - span[0], min(b, span[1]) - span[0]) for a, b in ring_problem.documents if a < span[1] and b > span[0])
+
+    @functools.cache
+    def of_branches(reader: int) -> torch.Tensor:
+        assert branches is not None
+        return branch_keys(branches, reader, device)
+
     steps, parts, first = [], [], 0
     for index, count in enumerate(head_steps):
         kv_heads, heads = (first, first + count), (first * ratio, (first + count) * ratio)
         first += count
 
-        @functools.cache
         def needed(reader: int, kv_heads: Range = kv_heads) -> torch.Tensor:
             of_blocks = needed_keys(ring_problem, needs, kv_heads, device, reader)
-            return of_blocks if branches is None else of_blocks | branch_keys(branches, reader, device)
+            return of_blocks if branches is None else of_blocks | of_branches(reader)
 
         steps.append(gathering(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}"))
         parts.append(tuple(_part_of(ring_problem, part, rows, span, heads) for part, rows in zip(lists, queries, strict=True)))
@@ -128,7 +133,8 @@ def _part_of(ring_problem: RingBlockProblem, part: RankLists, queries: Queries, 
     low, high = max(start, span[0]), min(end, span[1])
     if (low, high) != (start, end):
         place = torch.arange(-(-(end - start) // size)) - (low - start) // size
-        place[place * size >= high - low] = -1
+        # branches may end the keys inside a block, which no query of the rank keeps then
+        place[(place * size + size).clamp(max=end - low) > high - low] = -1
         lists = lists_of_buffer(lists, place.clamp(min=-1), high - low)
     return BlockPart(queries, heads, slice(low - span[0], high - span[0]), low, lists)
 
