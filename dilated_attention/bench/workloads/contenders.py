@@ -214,9 +214,17 @@ def multihead_dilated(problem: Problem) -> Attend:
     return multihead("multihead_dilated", problem, segment_lengths=lengths, dilation_rates=rates)
 
 
-def branches_and_window(problem: Problem) -> Attend:
+def branches_and_window(problem: Problem) -> dict[str, Any]:
     lengths, rates = problem.branches
-    return _module("block_sparse_dilated", problem, segment_lengths=lengths, dilation_rates=rates, pattern=window(problem))
+    return {"segment_lengths": lengths, "dilation_rates": rates, "pattern": window(problem)}
+
+
+def both(problem: Problem) -> Attend:
+    return _module("block_sparse_dilated", problem, **branches_and_window(problem))
+
+
+def multihead_both(problem: Problem) -> Attend:
+    return multihead("multihead_block_sparse_dilated", problem, **branches_and_window(problem))
 
 
 def _torch_multihead(problem: Problem) -> Attend:
@@ -242,7 +250,7 @@ MODULES: tuple[Contender, ...] = (
     Contender(
         name="BlockSparseDilatedAttention",
         what="branches and window in one softmax",
-        make=branches_and_window,
+        make=both,
         pattern=lambda problem: None,
     ),
 )
@@ -256,6 +264,13 @@ MULTIHEAD: tuple[Contender, ...] = (
         what="a tenth of the blocks, with projections and norm",
         make=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
         pattern=tenth,
+        inputs="x",
+    ),
+    Contender(
+        name="MultiheadBlockSparseDilatedAttention",
+        what="branches and window in one softmax, with projections and norm",
+        make=multihead_both,
+        pattern=lambda problem: None,
         inputs="x",
     ),
 )

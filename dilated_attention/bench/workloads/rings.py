@@ -16,13 +16,14 @@ from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.workloads.contenders import (
     Contender,
     OfEmbedded,
+    both,
     branches_and_window,
     dense_pattern,
     dilated_pattern,
     multihead,
+    multihead_both,
     multihead_dilated,
     tenth,
-    window,
 )
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.distributed import shard_sequence, unshard_sequence
@@ -97,10 +98,6 @@ def _blocks(problem: Problem) -> dict[str, Any]:
     return {"pattern": tenth(problem)}
 
 
-def _branches_and_window(problem: Problem) -> dict[str, Any]:
-    return _branches(problem) | {"pattern": window(problem)}
-
-
 def _contender(name: str, what: str, kind: str, layout: str, config: Callable[[Problem], dict[str, Any]], **settings: Any) -> Contender:
     make = _ring_multihead if settings.get("inputs") == "x" else _ring
     return Contender(
@@ -128,9 +125,9 @@ RINGS: tuple[Contender, ...] = (
         "branches and window in one softmax, sharded",
         "ring_block_sparse_dilated",
         "contiguous",
-        _branches_and_window,
+        branches_and_window,
         pattern=lambda problem: None,
-        reference=branches_and_window,
+        reference=both,
     ),
     _contender(
         "RingMultiheadDilatedAttention",
@@ -151,5 +148,15 @@ RINGS: tuple[Contender, ...] = (
         pattern=tenth,
         inputs="x",
         reference=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
+    ),
+    _contender(
+        "RingMultiheadBlockSparseDilatedAttention",
+        "branches and window in one softmax, with projections and norm, sharded",
+        "ring_multihead_block_sparse_dilated",
+        "contiguous",
+        branches_and_window,
+        pattern=lambda problem: None,
+        inputs="x",
+        reference=multihead_both,
     ),
 )

@@ -321,4 +321,4 @@ class _BlockPass:
 
 def _of_blocks(settings: CallSettings) -> CallSettings:
     """Returns the settings of the blocks' part. ``"nested"`` concerns only pairs that branches share, so the blocks use "auto"."""
-    return settings._replace(backend="auto") if settings.backend == NESTED else settings
+    return settings._replace(backend="auto") if settings.branches is not None and settings.backend == NESTED else settings
