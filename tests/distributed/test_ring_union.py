@@ -22,8 +22,11 @@ from dilated_attention import (
     ring_block_sparse_dilated_attention,
     ring_dilated_attention,
 )
-from dilated_attention.distributed import Layout
+from dilated_attention.distributed import Layout, spans
+from dilated_attention.distributed.block_exchange.parts import make_block_steps
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined
 from dilated_attention.distributed.comm.comm_volume import Bytes
+from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.pattern import LocalWindow, PerHead, RandomBlocks, TopBlocks
 from tests.distributed.test_ring_blocks import (
     N_BIG,
@@ -109,6 +112,17 @@ def test_branches_and_blocks_that_stay_at_home_move_nothing() -> None:
     spread = Spread(case=case_of(RandomBlocks(0.0, block_size=64), 512))
     for found in pool_of(4).run(measured, beside_branches([spread], [DilatedPattern((64, 128), (1, 2))]), torch.float32):
         assert all(total == Bytes(0, 0, 0, 0) and not sent for total, sent in found)
+
+
+def test_a_rank_holds_the_keys_from_the_first_to_the_last_that_it_needs() -> None:
+    """Not the whole sequence before it, where segments and blocks are counted alike from a later position."""
+    N, world, rank = 64 * 64, 8, 5
+    shards = tuple(joined(spans(N, r, world, "contiguous")) for r in range(world))
+    blocks = RingBlockProblem(LocalWindow(40, block_size=64), ((0, N),), shards, 2, 2, False)
+    for lengths, span in (((128, 256), (2304, 3136)), ((128, 1024), (2048, 3136)), ((100, 256), (0, 3136))):
+        branches = RingProblem(DilatedPattern(lengths, (1, 4)), ((0, N),), shards, 2, 2, False, None, "all_gather", (2,))
+        steps, _, keys = make_block_steps(blocks, rank, (1, 1), torch.device("cpu"), branches)
+        assert (keys.start, keys.end) == span and all(step.keys == (span,) for step in steps)
 
 
 # --- calls that are refused ------------------------------------------------------------------------------------------------------

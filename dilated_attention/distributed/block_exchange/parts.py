@@ -17,7 +17,7 @@ from dilated_attention.distributed.block_exchange.lists import RankLists, lists_
 from dilated_attention.distributed.block_exchange.plan import Columns, RingBlockProblem, columns_of, key_span, needed_keys, needs_of
 from dilated_attention.distributed.exchange.messages import StepPlan, gathering
 from dilated_attention.distributed.exchange.parts import Branches
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -101,11 +101,9 @@ def make_block_steps(
     queries = [queries_of(ring_problem, rank, columns, part, device) for part in lists]
     span, ratio = key_span(ring_problem, needs, rank), ring_problem.num_heads // ring_problem.num_kv_heads
     if branches is not None and span[1]:
-        # both parts count from the start of a document
         other = branch_span(branches, rank)
-        span = min(span[0], other.start), max(span[1], other.end)
-        span = next(start for start, end in ring_problem.documents if start <= span[0] < end), span[1]
-    documents = tuple((a - span[0], min(b, span[1]) - span[0]) for a, b in ring_problem.documents if a < span[1] and b > span[0])
+        span = aligned_span(branches, (min(span[0], other.start), max(span[1], other.end)), ring_problem.pattern.k_block)
+    documents = tuple((max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in ring_problem.documents if a < span[1] and b > span[0])
 
     @functools.cache
     def of_branches(reader: int) -> torch.Tensor:
