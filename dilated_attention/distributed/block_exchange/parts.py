@@ -103,7 +103,8 @@ def make_block_steps(
     if branches is not None and span[1]:
         other = branch_span(branches, rank)
         span = aligned_span(branches, (min(span[0], other.start), max(span[1], other.end)), ring_problem.pattern.k_block)
-    documents = tuple((max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in ring_problem.documents if a < span[1] and b > span[0])
+    low, high = span
+    documents = tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low)
 
     @functools.cache
     def of_branches(reader: int) -> torch.Tensor:
