@@ -27,11 +27,14 @@ from dilated_attention.modules import (
     BlockSparseDilatedAttention,
     DilatedAttention,
     MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
     RingAttention,
     RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
     RingDilatedAttention,
     RingMultiheadBlockSparseAttention,
+    RingMultiheadBlockSparseDilatedAttention,
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern.checks import one_of, shown
@@ -43,11 +46,14 @@ KINDS: dict[str, type[nn.Module]] = {
     "block_sparse": BlockSparseAttention,
     "multihead_block_sparse": MultiheadBlockSparseAttention,
     "block_sparse_dilated": BlockSparseDilatedAttention,
+    "multihead_block_sparse_dilated": MultiheadBlockSparseDilatedAttention,
     "ring": RingAttention,
     "ring_dilated": RingDilatedAttention,
     "ring_block_sparse": RingBlockSparseAttention,
+    "ring_block_sparse_dilated": RingBlockSparseDilatedAttention,
     "ring_multihead_dilated": RingMultiheadDilatedAttention,
     "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
+    "ring_multihead_block_sparse_dilated": RingMultiheadBlockSparseDilatedAttention,
 }
 # a new kind of model needs one line here
 MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
@@ -59,10 +65,13 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     Args:
         kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention`` ·
             ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
-            ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention``;
+            ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention`` · ``"multihead_block_sparse_dilated"`` →
+            ``MultiheadBlockSparseDilatedAttention``;
             for a sequence shared by processes ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
-            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention``.
+            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_block_sparse_dilated"`` →
+            ``RingBlockSparseDilatedAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
+            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention`` · ``"ring_multihead_block_sparse_dilated"`` →
+            ``RingMultiheadBlockSparseDilatedAttention``.
         config: the constructor's arguments, all as keywords.
 
     Raises:

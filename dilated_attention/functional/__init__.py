@@ -5,7 +5,7 @@ from dilated_attention.functional.decode import decode_attention, explain_decode
 from dilated_attention.functional.maps import attention_map
 from dilated_attention.functional.received import attention_received
 from dilated_attention.functional.ring import ring_attention, ring_dilated_attention
-from dilated_attention.functional.ring_block_sparse import ring_block_sparse_attention
+from dilated_attention.functional.ring_block_sparse import ring_block_sparse_attention, ring_block_sparse_dilated_attention
 from dilated_attention.functional.single import attention, dilated_attention
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "explain_decode",
     "ring_attention",
     "ring_block_sparse_attention",
+    "ring_block_sparse_dilated_attention",
     "ring_dilated_attention",
 ]

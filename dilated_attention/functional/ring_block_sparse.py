@@ -1,19 +1,23 @@
-"""``ring_block_sparse_attention``: a block pattern on a sequence sharded across processes."""
+"""A block pattern, alone or beside dilated branches, on a sequence sharded across processes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.block_exchange.op import resolve_ring_blocks, ring_block_sparse_attention_op
+from dilated_attention.distributed.block_exchange.op import (
+    resolve_ring_blocks,
+    ring_block_sparse_attention_op,
+    ring_block_sparse_dilated_attention_op,
+)
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.functional.arguments import Options, Ring, attend
+from dilated_attention.functional.arguments import Masks, Options, Ring, attend, plain_ints
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.ring import group_name_of
-from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern import BlockPattern, HeadOffsets
+from dilated_attention.pattern.checks import as_int, as_int_tuple
 
 # the layouts with a one-word name
 BLOCK_LAYOUTS = ("contiguous", "zigzag")
@@ -81,19 +85,89 @@ def ring_block_sparse_attention(
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
     >>> out = ring_block_sparse_attention(q, k, v, pattern, group=group, layout=layout, seq_len=seq_len, is_causal=True)
     """
-    pattern = checked_ring_pattern(pattern)
-    name = checked_block_layout(layout)
-    group_name = group_name_of(group, mesh)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    masks, ring = (key_padding_mask, cu_seqlens), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
+    return _attend(q, k, v, masks, None, pattern, options, ring)
+
+
+def ring_block_sparse_dilated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment_lengths: Any,
+    dilation_rates: Any,
+    pattern: Any,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    layout: str | Layout = "contiguous",
+    seq_len: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_offsets: HeadOffsets = "cyclic",
+    branch_heads: str = "all",
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    tail: str = "mask",
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    head_steps: int | None = None,
+    timeout: float = 60.0,
+) -> Any:
+    """Computes ``block_sparse_dilated_attention`` of a sequence of N positions sharded over the W processes of a group.
+
+    All of them must call it. Each process gets the output of its own rows, and in the backward their gradients. It receives every key once
+    that its queries keep, in a branch or in a block; both parts are computed on these keys and merged by their log-sum-exps.
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``dilated_attention``; segments are counted in the whole
+            sequence.
+        pattern, layout, head_steps: see ``ring_block_sparse_attention``. With ``branch_heads="split"`` all heads go in one step.
+        backend: ``"auto"``, or a name that computes both parts or is refused; ``"nested"`` applies to the branches alone.
+
+    All other arguments, results and errors are those of ``ring_block_sparse_attention``.
+
+    >>> out = ring_block_sparse_dilated_attention(q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), mesh=mesh["cp"], seq_len=N)
+    """
+    lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
+    rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    masks, ring = (key_padding_mask, cu_seqlens), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
+    return _attend(q, k, v, masks, (lengths, rates, head_offsets, branch_heads, tail), pattern, options, ring)
+
+
+class RingBlockOptions(NamedTuple):
+    """The options that a distributed call has in addition, as the caller gave them."""
+
+    group_name: str
+    layout: str | Layout
+    seq_len: int | None
+    head_steps: int | None
+    timeout: float
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masks: Masks,
+    branches: tuple[Any, ...] | None,
+    pattern: Any,
+    options: Options,
+    ring: RingBlockOptions,
+) -> Any:
+    pattern, name = checked_ring_pattern(pattern), checked_block_layout(ring.layout)
 
     def checked() -> tuple[tuple[Any, ...], int]:
-        steps = 0 if head_steps is None else as_int("head_steps", head_steps, minimum=1)
-        sharding = group_name, name, "all_gather", 0, check.check_timeout(timeout), return_lse, steps
-        return sharding, -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+        steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
+        sharding = ring.group_name, name, "all_gather", 0, check.check_timeout(ring.timeout), options.return_lse, steps
+        return sharding, -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
 
-    given = group_name, name, seq_len, head_steps, timeout, return_lse
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
-    ring = Ring(ring_block_sparse_attention_op, resolve_ring_blocks, given, checked)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens), None, pattern, (), options, ring)
+    op = ring_block_sparse_attention_op if branches is None else ring_block_sparse_dilated_attention_op
+    given = (*ring._replace(layout=name), options.return_lse)
+    return attend(q, k, v, masks, branches, pattern, (), options, Ring(op, resolve_ring_blocks, given, checked))
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:

@@ -2,12 +2,15 @@
 
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
-from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSparseAttention
+from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSparseAttention, MultiheadBlockSparseDilatedAttention
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.modules.multihead import MultiheadDilatedAttention
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
-from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
-from dilated_attention.modules.ring_block_sparse_multihead import RingMultiheadBlockSparseAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
+from dilated_attention.modules.ring_block_sparse_multihead import (
+    RingMultiheadBlockSparseAttention,
+    RingMultiheadBlockSparseDilatedAttention,
+)
 from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
 __all__ = [
@@ -15,11 +18,14 @@ __all__ = [
     "BlockSparseDilatedAttention",
     "DilatedAttention",
     "MultiheadBlockSparseAttention",
+    "MultiheadBlockSparseDilatedAttention",
     "MultiheadDilatedAttention",
     "RingAttention",
     "RingBlockSparseAttention",
+    "RingBlockSparseDilatedAttention",
     "RingDilatedAttention",
     "RingMultiheadBlockSparseAttention",
+    "RingMultiheadBlockSparseDilatedAttention",
     "RingMultiheadDilatedAttention",
     "RingSettings",
 ]

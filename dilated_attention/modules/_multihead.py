@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.modules._projections import MultiheadProjections
@@ -14,6 +15,44 @@ from dilated_attention.pattern.checks import as_int
 
 class LocalMultihead(MultiheadProjections):
     """A layer of one process. ``attention`` is an ``AttentionMaps``, whose maps the layer offers too."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+        query_offset: int = 0,
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the attention.
+
+        Args:
+            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
+            key: (B, Nk, E); None for query.
+            value: (B, Nk, E); None for key.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
+            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
+            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
+
+        Returns:
+            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
+
+        Raises:
+            ValueError, TypeError: the inputs do not fit together.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
+        """
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)
+        return out, None
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, query_offset: int, **options: Any
@@ -114,6 +153,46 @@ class LocalMultihead(MultiheadProjections):
 
 class RingMultihead(MultiheadProjections):
     """A layer whose processes each hold some rows of a sequence. ``attention`` has ``ring``, which says where they are in it."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the attention.
+
+        Args:
+            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
+            key: (B, n, E) of the same positions; None for query.
+            value: (B, n, E); None for key.
+            is_causal: a query sees keys at its own position and before.
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
+                torch.compile it must be given.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
+            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
+
+        Returns:
+            (out (B, n, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
+
+        Raises:
+            ValueError, TypeError: the inputs do not fit together, or the calls differ between processes.
+            RingError: a process died, stalled or made a different call.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
+        """
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return out, None
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, seq_len: int | None, **options: Any

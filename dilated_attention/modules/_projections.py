@@ -11,6 +11,7 @@ from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.functional.fused_layers import linear_layers
+from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.modules.rotary import (
     Table,
     document_positions,
@@ -44,6 +45,9 @@ class MultiheadProjections(nn.Module):
         super().__init__()
         self._make_projections(**_accepted(self._make_projections, settings))
         self.attention = core(**_accepted(core, settings))
+        if isinstance(self.attention, DilatedSettings):
+            # refuses lists of offsets that do not have one entry per head
+            self.attention.pattern.offsets(self.num_heads)
 
     def _make_projections(
         self,

@@ -1,14 +1,14 @@
-"""Multi-head block-sparse attention: BlockSparseAttention between projections, with the call signature of nn.MultiheadAttention."""
+"""Multi-head block-sparse attention, alone and beside dilated branches, with the call signature of nn.MultiheadAttention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from dilated_attention.modules._multihead import LocalMultihead
-from dilated_attention.modules.block_sparse import BlockSparseAttention
+from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
+from dilated_attention.pattern import HeadOffsets
 
 
 class MultiheadBlockSparseAttention(LocalMultihead):
@@ -74,40 +74,52 @@ class MultiheadBlockSparseAttention(LocalMultihead):
     ) -> None:
         super().__init__(BlockSparseAttention, locals())
 
-    def forward(
+
+class MultiheadBlockSparseDilatedAttention(LocalMultihead):
+    """Dilated branches and blocks in one softmax between the projections of ``MultiheadBlockSparseAttention``, batch first.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``DilatedAttention``.
+
+    All other arguments, the parameters' names and the errors are those of ``MultiheadBlockSparseAttention``.
+
+    >>> layer = MultiheadBlockSparseDilatedAttention(768, 12, [2048, 8192], [1, 4], sparsity_ratio=0.05)
+    >>> y, _ = layer(x, is_causal=True)
+    """
+
+    attention: BlockSparseDilatedAttention
+
+    def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
         *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-        query_offset: int = 0,
-    ) -> tuple[torch.Tensor, None]:
-        """Computes the attention.
-
-        Args:
-            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
-            key: (B, Nk, E); None for query.
-            value: (B, Nk, E); None for key.
-            is_causal: a query sees keys at its own position and before.
-            key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
-            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
-            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
-            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
-
-        Returns:
-            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
-
-        Raises:
-            ValueError, TypeError: the inputs do not fit together.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)
-        return out, None
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(BlockSparseDilatedAttention, locals())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dilated_attention.modules._multihead import LocalMultihead
 from dilated_attention.modules.dilated import DilatedAttention
@@ -81,43 +80,3 @@ class MultiheadDilatedAttention(LocalMultihead):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(DilatedAttention, locals())
-        # refuses lists of offsets that do not have one entry per head
-        self.attention.pattern.offsets(self.num_heads)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-        query_offset: int = 0,
-    ) -> tuple[torch.Tensor, None]:
-        """Computes the attention.
-
-        Args:
-            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
-            key: (B, Nk, E); None for query.
-            value: (B, Nk, E); None for key.
-            is_causal: a query sees keys at its own position and before.
-            key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
-            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
-            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
-            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
-
-        Returns:
-            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
-
-        Raises:
-            ValueError, TypeError: the inputs do not fit together.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)
-        return out, None

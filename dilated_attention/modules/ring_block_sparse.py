@@ -1,4 +1,4 @@
-"""A block-sparse attention module for a sequence sharded across processes."""
+"""Block-sparse attention modules, alone and beside dilated branches, for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.sharding.custom_layout import Layout, short_name
-from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention
+from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention, ring_block_sparse_dilated_attention
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules._settings import KernelSettings, changed, keyword_is_causal
+from dilated_attention.modules._settings import DilatedSettings, KernelSettings, changed, keyword_is_causal
 from dilated_attention.modules.block_sparse import chosen_pattern
-from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern import BlockPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int
 
 
@@ -61,7 +61,7 @@ class RingBlockSparseAttention(KernelSettings):
     ) -> None:
         super().__init__(scale, dropout, deterministic, backend)
         self._pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
-        self.ring = replace(RingSettings.of(group, mesh, "contiguous", "auto", None, timeout), layout=checked_block_layout(layout))
+        self.ring = _ring_settings(group, mesh, layout, timeout)
         self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
 
     @property
@@ -83,15 +83,12 @@ class RingBlockSparseAttention(KernelSettings):
         return_lse: bool = False,
     ) -> Any:
         """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        ring = self.ring.arguments()
         return ring_block_sparse_attention(
             query,
             key,
             value,
             self._pattern,
-            group=ring["group"],
-            layout=ring["layout"],
-            timeout=ring["timeout"],
+            **_ring_arguments(self.ring),
             **self._arguments(),
             seq_len=seq_len,
             is_causal=is_causal,
@@ -112,5 +109,115 @@ class RingBlockSparseAttention(KernelSettings):
 
     def extra_repr(self) -> str:
         """The pattern, how the sequence is sharded, and every setting that differs from its default."""
-        parts = [repr(self._pattern), f"layout={short_name(self.ring.layout)!r}", *([] if self.ring.group_name else ["one process"])]
-        return ", ".join([*parts, *self._changed(), *changed(self, head_steps=None)])
+        return ", ".join([repr(self._pattern), *_ring_parts(self.ring), *self._changed(), *changed(self, head_steps=None)])
+
+
+class RingBlockSparseDilatedAttention(DilatedSettings):
+    """``BlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+    m = m_dilated + m_blocks over the whole sequence. A process receives every key once that its queries keep, in a branch or in a block.
+
+    Args:
+        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: see
+            ``DilatedAttention``.
+        pattern, sparsity_ratio, sparsity, block_size, seed, group, mesh, layout, head_steps, timeout: see ``RingBlockSparseAttention``.
+
+    Raises:
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
+
+    >>> layer = RingBlockSparseDilatedAttention([2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
+    >>> out = layer(q, k, v, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str | Layout = "contiguous",
+        scale: float | None = None,
+        dropout: float = 0.0,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        deterministic: bool = False,
+        backend: str = "auto",
+        head_steps: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(
+            segment_lengths,
+            dilation_rates,
+            scale=scale,
+            dropout=dropout,
+            head_offsets=head_offsets,
+            branch_heads=branch_heads,
+            tail=tail,
+            mixture_grad="exact",
+            deterministic=deterministic,
+            backend=backend,
+        )
+        self._block_pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
+        self.ring = _ring_settings(group, mesh, layout, timeout)
+        self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
+
+    @property
+    def block_pattern(self) -> BlockPattern:
+        """The pattern of the kept blocks; ``pattern`` is that of the branches."""
+        return self._block_pattern
+
+    @keyword_is_causal
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
+        settings = self._arguments()
+        del settings["mixture_grad"]
+        return ring_block_sparse_dilated_attention(
+            query,
+            key,
+            value,
+            pattern=self._block_pattern,
+            **_ring_arguments(self.ring),
+            **settings,
+            seq_len=seq_len,
+            is_causal=is_causal,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+            head_steps=self.head_steps,
+        )
+
+    def extra_repr(self) -> str:
+        """The branches and blocks, how the sequence is sharded, and every setting that differs from its default."""
+        shown = f"block_pattern={self._block_pattern!r}"
+        return ", ".join([super().extra_repr(), shown, *_ring_parts(self.ring), *changed(self, head_steps=None)])
+
+
+def _ring_settings(group: Any, mesh: Any, layout: str | Layout, timeout: float) -> RingSettings:
+    return replace(RingSettings.of(group, mesh, "contiguous", "auto", None, timeout), layout=checked_block_layout(layout))
+
+
+def _ring_arguments(ring: RingSettings) -> dict[str, Any]:
+    return {name: value for name, value in ring.arguments().items() if name in ("group", "layout", "timeout")}
+
+
+def _ring_parts(ring: RingSettings) -> list[str]:
+    return [f"layout={short_name(ring.layout)!r}", *([] if ring.group_name else ["one process"])]

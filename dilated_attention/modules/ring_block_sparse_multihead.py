@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._multihead import RingMultihead
-from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
+from dilated_attention.pattern import HeadOffsets
 
 
 class RingMultiheadBlockSparseAttention(RingMultihead):
@@ -76,21 +76,57 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
     ) -> None:
         super().__init__(RingBlockSparseAttention, locals())
 
-    def forward(
+
+class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
+    """``MultiheadBlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``DilatedAttention``.
+
+    All other arguments, what is said of parameters and their gradients, and the errors are those of ``RingMultiheadBlockSparseAttention``.
+
+    >>> layer = RingMultiheadBlockSparseDilatedAttention(768, 12, [2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingBlockSparseDilatedAttention
+
+    def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
         *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """Computes the attention; arguments, results and errors are those of ``RingMultiheadDilatedAttention.forward``."""
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
-        return out, None
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str | Layout = "contiguous",
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        head_steps: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(RingBlockSparseDilatedAttention, locals())

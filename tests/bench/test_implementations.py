@@ -58,7 +58,7 @@ def test_every_public_module_is_compared() -> None:
     classes = {kind.__name__ for kind in KINDS.values()}
     assert classes <= {name.split(" ")[0] for name in CONTENDERS}
     assert {"nn.MultiheadAttention", "torch sdpa", "attention"} <= set(CONTENDERS)
-    assert len(PROJECTED) == 5
+    assert len(PROJECTED) == 7
 
 
 @pytest.mark.slow

@@ -197,5 +197,5 @@ def test_the_defaults_are_the_published_ones() -> None:
     assert {p.dtype for p in problems} == {torch.float16, torch.bfloat16}
     labels = [group.label for group in suite.groups(session)]
     assert len(labels) == len(set(labels)) == 2 * (12 + 6 + 7)
-    assert {*RATES} <= {contender.name for contender in DENSE} and len(MULTIHEAD) == 3
+    assert {*RATES} <= {contender.name for contender in DENSE} and len(MULTIHEAD) == 4
     assert DilatedPattern(*problems[-1].branches).pairs(2**20, 32) > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from dilated_attention import (
     local_positions,
     ring_attention,
     ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
     shard_sequence,
     unshard_sequence,
 )
@@ -58,8 +59,10 @@ from tests.functional.test_block_sparse import (
     by_table,
     errors,
     inputs,
+    of_branches,
     plain,
     results,
+    some_branches,
     some_patterns,
 )
 from tests.helpers.pool import here, patience, pool_of
@@ -99,20 +102,18 @@ def positions(N: int, rank: int, world: int, layout: str | Layout) -> torch.Tens
 def ring(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     # all ranks are seeded alike, and as the one process is that the results are compared with
     torch.manual_seed(case.seed)
-    return ring_block_sparse_attention(
-        q,
-        k,
-        v,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        cu_seqlens=x.cu_seqlens,
-        key_padding_mask=x.key_padding_mask,
-        dropout_p=case.dropout_p,
-        return_lse=True,
-        timeout=patience(),
-        **options,
-    )
+    options |= {
+        "is_causal": case.is_causal,
+        "scale": case.scale,
+        "cu_seqlens": x.cu_seqlens,
+        "key_padding_mask": x.key_padding_mask,
+        "dropout_p": case.dropout_p,
+        "return_lse": True,
+        "timeout": patience(),
+    }
+    if case.branches is None:
+        return ring_block_sparse_attention(q, k, v, case.pattern, **options)
+    return ring_block_sparse_dilated_attention(q, k, v, pattern=case.pattern, **of_branches(case.branches), **options)
 
 
 def local_inputs(x: Inputs, rows: torch.Tensor) -> Inputs:
@@ -142,11 +143,12 @@ def together(spread: Spread, parts: Sequence[dict[str, torch.Tensor]]) -> dict[s
     return whole
 
 
-def check(world: int, spreads: Sequence[Spread]) -> None:
+def check(world: int, spreads: Sequence[Spread], truth: Callable[..., Any] = plain) -> None:
+    """``truth``: the definition, or what one process computes."""
     ranks = pool_of(world).run(run, list(spreads), timeout=120)
     for index, spread in enumerate(spreads):
         found = together(spread, [rank[index] for rank in ranks])
-        for name, error in errors(found, results(plain, spread.case, inputs(spread.case))).items():
+        for name, error in errors(found, results(truth, spread.case, inputs(spread.case))).items():
             assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {world} ranks: {spread}"
 
 
@@ -232,7 +234,7 @@ def test_every_length(world: int) -> None:
 
 
 @st.composite
-def some_spreads(draw: st.DrawFn) -> Spread:
+def some_spreads(draw: st.DrawFn, with_branches: bool = False) -> Spread:
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 2))
     N = draw(st.integers(0, 500))
@@ -248,6 +250,7 @@ def some_spreads(draw: st.DrawFn) -> Spread:
         bounds=bounds,
         padding=N > 0 and draw(st.integers(0, 3)) == 0,
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        branches=draw(some_branches(heads)) if with_branches else None,
         seed=draw(st.integers(0, 99)),
     )
     layout = draw(st.sampled_from(["contiguous", "zigzag", "balanced", "dealt"]))
@@ -279,9 +282,7 @@ def measured(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtyp
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
-    dtype = torch.float32 if world % 2 else torch.float64
+def of_every_holder(world: int) -> list[Spread]:
     spreads = []
     for N in (64 * world, 64 * world + 37, world - 1):
         patterns = [
@@ -295,14 +296,26 @@ def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
             for layout in ("contiguous", "zigzag", "balanced", "dealt")[index % 2 :: 2]:
                 case = case_of(pattern, N, batch=2, is_causal=index % 2 == 0, head_dim=3)
                 spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
-    ranks = pool_of(world).run(measured, spreads, dtype)
+    return spreads
+
+
+def check_bytes(world: int, spreads: Sequence[Spread]) -> None:
+    dtype = torch.float32 if world % 2 else torch.float64
+    ranks = pool_of(world).run(measured, list(spreads), dtype)
     for index, spread in enumerate(spreads):
         case, layout = spread.case, layout_of(spread, world)
         sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
         steps = even(case.kv_heads, spread.head_steps or 1)
         for rank in range(world):
-            want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, is_causal=case.is_causal, head_steps=steps)
+            branches = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
+            options: dict[str, Any] = {"is_causal": case.is_causal, "head_steps": steps, "branches": branches}
+            want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, **options)
             assert ranks[rank][index][0] == want, f"rank {rank} of {world}: {spread}"
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
+    check_bytes(world, of_every_holder(world))
 
 
 def test_a_window_asks_neighbours_only_and_nothing_of_others() -> None:
@@ -574,14 +587,14 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
         shards = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
         ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
-            _, ((part,),) = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"))
+            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"))
             assert part.lists.mask_kind == "interval"
 
 
 def test_steps_of_heads_without_masks_ask_for_none() -> None:
     pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
     ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    _, parts = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"))
+    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"))
     assert [part.lists.mask_kind for some in parts for part in some] == ["interval", "none"]
 
 

@@ -19,7 +19,7 @@ from dilated_attention import (
 )
 from dilated_attention.distributed.comm import call_consistency
 from dilated_attention.distributed.errors import RingError
-from dilated_attention.modules import RingMultiheadBlockSparseAttention
+from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.pool import pool_of
 
@@ -281,6 +281,7 @@ def empty(rank: int, world: int, batch: int, length: int) -> int:
     for module in (
         RingMultiheadDilatedAttention(32, 4, [2, 16], [1, 2]),
         RingMultiheadBlockSparseAttention(32, 4, LocalWindow(64, block_size=64)),
+        RingMultiheadBlockSparseDilatedAttention(32, 4, [2, 16], [1, 2], LocalWindow(64, block_size=64)),
     ):
         out, _ = module(x, seq_len=length)
         out.sum().backward()
@@ -293,7 +294,7 @@ def empty(rank: int, world: int, batch: int, length: int) -> int:
 @pytest.mark.parametrize(("batch", "length"), [(0, 16), (0, 1), (0, 0), (2, 0), (2, 1)])
 def test_nothing_is_attended_to_as_on_one_process(world: int, batch: int, length: int) -> None:
     found = [empty(0, 1, batch, length)] if world == 1 else pool_of(world).run(empty, batch, length)
-    assert found == [2 * len(EMPTY) + 2] * world
+    assert found == [2 * len(EMPTY) + 3] * world
 
 
 def batches(rank: int, world: int) -> str:

@@ -30,6 +30,7 @@ DRAWN: dict[str, Attend] = {
     "ring_attention": lambda *x: da.ring_attention(*x, dropout_p=0.5),
     "ring_dilated_attention": lambda *x: da.ring_dilated_attention(*x, *BRANCHES, dropout_p=0.5),
     "ring_block_sparse_attention": lambda *x: da.ring_block_sparse_attention(*x, BLOCKS, dropout_p=0.5),
+    "ring_block_sparse_dilated_attention": lambda *x: da.ring_block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS, dropout_p=0.5),
 }
 
 
@@ -254,6 +255,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "blocks": lambda **options: da.MultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
     "ring": lambda **options: da.RingMultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, **options),
     "ring_blocks": lambda **options: da.RingMultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
+    "ring_union": lambda **options: da.RingMultiheadBlockSparseDilatedAttention(12, 2, *BRANCHES, LocalWindow(3), **options),
 }
 
 

@@ -186,11 +186,14 @@ def test_list_backends_names_all() -> None:
         "block_sparse",
         "multihead_block_sparse",
         "block_sparse_dilated",
+        "multihead_block_sparse_dilated",
         "ring",
         "ring_block_sparse",
+        "ring_block_sparse_dilated",
         "ring_dilated",
         "ring_multihead_dilated",
         "ring_multihead_block_sparse",
+        "ring_multihead_block_sparse_dilated",
     }
 
 

@@ -17,6 +17,7 @@ from dilated_attention import (
     DilatedAttention,
     DilatedPattern,
     MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
     attention,
     block_sparse_attention,
@@ -273,6 +274,7 @@ LAYERS: dict[str, Any] = {
     "rotary": lambda **s: MultiheadDilatedAttention(24, H, *BRANCHES, rotary=True, qk_norm=True, num_kv_heads=2, dropout=0.5, **s),
     "xpos": lambda **s: MultiheadDilatedAttention(24, H, *BRANCHES, rotary=True, xpos_scale_base=30.0, **s),
     "block_sparse": lambda **s: MultiheadBlockSparseAttention(24, H, LocalWindow(9, block_size=64), rotary=True, scale=0.3, **s),
+    "union": lambda **s: MultiheadBlockSparseDilatedAttention(24, H, *BRANCHES, LocalWindow(9, block_size=64), num_kv_heads=2, **s),
 }
 
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -156,9 +156,12 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     } | options
     if case.branches is None:
         return block_sparse_attention(q, k, v, case.pattern, **options)
-    branches = case.branches
-    options |= {"head_offsets": branches.head_offsets, "branch_heads": branches.branch_heads}
-    return block_sparse_dilated_attention(q, k, v, branches.segment_lengths, branches.dilation_rates, case.pattern, **options)
+    return block_sparse_dilated_attention(q, k, v, pattern=case.pattern, **of_branches(case.branches), **options)
+
+
+def of_branches(branches: DilatedPattern) -> dict[str, Any]:
+    """The arguments of a function that say which branches."""
+    return {field.name: getattr(branches, field.name) for field in fields(branches)}
 
 
 def results(
@@ -281,6 +284,15 @@ def some_patterns(draw: st.DrawFn, heads: int, length: int, block: BlockSize, *,
 
 
 @st.composite
+def some_branches(draw: st.DrawFn, heads: int) -> DilatedPattern:
+    lengths = tuple(draw(st.lists(st.integers(4, 200) | st.just(2**40), min_size=1, max_size=3)))
+    rates = tuple(draw(st.integers(1, 4)) for _ in lengths)
+    if heads % len(lengths) == 0 and draw(st.integers(0, 3)) == 0:
+        return DilatedPattern(lengths, rates, branch_heads="split")
+    return DilatedPattern(lengths, rates, draw(st.sampled_from(["cyclic", "blocked", "zero"])))
+
+
+@st.composite
 def some_cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 2))
@@ -298,9 +310,7 @@ def some_cases(draw: st.DrawFn) -> Case:
         static = draw(st.none() | some_patterns(heads, length, block, any_length=bounds is not None, depth=1))
         amount = draw(st.sampled_from([{"blocks": 1}, {"blocks": 2}, {"density": 0.4}, {"mass": 0.6}]))
         pattern = TopBlocks(**amount, **{draw(st.sampled_from(["always", "within"])): static}, block_size=block)
-    branches = None
-    if draw(st.integers(0, 3)) == 0:
-        branches = DilatedPattern((draw(st.integers(4, 100)), 2**40), (draw(st.integers(1, 4)), draw(st.integers(1, 5))))
+    branches = draw(some_branches(heads)) if draw(st.integers(0, 3)) == 0 else None
     return Case(
         pattern=pattern,
         batch=1 if bounds else draw(st.integers(1, 2)),

@@ -16,18 +16,23 @@ from torch import nn
 
 from dilated_attention import (
     BlockSparseAttention,
+    BlockSparseDilatedAttention,
     DilatedAttention,
     MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
     RingAttention,
     RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
     RingDilatedAttention,
     RingMultiheadBlockSparseAttention,
+    RingMultiheadBlockSparseDilatedAttention,
     RingMultiheadDilatedAttention,
     shard_sequence,
 )
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.testing import largest, max_error
+from tests.distributed.test_ring_block_multihead import KINDS as BLOCK_KINDS
 from tests.distributed.test_ring_block_multihead import SETTINGS, equal_to_one_process, in_the_ecosystem
 from tests.gpus.machine import pool, worlds
 from tests.helpers.pool import here, patience
@@ -54,6 +59,16 @@ KINDS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], tuple
     "ring_multihead_block_sparse": (
         lambda: MultiheadBlockSparseAttention(256, 4, WINDOW, rotary=True),
         lambda **o: RingMultiheadBlockSparseAttention(256, 4, WINDOW, rotary=True, **o),
+        ("contiguous", "zigzag"),
+    ),
+    "ring_block_sparse_dilated": (
+        lambda: BlockSparseDilatedAttention(**BRANCHES, pattern=WINDOW),
+        lambda **o: RingBlockSparseDilatedAttention(**BRANCHES, pattern=WINDOW, **o),
+        ("contiguous", "zigzag"),
+    ),
+    "ring_multihead_block_sparse_dilated": (
+        lambda: MultiheadBlockSparseDilatedAttention(256, 4, **BRANCHES, pattern=WINDOW, rotary=True),
+        lambda **o: RingMultiheadBlockSparseDilatedAttention(256, 4, **BRANCHES, pattern=WINDOW, rotary=True, **o),
         ("contiguous", "zigzag"),
     ),
 }
@@ -106,12 +121,14 @@ def test_modules_are_those_of_one_gpu(world: int, kind: str, is_causal: bool) ->
             assert error <= bound, f"rank {rank} of {world}, {layout}: E({what}) = {error:.3g} > {bound:.3g}"
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("world", worlds(2, 3))
-def test_block_sparse_multihead_module_in_float64(world: int, setting: str) -> None:
-    pool(world).run(equal_to_one_process, setting)
+def test_block_sparse_multihead_module_in_float64(world: int, setting: str, kind: str) -> None:
+    pool(world).run(equal_to_one_process, setting, kind)
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize("world", worlds(2))
-def test_its_weights_copies_compilation_and_refusals(world: int) -> None:
-    pool(world).run(in_the_ecosystem)
+def test_its_weights_copies_compilation_and_refusals(world: int, kind: str) -> None:
+    pool(world).run(in_the_ecosystem, kind)

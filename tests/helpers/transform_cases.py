@@ -44,6 +44,10 @@ def block_times() -> torch.Tensor:
     return BLOCKS.dense_mask(N, N, H).expand(H, N, N).long()
 
 
+def both_times() -> torch.Tensor:
+    return dilated_times() + block_times()
+
+
 def weights_of(out: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1.0, 2.0, out.numel(), dtype=torch.float64).reshape(out.shape).cos()
 
@@ -182,7 +186,7 @@ def round_trip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 def functions() -> dict[str, tuple[Function, Function]]:
     """(function, the same in plain autograd) of what attends and has derivatives, by name in ``__all__``."""
     dilated, blocks, dense = plain(dilated_times()), plain(block_times()), plain(torch.ones(H, N, N))
-    both = plain(dilated_times() + block_times())
+    both = plain(both_times())
     return {
         "attention": (da.attention, dense),
         "dilated_attention": (lambda *x: da.dilated_attention(*x, *BRANCHES), dilated),
@@ -196,11 +200,15 @@ def functions() -> dict[str, tuple[Function, Function]]:
         "RingDilatedAttention": (da.RingDilatedAttention(*BRANCHES), dilated),
         "BlockSparseAttention": (da.BlockSparseAttention(BLOCKS), blocks),
         "RingBlockSparseAttention": (da.RingBlockSparseAttention(BLOCKS), blocks),
+        "ring_block_sparse_dilated_attention": (lambda *x: da.ring_block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS), both),
+        "RingBlockSparseDilatedAttention": (da.RingBlockSparseDilatedAttention(*BRANCHES, BLOCKS), both),
         "BlockSparseDilatedAttention": (da.BlockSparseDilatedAttention(*BRANCHES, BLOCKS), both),
         "MultiheadDilatedAttention": multihead(da.MultiheadDilatedAttention, dilated_times(), *BRANCHES),
         "MultiheadBlockSparseAttention": multihead(da.MultiheadBlockSparseAttention, block_times(), BLOCKS),
         "RingMultiheadDilatedAttention": multihead(da.RingMultiheadDilatedAttention, dilated_times(), *BRANCHES),
         "RingMultiheadBlockSparseAttention": multihead(da.RingMultiheadBlockSparseAttention, block_times(), BLOCKS),
+        "MultiheadBlockSparseDilatedAttention": multihead(da.MultiheadBlockSparseDilatedAttention, both_times(), *BRANCHES, BLOCKS),
+        "RingMultiheadBlockSparseDilatedAttention": multihead(da.RingMultiheadBlockSparseDilatedAttention, both_times(), *BRANCHES, BLOCKS),
     }
 
 
@@ -259,6 +267,7 @@ RINGS: dict[str, tuple[Function, torch.Tensor]] = {
     "ring_attention": (lambda *x: da.ring_attention(*x, layout="contiguous"), torch.ones(H, N, N)),
     "ring_dilated_attention": (lambda *x: da.ring_dilated_attention(*x, *BRANCHES), dilated_times()),
     "ring_block_sparse_attention": (lambda *x: da.ring_block_sparse_attention(*x, BLOCKS), block_times()),
+    "ring_block_sparse_dilated_attention": (lambda *x: da.ring_block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS), both_times()),
 }
 RING_TRANSFORMS = ("vjp", "grad", "vmap_of_grad", "grad_of_vmap", "vmap", "jacrev", "jvp", "make_dual", "hessian")
 

@@ -15,9 +15,11 @@ from dilated_attention import (
     BlockSparseAttention,
     BlockSparseDilatedAttention,
     MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
     RingAttention,
     RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
     block_sparse_attention,
     block_sparse_dilated_attention,
     create_attention,
@@ -61,7 +63,13 @@ def test_modules_are_their_functions(call: str) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [BlockSparseAttention(PATTERN), BlockSparseDilatedAttention([16], [1], PATTERN), RingAttention(), RingBlockSparseAttention(PATTERN)],
+    [
+        BlockSparseAttention(PATTERN),
+        BlockSparseDilatedAttention([16], [1], PATTERN),
+        RingAttention(),
+        RingBlockSparseAttention(PATTERN),
+        RingBlockSparseDilatedAttention([16], [1], PATTERN),
+    ],
     ids=lambda layer: type(layer).__name__,
 )
 def test_is_causal_by_position_still_works_and_is_deprecated(layer: nn.Module) -> None:
@@ -86,7 +94,7 @@ def test_is_causal_is_a_keyword_of_every_forward(kind: str) -> None:
     assert parameters["is_causal"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["is_causal"].default is False
 
 
-@pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention"])
+@pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "MultiheadBlockSparseDilatedAttention"])
 @pytest.mark.parametrize("ring", ["", "Ring"])
 def test_every_argument_of_a_multihead_layer_reaches_its_projections_or_its_attention(kind: str, ring: str) -> None:
     """They are passed on by name, so that a name which nothing reads, or another default, would go unnoticed."""
@@ -114,6 +122,7 @@ KINDS: dict[str, Any] = {
     "block_sparse": lambda **settings: BlockSparseAttention(**settings),
     "block_sparse_dilated": lambda **settings: BlockSparseDilatedAttention([16], [1], **settings),
     "multihead_block_sparse": lambda **settings: MultiheadBlockSparseAttention(16, 4, **settings),
+    "multihead_block_sparse_dilated": lambda **settings: MultiheadBlockSparseDilatedAttention(16, 4, [16], [1], **settings),
 }
 
 
@@ -178,6 +187,7 @@ def test_factory_makes_them(kind: str) -> None:
     extra = {
         "block_sparse_dilated": {"segment_lengths": [16], "dilation_rates": [1]},
         "multihead_block_sparse": {"embed_dim": 16, "num_heads": 4},
+        "multihead_block_sparse_dilated": {"embed_dim": 16, "num_heads": 4, "segment_lengths": [16], "dilation_rates": [1]},
     }
     layer = create_attention(kind, sparsity_ratio=0.2, **extra.get(kind, {}))
     assert type(layer) is type(KINDS[kind](sparsity_ratio=0.2))
@@ -193,7 +203,7 @@ def test_factory_makes_them(kind: str) -> None:
 def test_copies_and_pickles_compute_the_same(pattern: BlockPattern, kind: str) -> None:
     torch.manual_seed(0)
     layer = KINDS[kind](pattern=pattern)
-    inputs = (torch.randn(1, 90, 16),) if kind == "multihead_block_sparse" else [x.float() for x in make_qkv()]
+    inputs = (torch.randn(1, 90, 16),) if kind.startswith("multihead") else [x.float() for x in make_qkv()]
     expected = layer(*inputs)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         found = other(*inputs)
@@ -239,6 +249,10 @@ def test_a_layer_attends_by_its_pattern() -> None:
     q, k, v = layer.project(x, x, x)
     expected = layer.combine(block_sparse_attention(q, k, v, PATTERN, is_causal=True))
     assert torch.equal(layer(x, is_causal=True)[0], expected)
+    both = MultiheadBlockSparseDilatedAttention(16, 4, [16, 64], [1, 3], PATTERN, num_kv_heads=2, tail="zero_keys", dtype=torch.float64)
+    both.load_state_dict(layer.state_dict())
+    expected = both.combine(block_sparse_dilated_attention(q, k, v, [16, 64], [1, 3], PATTERN, is_causal=True, tail="zero_keys"))
+    assert torch.equal(both(x, is_causal=True)[0], expected)
 
 
 def test_what_the_layer_cannot_take_is_refused() -> None:

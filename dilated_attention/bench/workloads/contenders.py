@@ -214,9 +214,17 @@ def multihead_dilated(problem: Problem) -> Attend:
     return multihead("multihead_dilated", problem, segment_lengths=lengths, dilation_rates=rates)
 
 
-def _both(problem: Problem) -> Attend:
+def branches_and_window(problem: Problem) -> dict[str, Any]:
     lengths, rates = problem.branches
-    return _module("block_sparse_dilated", problem, segment_lengths=lengths, dilation_rates=rates, pattern=window(problem))
+    return {"segment_lengths": lengths, "dilation_rates": rates, "pattern": window(problem)}
+
+
+def both(problem: Problem) -> Attend:
+    return _module("block_sparse_dilated", problem, **branches_and_window(problem))
+
+
+def multihead_both(problem: Problem) -> Attend:
+    return multihead("multihead_block_sparse_dilated", problem, **branches_and_window(problem))
 
 
 def _torch_multihead(problem: Problem) -> Attend:
@@ -239,7 +247,12 @@ MODULES: tuple[Contender, ...] = (
         pattern=lambda problem: None,
         chooses=chosen,
     ),
-    Contender(name="BlockSparseDilatedAttention", what="branches and window in one softmax", make=_both, pattern=lambda problem: None),
+    Contender(
+        name="BlockSparseDilatedAttention",
+        what="branches and window in one softmax",
+        make=both,
+        pattern=lambda problem: None,
+    ),
 )
 MULTIHEAD: tuple[Contender, ...] = (
     Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),
@@ -251,6 +264,13 @@ MULTIHEAD: tuple[Contender, ...] = (
         what="a tenth of the blocks, with projections and norm",
         make=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
         pattern=tenth,
+        inputs="x",
+    ),
+    Contender(
+        name="MultiheadBlockSparseDilatedAttention",
+        what="branches and window in one softmax, with projections and norm",
+        make=multihead_both,
+        pattern=lambda problem: None,
         inputs="x",
     ),
 )

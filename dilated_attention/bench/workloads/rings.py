@@ -16,9 +16,12 @@ from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.workloads.contenders import (
     Contender,
     OfEmbedded,
+    both,
+    branches_and_window,
     dense_pattern,
     dilated_pattern,
     multihead,
+    multihead_both,
     multihead_dilated,
     tenth,
 )
@@ -118,6 +121,15 @@ RINGS: tuple[Contender, ...] = (
     ),
     _contender("RingBlockSparseAttention", "a tenth of the blocks, sharded", "ring_block_sparse", "contiguous", _blocks, pattern=tenth),
     _contender(
+        "RingBlockSparseDilatedAttention",
+        "branches and window in one softmax, sharded",
+        "ring_block_sparse_dilated",
+        "contiguous",
+        branches_and_window,
+        pattern=lambda problem: None,
+        reference=both,
+    ),
+    _contender(
         "RingMultiheadDilatedAttention",
         "with projections and norm, sharded",
         "ring_multihead_dilated",
@@ -136,5 +148,15 @@ RINGS: tuple[Contender, ...] = (
         pattern=tenth,
         inputs="x",
         reference=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
+    ),
+    _contender(
+        "RingMultiheadBlockSparseDilatedAttention",
+        "branches and window in one softmax, with projections and norm, sharded",
+        "ring_multihead_block_sparse_dilated",
+        "contiguous",
+        branches_and_window,
+        pattern=lambda problem: None,
+        inputs="x",
+        reference=multihead_both,
     ),
 )

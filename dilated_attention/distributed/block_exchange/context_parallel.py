@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import Backend, BackendUnavailable
+from dilated_attention.backends import NESTED, Backend, BackendUnavailable
 from dilated_attention.distributed.block_exchange import cost
-from dilated_attention.distributed.block_exchange.parts import BlockOptions, BlockPart, Blocks, make_block_steps
+from dilated_attention.distributed.block_exchange.parts import BlockOptions, BlockPart, Blocks, BlocksAndBranches, make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined, needs_of
 from dilated_attention.distributed.comm.call_consistency import (
     RingCall,
@@ -28,16 +28,18 @@ from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.exchange.messages import StepPlan
+from dilated_attention.distributed.exchange.parts import Branches, Masks, QueryPart, parts_of
+from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.blocks.run import request_of, select_backend
+from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse
+from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern
 
-FUNCTION = "ring_block_sparse_attention"
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -52,6 +54,10 @@ class BlockArguments(NamedTuple):
     settings: CallSettings
     ring: RingCall
     head_steps: int
+
+    @property
+    def function(self) -> str:
+        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
 
 
 class RingBlockMasks(NamedTuple):
@@ -68,7 +74,7 @@ class _BlockSetup:
 
     Args:
         steps: the steps of the exchange on this rank.
-        parts: what is computed in each step.
+        parts, branches: what is computed in each step, of the blocks and of dilated branches beside them.
         exchanges: whether any rank sends anything.
         lanes: the lanes of keys and of their gradients, and how many multiprocessors they may use.
         depth: the number of steps whose keys are in memory at once.
@@ -77,6 +83,7 @@ class _BlockSetup:
 
     steps: tuple[StepPlan, ...]
     parts: tuple[tuple[BlockPart, ...], ...]
+    branches: tuple[tuple[QueryPart, ...], ...] | None
     exchanges: bool
     lanes: tuple[str, str, int | None]
     depth: int
@@ -129,13 +136,14 @@ def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, ar
     pattern, settings, ring, head_steps = arguments
     q, k, _ = tensors
     documents = documents_of(members, masks.cu_seqlens)
-    shared = (FUNCTION, replace(ring, timeout=0.0), settings._replace(backend="", sharding=()), head_steps)
+    shared = (arguments.function, replace(ring, timeout=0.0), settings._replace(backend="", sharding=()), head_steps)
     kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, masks.padding is not None, documents, pattern)
 
     def same() -> dict[str, object]:
         return {
-            "function": FUNCTION,
+            "function": arguments.function,
             **same_of_tensors(tensors, masks.padding, documents),
+            "branches": settings.branches,
             # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
             "pattern": type(pattern).__name__ if pattern.lives_here else pattern.spec(),
             "block_size": str(pattern.block_size),
@@ -180,7 +188,7 @@ class _BlockPass:
         settled = (kind, "kernels", self.arguments.ring.seq_len)
         if self.members.group is not None and agreed_form(self.members, settled) is None:
             text = "available" if unavailable is None else f"unavailable: {str(unavailable).splitlines()[0]}"
-            same = {"function": FUNCTION, "kernels": text}
+            same = {"function": self.arguments.function, "kernels": text}
             if setup is not None and setup.digest:
                 same["pattern (the blocks that its function keeps)"] = setup.digest
             agree(self.members, same, {}, self.arguments.ring.timeout)
@@ -212,17 +220,33 @@ class _BlockPass:
         held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
         ring_problem = RingBlockProblem(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
         needs = needs_of(ring_problem, device)
-        load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size())
-        way = cost.choose(load, device_memory(device), forced)
-        steps, plain = make_block_steps(ring_problem, me, way.steps, device)
-        parts = tuple(
-            tuple(self._with_backends(part, step, load.brought > 0) for part in some) for step, some in zip(steps, plain, strict=True)
-        )
+        branches = self._branches(held) if settings.branches is not None else None
+        load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
+        # heads that run different branches are not divided
+        way = cost.choose(load, device_memory(device), 1 if branches is not None and branches.pattern.branch_heads != "all" else forced)
+        steps, plain, span = make_block_steps(ring_problem, me, way.steps, device, branches)
+        exchanges = load.brought > 0
+        parts = tuple(tuple(self._with_backends(part, step, exchanges) for part in some) for step, some in zip(steps, plain, strict=True))
+        of_branches = None if branches is None else tuple(parts_of(branches, settings, step, me, span) for step in steps)
         most_ctas = way.lane.most_ctas
         lanes = ("keys", "gradients", None) if most_ctas is None else ("few keys", "few gradients", most_ctas)
         nbytes = sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values())
         depth = cost.choose_prefetch_depth(load, way.steps)
-        return _BlockSetup(steps, parts, load.brought > 0, lanes, depth, nbytes, needs.digest)
+        return _BlockSetup(steps, parts, of_branches, exchanges, lanes, depth, nbytes, needs.digest)
+
+    def _branches(self, held: tuple[tuple[Range, ...], ...]) -> RingProblem:
+        """Returns the dilated branches of the call, for which every pass has a kernel.
+
+        Raises:
+            BackendUnavailable: if one has none.
+        """
+        settings, (q, k, _), N = self.arguments.settings, self.tensors, self.arguments.ring.seq_len
+        for is_backward in (False, True) if settings.needs_grad else (False,):
+            views = (*self.tensors, q) if is_backward else self.tensors
+            prepare(is_backward, views, settings.pattern, settings, self.masks.padding, num_keys=N)
+        return RingProblem(
+            settings.pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal, None, "all_gather", (k.shape[2],)
+        )
 
     def _with_backends(self, part: BlockPart, step: StepPlan, exchanges: bool) -> BlockPart:
         if not part.lists.num_entries or not self.tensors[0].shape[0]:
@@ -236,10 +260,10 @@ class _BlockPass:
         views = (q[:, :, slice(*part.heads)], keys[:, part.keys])
         found: list[Backend | None] = []
         for is_backward in (False, True):
-            request = request_of(part.lists, views, settings, self.masks.padding is not None, is_backward)
+            request = request_of(part.lists, views, _of_blocks(settings), self.masks.padding is not None, is_backward)
             # meanwhile the next step's keys, or the last one's gradients, are transferred
             request = replace(request, beside_exchange=exchanges)
-            found.append(select_backend(request, settings) if settings.needs_grad or not is_backward else None)
+            found.append(select_backend(request, _of_blocks(settings)) if settings.needs_grad or not is_backward else None)
         return replace(part, forward_backend=found[0], backward_backend=found[1])
 
     def _wires(self, setup: _BlockSetup) -> tuple[Wire | None, Wire | None]:
@@ -276,14 +300,25 @@ class _BlockPass:
         (mask,) = reshard([padding.to(torch.uint8)[..., None]], [rows], [whole], self.members.rank, wire, "padding masks")
         return mask[..., 0].bool()
 
+    def _work(self, setup: _BlockSetup, options: BlockOptions, q: torch.Tensor, rest: Any = None) -> Blocks | BlocksAndBranches:
+        blocks = Blocks(setup.parts, options, q, rest)
+        if setup.branches is None:
+            return blocks
+        return BlocksAndBranches(blocks, Branches(setup.branches, False, Masks(options.padding, options.seed, 0), q, rest))
+
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         setup, options, (q, k, v) = self._prepared()
-        work = Blocks(setup.parts, options, q)
+        work = self._work(setup, options, q)
         run.forward(work, setup.steps, k, v, self._wires(setup)[0], setup.depth)
         return work.results()
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
         setup, options, (q, k, v) = self._prepared()
-        work = Blocks(setup.parts, options, q, (kernel_ready(dout), kernel_ready(out), lse, dlse))
+        work = self._work(setup, options, q, (kernel_ready(dout), kernel_ready(out), lse, dlse))
         dk, dv = run.backward(work, setup.steps, k, v, self._wires(setup), setup.depth)
         return work.dq(), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _of_blocks(settings: CallSettings) -> CallSettings:
+    """Returns the settings of the blocks' part. ``"nested"`` concerns only pairs that branches share, so the blocks use "auto"."""
+    return settings._replace(backend="auto") if settings.branches is not None and settings.backend == NESTED else settings

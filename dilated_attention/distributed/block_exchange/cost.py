@@ -7,10 +7,12 @@ launch of its own. All ranks must come to the same answer without asking each ot
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from dilated_attention.distributed.block_exchange.plan import NeededBlocks, RingBlockProblem, columns_of
 from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, PREFETCH_BYTES, SHARE
+from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
 
 MOST_STEPS = 8
 # the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200
@@ -61,7 +63,10 @@ class TransferPlan:
     lane: TransferLane
 
 
-def load_of(ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, head_dim: int, itemsize: int) -> TransferLoad:
+def load_of(
+    ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, head_dim: int, itemsize: int, branches: RingProblem | None = None
+) -> TransferLoad:
+    """Returns the load of a call's blocks, and of ``branches`` on the same keys. Keys that both need count twice."""
     columns, row = columns_of(ring_problem), 2 * batch * head_dim * itemsize
     sizes = (columns.ends - columns.starts).double()
     # a block that two ranks hold counts as received in full, which is accurate enough for the model
@@ -70,13 +75,19 @@ def load_of(ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, hea
     for rank in range(ring_problem.size):
         rows = needs.kept[rank].double() * sizes
         elsewhere = (low != rank) | (high != rank)
-        brought = max(brought, float(rows[:, elsewhere].sum(1).mean()))
-        held = max(held, float(rows.sum(1).mean()))
-    flops = 4 * batch * head_dim * float(needs.pairs.mean(1).max())
+        more = 0.0 if branches is None else float(needed_keys(branches, rank, needs.kept.device).sum(1).double().mean())
+        brought = max(brought, float(rows[:, elsewhere].sum(1).mean()) + more)
+        held = max(held, float(rows.sum(1).mean()) + more)
+    pairs = float(needs.pairs.mean(1).max())
+    if branches is not None:
+        lengths = (end - start for start, end in branches.documents)
+        whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
+        pairs += whole / ring_problem.size / ring_problem.num_kv_heads
+    flops = 4 * batch * head_dim * pairs
     rows_of_queries = max(1, max(len(x) for x in columns.positions)) * ring_problem.num_heads // ring_problem.num_kv_heads
     # the last wave of query blocks fills half of the multiprocessors on average
     tail = flops / (FLOPS / PROCESSORS) * ring_problem.pattern.q_block / rows_of_queries / 2
-    return TransferLoad(ring_problem.num_kv_heads, flops / FLOPS, LAUNCH + tail, int(brought * row), int(held * row))
+    return TransferLoad(ring_problem.num_kv_heads, flops / FLOPS, LAUNCH + tail, math.ceil(brought * row), math.ceil(held * row))
 
 
 def choose(load: TransferLoad, memory: int, forced: int = 0) -> TransferPlan:

@@ -45,16 +45,29 @@ class ResolvedRingBlocks(ResolvedCall):
         return BlockArguments(pattern_from_spec(self.settings.blocks), self.settings, ring, self.settings.sharding[-1])
 
 
+class ResolvedRingUnion(ResolvedRingBlocks):
+    """Calls of dilated branches and a block pattern together."""
+
+    name = "ring_block_sparse_dilated_attention"
+
+
 def resolve_ring_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRingBlocks:
+    kind = ResolvedRingBlocks if settings.branches is None else ResolvedRingUnion
     # a record would keep the function or tensor of such a pattern alive
     if (pattern := pattern_from_spec(settings.blocks)).lives_here:
-        return ResolvedRingBlocks(settings, q.device.type, alive=pattern)
-    return record_of(ResolvedRingBlocks, q, k, padding, settings)
+        return kind(settings, q.device.type, alive=pattern)
+    return record_of(kind, q, k, padding, settings)
 
 
 ring_block_sparse_attention_op = define_attention(
     ResolvedRingBlocks.name,
     resolve_ring_blocks,
     "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
+    new_saved=lambda inputs, settings: torch.empty((2,), dtype=torch.int64, device="cpu"),
+)
+ring_block_sparse_dilated_attention_op = define_attention(
+    ResolvedRingUnion.name,
+    resolve_ring_blocks,
+    "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities, on one process",
     new_saved=lambda inputs, settings: torch.empty((2,), dtype=torch.int64, device="cpu"),
 )

@@ -16,7 +16,12 @@ from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.block_exchange.plan import Columns, RingBlockProblem, columns_of, key_span, needed_keys, needs_of
 from dilated_attention.distributed.exchange.messages import StepPlan, gathering
+from dilated_attention.distributed.exchange.parts import Branches
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
+from dilated_attention.distributed.exchange.plan import key_span as branch_span
+from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
+from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 
 Tensors = tuple[torch.Tensor, ...]
@@ -82,26 +87,42 @@ class BlockPart:
 
 
 def make_block_steps(
-    ring_problem: RingBlockProblem, rank: int, head_steps: tuple[int, ...], device: torch.device
-) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...]]:
-    """Returns a rank's steps and what it computes in each, without backends.
+    ring_problem: RingBlockProblem, rank: int, head_steps: tuple[int, ...], device: torch.device, branches: RingProblem | None = None
+) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
+    """Returns a rank's steps, what it computes of the blocks in each, without backends, and the span of keys that it gathers.
 
     Args:
         head_steps: the number of key/value heads in each step.
+        branches: dilated branches that are computed on the same keys.
     """
     assert sum(head_steps) == ring_problem.num_kv_heads
     needs, columns = needs_of(ring_problem, device), columns_of(ring_problem)
     lists = rank_lists(ring_problem, rank, device)
     queries = [queries_of(ring_problem, rank, columns, part, device) for part in lists]
     span, ratio = key_span(ring_problem, needs, rank), ring_problem.num_heads // ring_problem.num_kv_heads
+    if branches is not None and span[1]:
+        other = branch_span(branches, rank)
+        span = aligned_span(branches, (min(span[0], other.start), max(span[1], other.end)), ring_problem.pattern.k_block)
+    low, high = span
+    documents = tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low)
+
+    @functools.cache
+    def of_branches(reader: int) -> torch.Tensor:
+        assert branches is not None
+        return branch_keys(branches, reader, device)
+
     steps, parts, first = [], [], 0
     for index, count in enumerate(head_steps):
         kv_heads, heads = (first, first + count), (first * ratio, (first + count) * ratio)
         first += count
-        needed = functools.partial(needed_keys, ring_problem, needs, kv_heads, device)
+
+        def needed(reader: int, kv_heads: Range = kv_heads) -> torch.Tensor:
+            of_blocks = needed_keys(ring_problem, needs, kv_heads, device, reader)
+            return of_blocks if branches is None else of_blocks | of_branches(reader)
+
         steps.append(gathering(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}"))
         parts.append(tuple(_part_of(ring_problem, part, rows, span, heads) for part, rows in zip(lists, queries, strict=True)))
-    return tuple(steps), tuple(parts)
+    return tuple(steps), tuple(parts), KeySpan(*span, documents)
 
 
 def _part_of(ring_problem: RingBlockProblem, part: RankLists, queries: Queries, span: Range, heads: Range) -> BlockPart:
@@ -111,7 +132,8 @@ def _part_of(ring_problem: RingBlockProblem, part: RankLists, queries: Queries, 
     low, high = max(start, span[0]), min(end, span[1])
     if (low, high) != (start, end):
         place = torch.arange(-(-(end - start) // size)) - (low - start) // size
-        place[place * size >= high - low] = -1
+        # branches may end the keys inside a block, which no query of the rank keeps then
+        place[(place * size + size).clamp(max=end - low) > high - low] = -1
         lists = lists_of_buffer(lists, place.clamp(min=-1), high - low)
     return BlockPart(queries, heads, slice(low - span[0], high - span[0]), low, lists)
 
@@ -216,3 +238,35 @@ class Blocks:
             for whole, share in zip(grads, (dk, dv), strict=True):
                 whole[:, part.keys] = share
         return grads
+
+
+class BlocksAndBranches:
+    """A block pattern and dilated branches on the same keys: one softmax over the keys of both, merged by their log-sum-exps."""
+
+    def __init__(self, blocks: Blocks, branches: Branches) -> None:
+        self.blocks, self.branches = blocks, branches
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        (out, lse), (part, part_lse) = self.branches.results(), self.blocks.results()
+        merge_onto(out, lse.transpose(1, 2), part, part_lse.transpose(1, 2))
+        return out, lse
+
+    def dq(self) -> torch.Tensor:
+        return _sum(self.branches.dq(), self.blocks.dq())
+
+    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.blocks.forward(index, keys, values)
+        self.branches.forward(index, keys, values)
+
+    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        shares = self.blocks.backward(index, keys, values)
+        more = self.branches.backward(index, keys, values)
+        if shares is None or more is None:
+            return more if shares is None else shares
+        (dk, dv), (more_dk, more_dv) = shares, more
+        return _sum(dk, more_dk), _sum(dv, more_dv)
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, rounded once."""
+    return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)

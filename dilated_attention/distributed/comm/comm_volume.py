@@ -13,6 +13,7 @@ sum (8 for float64, else 4), and R(r) the rows of other ranks that rank r's quer
                        take counts once
     blocks             2·R·D·B·s forward, R: rows of other ranks in the key blocks that its queries keep, counted for each key/value head;
                        what one head needs counts for all heads of its step
+    blocks, dilated    the rows of either, in one softmax; a row that both need counts once
 
 A backward of all but all_to_all receives the keys and values again, and sends a contribution to dK and dV, as large, for each.
 """
@@ -92,23 +93,8 @@ def dilated_bytes(
     seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, *, is_causal: bool
 ) -> Bytes:
     """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r: for small N."""
-    group = sizes.heads // sizes.kv_heads
-
-    def seen(reader: int, holder: int) -> int:
-        """Returns rows × key/value heads of ``holder`` that ``reader`` needs, position by position."""
-        (first, last, _), theirs = (spans(seq_len, rank, size, "contiguous")[0] for rank in (reader, holder))
-        needed = set()
-        for length, rate in zip(lengths, rates, strict=True):
-            for position in range(*theirs):
-                start = position // length * length
-                if first >= last or start >= last or start + length <= first or (is_causal and position >= last):
-                    continue
-                # heads whose offset is this row's
-                heads = range((position - start) % rate, sizes.heads, rate)
-                needed |= {(position, head // group) for head in heads}
-        return len(needed)
-
-    return _of_keys(size, rank, sizes, seen)
+    kept = [_rows_of_branches(seq_len, _runs(seq_len, r, size, "contiguous"), lengths, rates, sizes, is_causal) for r in range(size)]
+    return _of_keys(size, rank, sizes, _seen_of(kept, seq_len, size, "contiguous"))
 
 
 def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
@@ -148,11 +134,14 @@ def block_bytes(
     sizes: CommSizes,
     *,
     is_causal: bool,
+    branches: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     head_steps: tuple[int, ...] | None = None,
 ) -> Bytes:
     """Returns the bytes of ``ring_block_sparse_attention`` for one document, from the pattern's definition by pairs: for small N.
 
     Args:
+        branches: segment lengths and dilation rates of ``ring_block_sparse_dilated_attention``, with offsets h mod r. A key that a branch
+            and a block need counts once.
         head_steps: the numbers of key/value heads sent together; None for all. It only matters to patterns that differ between heads.
     """
     mask = pattern.dense_mask(seq_len, seq_len, sizes.heads, is_causal=is_causal)
@@ -166,17 +155,36 @@ def block_bytes(
         steps = [part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))]
         together = torch.cat(steps)
         blocks = torch.zeros(sizes.kv_heads, -(-seq_len // pattern.k_block), dtype=torch.int64).index_add_(1, k_blocks, together.long())
-        return blocks[:, k_blocks] > 0
+        needed = blocks[:, k_blocks] > 0
+        if branches is not None:
+            needed |= _rows_of_branches(seq_len, _runs(seq_len, r, size, layout), *branches, sizes, is_causal)
+        return needed
 
-    kept = [of_rank(r) for r in range(size)]
-
-    def seen(reader: int, holder: int) -> int:
-        return int(kept[reader][:, positions[holder]].sum())
-
-    return _of_keys(size, rank, sizes, seen)
+    return _of_keys(size, rank, sizes, _seen_of([of_rank(r) for r in range(size)], seq_len, size, layout))
 
 
-def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
+def _rows_of_branches(
+    seq_len: int, runs: list[Range], lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, is_causal: bool
+) -> torch.Tensor:
+    """Returns bool (K, N): the keys in a segment of some run, at the offset h mod r of one of the key/value head's query heads."""
+    positions, heads = torch.arange(seq_len), torch.arange(sizes.heads)
+    found = torch.zeros(sizes.kv_heads, seq_len, dtype=torch.bool)
+    for length, rate in zip(lengths, rates, strict=True):
+        starts = positions // length * length
+        taken = ((positions - starts) % rate == heads[:, None] % rate).unflatten(0, (sizes.kv_heads, -1)).any(1)
+        for first, last in runs:
+            reached = (starts < last) & (starts + length > first)
+            found |= taken & reached & (positions < last) if is_causal else taken & reached
+    return found
+
+
+def _seen_of(kept: list[torch.Tensor], seq_len: int, size: int, layout: str | Layout) -> Seen:
+    """Returns the count of rows × key/value heads for what each rank needs of all keys, bool (K, N)."""
+    positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
+    return lambda reader, holder: int(kept[reader][:, positions[holder]].sum())
+
+
+def _runs(seq_len: int, rank: int, size: int, layout: str | Layout) -> list[Range]:
     """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
     runs: list[Range] = []
     for start, stop, _ in spans(seq_len, rank, size, layout):

@@ -7,6 +7,7 @@ its key/value head, and causality and window allow it. Positions are always thos
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -147,6 +148,17 @@ def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
     return all(
         low % length == 0 or (low // length == (high - 1) // length and low % length % rate == 0) for length, rate in pattern.branches
     )
+
+
+def aligned_span(problem: RingProblem, span: Range, block: int) -> Range:
+    """Returns the span with an earlier start, from which branches and blocks of ``block`` positions are counted as in the document."""
+    low, high = span
+    start, end = next((start, end) for start, end in problem.documents if start <= low < end)
+    if high > end or problem.pattern.tail != "mask":
+        return start, high
+    # a segment that holds the whole span need not begin with it, but its offsets must be the same
+    step = math.lcm(block, *(length if length < high - start else rate for length, rate in problem.pattern.branches))
+    return low - (low - start) % step, high
 
 
 @functools.lru_cache(maxsize=1024)

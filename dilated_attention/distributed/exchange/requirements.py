@@ -13,7 +13,7 @@ from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.oom.device_memory import size_text
 from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, Terms, held_bytes, of_training, shapes_text
-from dilated_attention.engine.oom.requirements import results, setting_of
+from dilated_attention.engine.oom.requirements import block_terms, results, setting_of
 from dilated_attention.engine.ops.settings import pattern_of
 from dilated_attention.pattern import DilatedPattern
 
@@ -60,21 +60,20 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 def ring_blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns what ``ring_block_sparse_attention`` needs on one rank: its own rows and their results.
+    """Returns what ``ring_block_sparse_attention`` needs on one rank, with or without dilated branches: its own rows and their results.
 
-    Received key blocks are not included, because they depend on the pattern.
+    Received keys are not included, because they depend on the pattern.
     """
-    x = arguments
-    q, k = x["q"], x["k"]
+    x, q = arguments, arguments["q"]
     members = members_named(x["sharding"][0])
     return MemoryRequirement(
-        op="ring_block_sparse_attention",
+        op="ring_block_sparse_attention" if x["branches"] is None else "ring_block_sparse_dilated_attention",
         **of_training(x),
         device=q.device,
         shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}",
         held=held_bytes(x, q.device),
         setting=setting_of(x),
-        terms=lambda setting: results(setting, q, k, x["needs_grad"] or "dout" in x),
+        terms=block_terms(x),
         least=True,
     )
 

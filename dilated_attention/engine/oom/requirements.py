@@ -117,29 +117,32 @@ def saved_bytes(pattern: DilatedPattern, setting: AdjustableSetting, q: TensorIn
 def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns what ``block_sparse_attention`` needs, with or without dilated branches: the tensors allocated whichever kernel runs."""
     x = arguments
-    q, k = x["q"], x["k"]
-    both = x["branches"] is not None
-    needs_grad = x["needs_grad"] or "dout" in x
+    return MemoryRequirement(
+        op="block_sparse_attention" if x["branches"] is None else "block_sparse_dilated_attention",
+        **of_training(x),
+        device=x["q"].device,
+        shapes=f"{shapes_text(x)}, pattern {_shortened(x['blocks'])}",
+        held=held_bytes(x, x["q"].device),
+        setting=setting_of(x),
+        terms=block_terms(x),
+        least=True,
+    )
+
+
+def block_terms(x: Mapping[str, Any]) -> Callable[[AdjustableSetting], Terms]:
+    """Returns what the results take, of blocks and of dilated branches beside them."""
+    q, k, needs_grad = x["q"], x["k"], x["needs_grad"] or "dout" in x
 
     def terms(setting: AdjustableSetting) -> Terms:
         found = results(setting, q, k, needs_grad)
-        if not both:
+        if x["branches"] is None:
             return found
         Q, K = _elements(setting, q, k)
         # each part has separate results, which are then merged or added in the accumulation dtype
         a = accumulation_dtype(setting.dtype).itemsize
         return (*found, ("of the other part", (Q + 2 * K) * a if needs_grad else Q * setting.dtype.itemsize))
 
-    return MemoryRequirement(
-        op="block_sparse_dilated_attention" if both else "block_sparse_attention",
-        **of_training(x),
-        device=q.device,
-        shapes=f"{shapes_text(x)}, pattern {_shortened(x['blocks'])}",
-        held=held_bytes(x, q.device),
-        setting=setting_of(x),
-        terms=terms,
-        least=True,
-    )
+    return terms
 
 
 def selection_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
