@@ -8,9 +8,11 @@ import torch
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import registry
 from dilated_attention.distributed.exchange import context_parallel, crossing, run
-from dilated_attention.distributed.exchange import copy_tables as tables
-from dilated_attention.distributed.exchange.crossing import SMALL_BYTES, SparseRows
-from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
+from dilated_attention.distributed.exchange.rows import copy_tables as tables
+from dilated_attention.distributed.exchange.rows import sparse_rows
+from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
+from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.engine.branches.merge import has_kernels
 from tests.helpers import ring_cases
 from tests.helpers.pool import pool_of
@@ -41,7 +43,7 @@ def step_of(rows: int, heads: int, rng: torch.Generator) -> tuple[StepPlan, int]
 @pytest.mark.parametrize("shape", [(1, 12, 1, 1), (2, 37, 3, 24), (1, 130, 2, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_kernels_copy_and_add_as_torch_does(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    copies = pytest.importorskip("dilated_attention.distributed.exchange.copies_triton")
+    copies = pytest.importorskip("dilated_attention.distributed.exchange.rows.copies_triton")
     B, rows, heads, D = shape
     rng = torch.Generator().manual_seed(rows)
     step, n = step_of(rows, heads, rng)
@@ -98,17 +100,18 @@ def test_kernels_copy_and_add_as_torch_does(shape: tuple[int, int, int, int], dt
 @pytest.mark.parametrize("shape", [(1, 6, 1, 1), (2, 10, 3, 24), (1, 33, 2, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_of_sparse_rows_do_as_torch_does(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    kernels = pytest.importorskip("dilated_attention.distributed.exchange.sparse_rows_triton")
+    kernels = pytest.importorskip("dilated_attention.distributed.exchange.rows.sparse_rows_triton")
     B, count, heads, D = shape
     every, rng = 4, torch.Generator().manual_seed(count)
     rows = SparseRows(every, tuple(range(heads)), DEVICE)
+    of_kernels = kernels.Rows(*rows._rows)
 
     def some(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=rng).to(DEVICE, dtype if len(sizes) == 4 else torch.float32)
 
     n = every * count
     q, dout, out, lse, dlse = some(B, n, heads, D), some(B, n, heads + 1, D)[:, :, 1:], some(B, n, heads, D), *(some(B, heads, n),) * 2
-    found, stats = kernels.take(rows, [q, dout, out], [lse, dlse])
+    found, stats = kernels.take(of_kernels, [q, dout, out], [lse, dlse])
     for x, some_x in zip((q, dout, out), found, strict=True):
         index = torch.arange(count, device=DEVICE) * every
         assert all(torch.equal(some_x[:, :, h], x[:, index + h, h]) for h in range(heads))
@@ -119,27 +122,27 @@ def test_kernels_of_sparse_rows_do_as_torch_does(shape: tuple[int, int, int, int
     lse[:, :, :every], part_lse[:, :, 0] = -torch.inf, -torch.inf
     wanted, wanted_lse = out.double(), lse.double()
     wanted_lse = rows.merge(wanted, wanted_lse, part.double(), part_lse.double())
-    kernels.merge(rows, out, lse, part, part_lse)
+    kernels.merge(of_kernels, out, lse, part, part_lse)
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(out.double(), wanted, **tolerance)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
 
     wanted = q.double()
     rows.add(wanted, part.double())
-    kernels.add(rows, q, part)
+    kernels.add(of_kernels, q, part)
     torch.testing.assert_close(q.double(), wanted, **tolerance)
 
 
 def with_kernels(rank: int, world: int, fused: bool) -> None:
     """From now on, float32 calls of this process copy rows by kernels, as on a GPU, or by torch's operations."""
-    run.has_kernels = crossing.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    run.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     crossing.SMALL_BYTES = 0 if fused else SMALL_BYTES
     registry.cached.clear()
     context_parallel._setups.clear()
 
 
 def kept_sparse(rank: int, world: int) -> int:
-    from dilated_attention.distributed.exchange import fused_transfer
+    from dilated_attention.distributed.exchange.rows import fused_transfer
 
     return sum(step.sparse is not None for _, step, *_ in fused_transfer._kept)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.exchange.messages import MOST_RUNS, RowMessage, StepPlan
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys, sees_keys
+from dilated_attention.distributed.exchange.rows.messages import MOST_RUNS, RowMessage, StepPlan
 from dilated_attention.distributed.exchange.setup import make_steps
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan
 

@@ -27,9 +27,9 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.cost import device_memory
-from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.parts import Branches, Masks, QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard

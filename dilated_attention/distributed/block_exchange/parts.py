@@ -15,11 +15,11 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.block_exchange.plan import Columns, RingBlockProblem, columns_of, key_span, needed_keys, needs_of
-from dilated_attention.distributed.exchange.messages import StepPlan, gathering
 from dilated_attention.distributed.exchange.parts import Branches
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
+from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from dilated_attention.distributed.comm.p2p import Wire
-from dilated_attention.distributed.exchange.messages import StepPlan
-from dilated_attention.distributed.exchange.transfer import Arrival, KeyGradients, Returning
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.distributed.exchange.rows.transfer import Arrival, KeyGradients, Returning
 from dilated_attention.engine.branches.merge import has_kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -70,7 +70,7 @@ def backward(
     fused = all(is_fused(step, k) for step in steps)
     start_return = Returning
     if fused:
-        from dilated_attention.distributed.exchange.fused_transfer import FusedReturning
+        from dilated_attention.distributed.exchange.rows.fused_transfer import FusedReturning
 
         start_return = FusedReturning  # type: ignore[assignment]
     arrivals = _arrivals(steps, k, v, wires[0], depth, "backward")
@@ -125,7 +125,7 @@ def _arrivals(steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire:
     """Yields the steps in order while the next ones' keys are in flight. Transfers begin with this call."""
     start = Arrival
     if all(is_fused(step, k) for step in steps):
-        from dilated_attention.distributed.exchange.fused_transfer import FusedArrival
+        from dilated_attention.distributed.exchange.rows.fused_transfer import FusedArrival
 
         start = FusedArrival  # type: ignore[assignment]
     waiting = deque(start(step, k, v, wire, what) for step in steps[:depth])

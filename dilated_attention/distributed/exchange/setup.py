@@ -10,10 +10,11 @@ import torch
 from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange import cost
-from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
-from dilated_attention.distributed.exchange.messages import StepPlan, gathering, hop
+from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
 from dilated_attention.distributed.exchange.parts import QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering, hop
+from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.distributed.exchange.run import is_fused
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range

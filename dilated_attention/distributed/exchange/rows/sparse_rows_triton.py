@@ -1,19 +1,24 @@
-"""The copies, merges and sums of ``crossing.SparseRows`` as one kernel each. Row i of head h is row every · i + offsets[h]."""
+"""The copies, merges and sums of ``sparse_rows.SparseRows`` as one kernel each. Row i of head h is row every · i + offsets[h]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.distributed.exchange.copies_triton import launch
+from dilated_attention.distributed.exchange.rows.copies_triton import launch
 from dilated_attention.engine.branches.merge_inplace_triton import merged_weights
 
-if TYPE_CHECKING:
-    from dilated_attention.distributed.exchange.crossing import SparseRows
+
+class Rows(NamedTuple):
+    """Which rows: ``every`` and ``offsets`` (heads,) int32. ``launches``: those of earlier calls."""
+
+    every: int
+    offsets: torch.Tensor
+    launches: dict[Any, Any]
 
 
 @triton.jit
@@ -80,10 +85,10 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, total_.to(x.dtype.element_ty), mask=mask)
 
 
-def take(rows: SparseRows, tensors: Sequence[torch.Tensor], stats: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def take(rows: Rows, tensors: Sequence[torch.Tensor], stats: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns copies of the rows: of one to three tensors (B, n, heads, D), and of up to two statistics (B, heads, n)."""
     B, n, heads, D = tensors[0].shape
-    count = n // rows.step
+    count = n // rows.every
     found = [torch.empty((B, count, heads, D), dtype=x.dtype, device=x.device) for x in tensors]
     stats = [x.contiguous() for x in stats]
     found_stats = [torch.empty((B, heads, count), dtype=x.dtype, device=x.device) for x in stats]
@@ -92,25 +97,25 @@ def take(rows: SparseRows, tensors: Sequence[torch.Tensor], stats: Sequence[torc
         *_padded(found, 3, found[0]), *_padded(found_stats, 2, found[0]), *_padded(tensors, 3, tensors[0]), *_padded(stats, 2, found[0]),
         rows.offsets,
     )  # fmt: skip
-    numbers = (*strides, count, heads, rows.step, n, B * count * heads)
+    numbers = (*strides, count, heads, rows.every, n, B * count * heads)
     launch(rows.launches, _take_kernel, given, numbers, B * count * heads, D, TENSORS=len(tensors), STATS=len(stats))
     return found, found_stats
 
 
-def merge(rows: SparseRows, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge(rows: Rows, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges results of the rows into out and lse. part (B, n/g, heads, D), part_lse (B, heads, n/g); all are contiguous."""
     launch(rows.launches, _merge_kernel, (out, lse, part, part_lse, rows.offsets), *_numbers(rows, part, out))
 
 
-def add(rows: SparseRows, x: torch.Tensor, part: torch.Tensor) -> None:
+def add(rows: Rows, x: torch.Tensor, part: torch.Tensor) -> None:
     """Adds part (B, n/g, heads, D) to the rows of x; both are contiguous."""
     launch(rows.launches, _add_kernel, (x, part, rows.offsets), *_numbers(rows, part, x))
 
 
-def _numbers(rows: SparseRows, part: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], int, int]:
+def _numbers(rows: Rows, part: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], int, int]:
     B, count, heads, D = part.shape
     assert part.is_contiguous() and whole.is_contiguous()
-    return (count, heads, rows.step, whole.shape[1], B * count * heads), B * count * heads, D
+    return (count, heads, rows.every, whole.shape[1], B * count * heads), B * count * heads, D
 
 
 def _padded(tensors: Sequence[torch.Tensor], count: int, filler: torch.Tensor) -> list[torch.Tensor]:

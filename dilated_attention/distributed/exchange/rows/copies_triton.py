@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.tiles.launch import KernelLaunch
-from dilated_attention.distributed.exchange import copy_tables as tables
-from dilated_attention.distributed.exchange.messages import StepPlan
+from dilated_attention.distributed.exchange.rows import copy_tables as tables
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
 
 # numbers of one program
 _BLOCK = 4096

@@ -12,8 +12,8 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
-from dilated_attention.distributed.exchange import copy_tables as tables
-from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+from dilated_attention.distributed.exchange.rows import copy_tables as tables
+from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

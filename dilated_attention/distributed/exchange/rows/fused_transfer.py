@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.comm.p2p import Message, Transfer, Wire
-from dilated_attention.distributed.exchange import copies_triton, copy_tables
-from dilated_attention.distributed.exchange.messages import StepPlan
-from dilated_attention.distributed.exchange.transfer import Pair
+from dilated_attention.distributed.exchange.rows import copies_triton, copy_tables
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.distributed.exchange.rows.transfer import Pair
 
 # the most bytes that are kept, over all kinds of calls; at this many, all of them are dropped
 KEPT_BYTES = 2**27

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.exchange.messages import RowMessage, StepPlan
+from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
 
 
 def _once(step: StepPlan, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
