@@ -7,13 +7,15 @@ Cases are named by tokens a GPU, n: dense causal 32/8 heads of 128; longnet 12 h
 Prov-GigaPath's segments, 16 heads of 48; random, window and bigbird keep a tenth of the blocks, 16 heads of 64. Every case is first held
 to one GPU's result on the whole sequence. *called*: ``--calls`` calls back to back over their number, the slowest rank. *host*: the time
 until those calls return. *graph*: the same call as a CUDA graph. Efficiency: one GPU on all W·n tokens, over W times ours.
-Without a GPU everything runs over gloo, on sequences a hundredth as long, for a try.
+FLASH3_LIBRARY (and FLASH3_CUDART) in the environment load FlashAttention-3's library. Without a GPU everything runs over gloo, on
+sequences a hundredth as long, for a try.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from _ring_bench import _captured
 from _ring_world import Failed, World, facts, freed
 
 import dilated_attention as da
+from dilated_attention.backends.flash import flash3
 from dilated_attention.pattern import RandomBlocks, with_sparsity
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
@@ -181,6 +184,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeout", type=float, default=120)
     args = parser.parse_args()
+    if "FLASH3_LIBRARY" in os.environ:
+        flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
     world = World(args.timeout)
     scale, dtype = (1, torch.bfloat16) if world.is_cuda else (100, torch.float32)
     for text in args.cases:

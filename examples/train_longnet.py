@@ -162,6 +162,8 @@ def main() -> int:
         print(f"{args.preset}: {model.num_parameters:,} parameters, branches {config.pattern.branches}, context {args.context}")
         print(f"{source}: {len(train_text):,} bytes to train on, {len(valid_text):,} held out")
         history = train(model, train_text, args, processes)
+        if device.type == "cuda":
+            print(f"peak memory of a process in training: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
         if processes.is_spread:
             # the first process reports alone, on a model of its own
             weights = processes.weights(model)
