@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._multihead import RingMultihead
 from dilated_attention.modules.ring import RingDilatedAttention
 from dilated_attention.pattern import HeadOffsets
@@ -53,7 +54,7 @@ class RingMultiheadDilatedAttention(RingMultihead):
         *,
         group: Any = None,
         mesh: Any = None,
-        layout: str = "contiguous",
+        layout: str | Layout = "contiguous",
         exchange: str = "auto",
         num_kv_heads: int | None = None,
         dropout: float = 0.0,
