@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ def random_layout(seq_len: int, world: int, seed: int) -> Layout:
     rng = random.Random(seed)
     cuts = sorted({0, seq_len, *(rng.randint(0, seq_len) for _ in range(rng.randint(0, 4 * world)))})
     runs: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         runs[rng.randrange(world)].append((start, end))
     return Layout(seq_len, tuple(tuple(mine) for mine in runs))
 
@@ -35,7 +37,7 @@ def test_random_calls(world: int) -> None:
 
 
 DOCUMENTS = (0, 3, 3, 40, 41, 96)
-OPTIONS = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"is_causal": True},
     {"is_causal": True, "bounds": DOCUMENTS, "batch": 1},

@@ -60,7 +60,7 @@ def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.
     group = H if alike else H // Hk
     for branch, (length, rate) in enumerate(pattern.branches):
         of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, H, group)]
-        for start, low, high in _beyond(problem, length, problem.shards[rank]):
+        for start, low, high in keys_beyond(problem, length, problem.shards[rank]):
             if rate == 1:
                 for head, found in enumerate(of_heads):
                     if found:
@@ -76,7 +76,7 @@ def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.
     return mask
 
 
-def _beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
+def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges.
 
     Several ranges in one segment give one entry for keys that overlap, since ranges may be many.

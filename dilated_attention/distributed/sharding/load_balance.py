@@ -1,202 +1,185 @@
-"""Layouts that balance the work of a block pattern across processes."""
+"""Layouts that balance the work of attention across processes: of packed documents, and of several kinds of layers at once."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.dealing import Cuts, Runs, contiguous, deal, even_out, joined, pieces_of, zigzag
+from dilated_attention.distributed.sharding.work import Work, works_of
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.engine.ops.prepare import document_ranges
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.checks import as_int, as_int_tuple, check_bool
 
 # query-key pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs per pair
 # and channel, 235 GB/s at 4 bytes per row and channel. Measured on 4 H200s in rings in steps of heads (benchmarks/ring_blocks.py): a
 # window of 10 % received 741 MiB and took 10.0 ms with runs dealt out, 106 MiB and 7.8 ms if contiguous, and 6.7 ms without an exchange
 PAIRS_PER_ROW = 2500
-# shorter runs are only used if they lower the cost by at least this fraction
+# a candidate with shorter runs is only used if it lowers the cost by at least this fraction
 WORTH_IT = 0.01
+# maximum over mean pairs of a process up to which a layout counts as balanced
+BALANCED = 1.03
+# the largest loads of a piece that are tried, in shares of what a process holds
+LARGEST = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
+
+AnyPattern = BlockPattern | DilatedPattern | None
 
 
 def balanced_layout(
-    pattern: BlockPattern,
+    pattern: AnyPattern | Sequence[AnyPattern],
     seq_len: int,
     world_size: int,
     num_heads: int = 1,
     *,
     is_causal: bool = False,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Layout:
     """Assigns positions to processes so that all of them finish at the same time.
 
-    Every process gets the same number of blocks (±1), and the pairs are balanced as far as this pays off. The candidates are contiguous,
-    zigzag, and runs of several lengths that are dealt out: the run with the most pairs goes first, to the process that has the fewest
-    pairs so far and still has room. The result is the candidate whose slowest process has the least to do, counting both pairs and keys
-    received from other processes: shorter runs balance the pairs better, but more keys have to be sent.
+    Every process gets the same number of positions, up to one unit: a position, or with block patterns a block. The candidates are
+    contiguous, zigzag, and documents that are dealt out: long ones are cut into chunks or pairs of chunks of several lengths, short ones
+    stay whole, so that their keys need not travel. Of the candidates whose processes have equal pairs (up to 3 %, for each pattern) the
+    result is the one whose slowest process has the least to do, counting pairs and keys received from other processes; if there are none,
+    it is the one with the most equal pairs.
 
     Args:
-        pattern: a pattern that is determined by shapes alone.
+        pattern: what is computed: a block pattern that is determined by shapes alone, a ``DilatedPattern``, None for dense attention; or
+            a list of them, one for each kind of layer of a model, and the layout balances each.
         seq_len: N.
         world_size: W.
         num_heads: H; it matters to patterns that differ between heads.
-        is_causal: the same value as in the attention call.
-        device: where the kept blocks are counted; a GPU is faster if there are many millions of them.
+        is_causal: the same value as in the attention calls.
+        cu_seqlens: boundaries of packed documents, int32 (documents + 1,) or a list, from 0 to N; None for one document. Each batch of
+            other documents needs a layout of its own.
+        device: where kept blocks are counted; a GPU is faster if there are many millions of them.
 
     Returns:
-        A layout of whole blocks. Its ``imbalance`` says how even it is, by the pairs of the kept blocks, which kernels compute whole.
+        A layout whose ``imbalance`` says how even it is: maximum over mean pairs of a process, the largest over the patterns. Of block
+        patterns, the pairs are those of kept blocks, which kernels compute whole, and blocks are not cut.
 
     Raises:
-        ValueError, TypeError: if the pattern or the sequence length is not valid.
+        ValueError, TypeError: if a pattern, the sequence length or the boundaries are not valid.
+
+    >>> layout = balanced_layout([None, DilatedPattern((2048, 32768), (1, 16))], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
+    >>> tokens, targets = shard_sequence(group, [tokens, targets], [1, 1], layout=layout)
     """
-    if not isinstance(pattern, BlockPattern):
-        raise TypeError(f"pattern is {pattern!r} ({type(pattern).__name__}); expected a block pattern, e.g. LocalWindow(512)")
-    if pattern.is_chosen:
-        raise ValueError(f"pattern is {pattern!r}, whose blocks are chosen by content in each call; expected one determined by shapes")
+    patterns = _checked(pattern)
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
-    work = BlockWork.of(pattern, seq_len, as_int("num_heads", num_heads, minimum=1), is_causal=is_causal, device=torch.device(device))
-    best, least = [], math.inf
-    for deal in _deals(work.pairs.tolist(), size):
-        blocks = deal()
-        cost = work.cost(blocks)
-        if cost < least * (1 - WORTH_IT):
-            best, least = blocks, cost
-    runs = tuple(tuple((first * work.unit, min(last * work.unit, seq_len)) for first, last in mine) for mine in best)
-    return Layout(seq_len, runs, work.imbalance(best))
-
-
-@dataclass(frozen=True, eq=False)
-class BlockWork:
-    """The work of each ``unit`` = max(q_block, k_block) positions, and the keys it needs.
-
-    Args:
-        pairs: (units,) int64, pairs in the kept blocks of all list groups.
-        groups: the number of different block lists: 1 or the number of heads.
-        needs: (needs,) int64, (group · units + unit of queries) · units + unit of keys, each combination once.
-    """
-
-    unit: int
-    pairs: torch.Tensor
-    groups: int
-    needs: torch.Tensor
-
-    @classmethod
-    def of(cls, pattern: BlockPattern, seq_len: int, num_heads: int, *, is_causal: bool, device: torch.device) -> BlockWork:
-        unit = max(pattern.q_block, pattern.k_block)
-        units = -(-seq_len // unit)
-        pairs = torch.zeros(units, dtype=torch.int64, device=device)
-        needs: list[torch.Tensor] = []
-        groups = 1
-        if seq_len:
-            ring_problem = RingBlockProblem(pattern, ((0, seq_len),), (((0, seq_len),),), num_heads, 1, is_causal)
-            for _, entries in entries_of(ring_problem, seq_len, device):
-                queries = (seq_len - entries.row * pattern.q_block).clamp(max=pattern.q_block)
-                keys = (seq_len - entries.column * pattern.k_block).clamp(max=pattern.k_block)
-                row, column = entries.row * pattern.q_block // unit, entries.column * pattern.k_block // unit
-                pairs.index_add_(0, row, queries * keys)
-                needs.append(((entries.group * units + row) * units + column).unique())
-                groups = max(groups, int(entries.group.max()) + 1 if entries.group.numel() else 1)
-        return cls(unit, pairs, groups, torch.cat(needs) if needs else pairs[:0])
-
-    def cost(self, blocks: list[list[Range]]) -> float:
-        """Returns the cost of the slowest process in pairs, where each row it must receive counts as ``PAIRS_PER_ROW`` pairs."""
-        units, size = self.pairs.shape[0], len(blocks)
-        if not units:
-            return 0.0
-        owner = self._owners(blocks)
-        pairs = torch.zeros(size, dtype=torch.int64, device=owner.device).index_add_(0, owner, self.pairs)
-        reader, column = owner[self.needs // units % units], self.needs % units
-        group = self.needs // units**2
-        far = reader != owner[column]
-        wanted = ((group * size + reader) * units + column)[far].unique()
-        rows = torch.bincount(wanted // units % size, minlength=size) * self.unit
-        return float((pairs + PAIRS_PER_ROW * rows).max())
-
-    def imbalance(self, blocks: list[list[Range]]) -> float:
-        """Returns the maximum over the mean number of pairs per process."""
-        total = int(self.pairs.sum())
-        if not total:
-            return 1.0
-        pairs = torch.zeros(len(blocks), dtype=torch.int64, device=self.pairs.device).index_add_(0, self._owners(blocks), self.pairs)
-        return int(pairs.max()) * len(blocks) / total
-
-    def _owners(self, blocks: list[list[Range]]) -> torch.Tensor:
-        owner = torch.zeros(self.pairs.shape[0], dtype=torch.int64, device=self.pairs.device)
-        for rank, mine in enumerate(blocks):
-            for first, last in mine:
-                owner[first:last] = rank
-        return owner
-
-
-def _deals(work: list[int], size: int) -> list[Callable[[], list[list[Range]]]]:
-    """Returns the candidate ways to deal out the blocks, the preferred one first."""
-    count = len(work)
-    found: list[Callable[[], list[list[Range]]]] = [lambda: _contiguous(count, size), lambda: _zigzag(count, size)]
-    length = max(1, count // (4 * size))
-    while length >= 1:
-        found.append(lambda length=length: _dealt(work, size, length))  # type: ignore[misc]
-        length //= 2
-    return found
-
-
-def _contiguous(count: int, size: int) -> list[list[Range]]:
-    return [_joined([_share(count, size, rank)]) for rank in range(size)]
-
-
-def _zigzag(count: int, size: int) -> list[list[Range]]:
-    found, low, high = [], 0, count
-    for rank in range(size):
-        first, last = _share(count, size, rank)
-        front = (last - first + 1) // 2
-        back = last - first - front
-        found.append(_joined([(low, low + front), (high - back, high)]))
-        low, high = low + front, high - back
-    return found
-
-
-def _share(count: int, parts: int, index: int) -> Range:
-    return index * count // parts, (index + 1) * count // parts
-
-
-def _dealt(work: list[int], size: int, length: int) -> list[list[Range]]:
-    """Deals out runs of ``length`` blocks, heaviest first, each to the least loaded process that has room.
-
-    A run that does not fit is split, and the rest is dealt out again.
-    """
-    count = len(work)
-    total = [0]
-    for one in work:
-        total.append(total[-1] + one)
-    room = [_share(count, size, rank)[1] - _share(count, size, rank)[0] for rank in range(size)]
-    load = [0] * size
-    dealt: list[list[Range]] = [[] for _ in range(size)]
-    waiting = [
-        (-(total[min(first + length, count)] - total[first]), first, min(first + length, count)) for first in range(0, count, length)
-    ]
-    heapq.heapify(waiting)
-    while waiting:
-        _, first, last = heapq.heappop(waiting)
-        rank = min((rank for rank in range(size) if room[rank]), key=lambda rank: (load[rank], rank))
-        middle = min(last, first + room[rank])
-        dealt[rank].append((first, middle))
-        room[rank] -= middle - first
-        load[rank] += total[middle] - total[first]
-        if middle < last:
-            heapq.heappush(waiting, (-(total[last] - total[middle]), middle, last))
-    return [_joined(mine) for mine in dealt]
-
-
-def _joined(runs: list[Range]) -> list[Range]:
-    found: list[Range] = []
-    for first, last in sorted(runs):
-        if first == last:
+    num_heads = as_int("num_heads", num_heads, minimum=1)
+    check_bool("is_causal", is_causal)
+    documents = _documents(cu_seqlens, seq_len)
+    if not documents:
+        return Layout(seq_len, ((),) * size)
+    works = works_of(patterns, documents, num_heads, is_causal=is_causal, device=torch.device(device))
+    balance = _Balance(works, Cuts(documents, max(work.unit for work in works)), size, is_causal)
+    best: Layout | None = None
+    least = math.inf
+    for runs in balance.candidates(documents):
+        found = tuple(joined(mine) for mine in runs)
+        imbalance = balance.imbalance(found)
+        if best is not None and imbalance > BALANCED:
+            if imbalance < best.imbalance * (1 - WORTH_IT):
+                best = Layout(seq_len, found, imbalance)
             continue
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], last)
-        else:
-            found.append((first, last))
-    return found
+        cost = balance.cost(found)
+        if best is None or best.imbalance > BALANCED or cost < least * (1 - WORTH_IT):
+            best, least = Layout(seq_len, found, imbalance), cost
+        if best.imbalance <= BALANCED and least <= balance.least * (1 + WORTH_IT):
+            break
+    assert best is not None
+    return best
+
+
+class _Balance:
+    """What several kinds of layers ask of a layout.
+
+    Attributes:
+        least: what no layout's cost is below: the mean pairs of a process, without any exchange.
+    """
+
+    def __init__(self, works: list[Work], cuts: Cuts, size: int, is_causal: bool) -> None:
+        self.works, self.cuts, self.size, self.is_causal = works, cuts, size, is_causal
+        ends = torch.tensor([cuts.seq_len])
+        # a pattern that keeps nothing is balanced anyhow
+        totals = [float(work.pairs_before(ends)) for work in works]
+        self._kinds = [(work, total / size) for work, total in zip(works, totals, strict=True) if total]
+        self.least = sum(mean for _, mean in self._kinds)
+
+    def loads(self, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Returns the positions and the pairs of each pattern of runs (runs, 1 + patterns), in shares of a process's mean."""
+        columns = [(ends - starts).double() * (self.size / self.cuts.seq_len)]
+        columns += [(work.pairs_before(ends) - work.pairs_before(starts)) / mean for work, mean in self._kinds]
+        return torch.stack(columns, 1)
+
+    def imbalance(self, shards: Sequence[Sequence[Range]]) -> float:
+        """Returns the maximum over the mean pairs of a process, the largest of all patterns."""
+        return 1 + max(0.0, float(self._pairs(shards).max()) - 1) if self._kinds else 1.0
+
+    def cost(self, shards: Sequence[Sequence[Range]]) -> float:
+        """Returns the pairs of the slowest process, summed over patterns; each row it must receive counts as ``PAIRS_PER_ROW`` pairs."""
+        pairs, total = self._pairs(shards), 0.0
+        for index, (work, mean) in enumerate(self._kinds):
+            rows = torch.tensor(work.rows_received(shards), dtype=torch.float64)
+            total += float((pairs[:, index] * mean + PAIRS_PER_ROW * rows).max())
+        return total
+
+    def _pairs(self, shards: Sequence[Sequence[Range]]) -> torch.Tensor:
+        """Returns each process's pairs (W, patterns), in shares of the mean."""
+        runs = [(*run, rank) for rank, mine in enumerate(shards) for run in mine]
+        starts, ends, ranks = (torch.tensor(x, dtype=torch.int64) for x in zip(*runs, strict=True))
+        loads = self.loads(starts, ends)[:, 1:]
+        return torch.zeros(self.size, loads.shape[1], dtype=torch.float64).index_add_(0, ranks, loads)
+
+    def candidates(self, documents: tuple[Range, ...]) -> Iterator[list[Runs]]:
+        """Yields each process's runs, those that are preferred at equal cost first: few and long ones."""
+        yield contiguous(self.cuts, self.size)
+        yield zigzag(self.cuts, self.size)
+        starts, ends = (torch.tensor([x[i] for x in documents]) for i in (0, 1))
+        loads = self.loads(starts, ends)
+        for largest in LARGEST:
+            for paired in (False, True):
+                dealt = deal(pieces_of(self.cuts, loads, self.size, largest, paired=paired), self.size, self.loads)
+                even_out(dealt, self.cuts, self.loads, self._cost_of)
+                yield dealt
+
+    def _cost_of(self, run: Range) -> float:
+        """Returns the cost of a run on another process than the rest of its document, as a load."""
+        start, end = self.cuts.document(run[0])
+        if run == (start, end):
+            return 0.0
+        rows = (run[1] if self.is_causal else end) - start
+        return rows * PAIRS_PER_ROW * len(self._kinds) / max(self.least, 1.0)
+
+
+def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
+    patterns = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
+    if not patterns:
+        raise ValueError("pattern is an empty list; expected a pattern for each kind of layer, or None for dense attention")
+    for one in patterns:
+        if not (one is None or isinstance(one, (BlockPattern, DilatedPattern))):
+            raise TypeError(
+                f"pattern is {one!r} ({type(one).__name__}); expected a block pattern, e.g. LocalWindow(512), a DilatedPattern, None for "
+                "dense attention, or a list of them"
+            )
+        if isinstance(one, BlockPattern) and one.is_chosen:
+            raise ValueError(f"pattern is {one!r}, whose blocks are chosen by content in each call; expected one determined by shapes")
+    return patterns  # type: ignore[return-value]
+
+
+def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
+    """Returns the documents that are not empty."""
+    if cu_seqlens is None:
+        return ((0, seq_len),) if seq_len else ()
+    if not isinstance(cu_seqlens, torch.Tensor):
+        cu_seqlens = torch.tensor(as_int_tuple("cu_seqlens", cu_seqlens))
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or not len(cu_seqlens):
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers (documents + 1,), "
+            "e.g. int32 boundaries from 0 to N"
+        )
+    return document_ranges(cu_seqlens, seq_len)

@@ -1,0 +1,225 @@
+"""Counts the work of runs of positions: their query-key pairs, and the key rows that a process must receive to compute them.
+
+Pairs are counted between positions, by a function P(x), the pairs of all queries before position x, so those of a run [a, b) are
+P(b) − P(a). Of a causal dense document, x positions have x(x + 1)/2 pairs; a branch (w, r) of a dilated pattern has
+
+    P(x) = Σ_h ⌊x/w⌋ · t(w)(t(w) + 1)/2 + t(x mod w)(t(x mod w) + 1)/2,    t(n) = ⌈(n − o_h)/r⌉, positions taken among n
+
+and x(L), t(w)², t(x mod w) · t(segment) where not causal. Block patterns are counted block by block, since kernels compute blocks whole.
+All counts are means over heads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
+from dilated_attention.distributed.exchange.plan import RingProblem, keys_beyond
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.blocks.base import Entries
+
+DENSE = DilatedPattern((MAX_LENGTH,), (1,), "zero")
+# every process's runs [start, end), ascending
+Shards = Sequence[Sequence[Range]]
+
+
+class Work(Protocol):
+    """The work of one kind of layer on packed documents."""
+
+    # runs begin at multiples of it, counted in their document
+    unit: int
+
+    def pairs_before(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the pairs, float64, of all queries before each of the positions."""
+
+    def rows_received(self, shards: Shards) -> list[float]:
+        """Returns how many key rows of other processes each process needs."""
+
+
+class Documents:
+    """Packed documents [start, end), which partition a sequence."""
+
+    def __init__(self, ranges: tuple[Range, ...]) -> None:
+        self.ranges = ranges
+        self.bounds = {0, *(end for _, end in ranges)}
+        self.starts, self.ends = (torch.tensor([x[i] for x in ranges], dtype=torch.int64) for i in (0, 1))
+
+    def place(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (index of the document, position in it); the last document's end counts as its own."""
+        index = (torch.bucketize(positions, self.starts, right=True) - 1).clamp(min=0)
+        return index, positions - self.starts[index]
+
+
+class BranchWork:
+    """The work of a dense or dilated pattern."""
+
+    unit = 1
+
+    def __init__(self, pattern: DilatedPattern, documents: Documents, num_heads: int, *, is_causal: bool) -> None:
+        self.pattern, self.documents, self.num_heads, self.is_causal = pattern, documents, num_heads, is_causal
+        self._offsets = [
+            [(offset, count) for offset, count in Counter(row).items() if offset != NOT_IN_BRANCH] for row in pattern.offsets(num_heads)
+        ]
+        lengths = documents.ends - documents.starts
+        whole = self._of_document(lengths, lengths)
+        self._before = whole.cumsum(0) - whole
+
+    def pairs_before(self, positions: torch.Tensor) -> torch.Tensor:
+        index, x = self.documents.place(positions)
+        length = (self.documents.ends - self.documents.starts)[index]
+        return self._before[index] + self._of_document(x, length)
+
+    def _of_document(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Returns the pairs of the first x queries of documents."""
+        total = torch.zeros(x.shape, dtype=torch.float64)
+        for (segment, rate), offsets in zip(self.pattern.branches, self._offsets, strict=True):
+            full, rest = x // segment, x % segment
+            last = (length - full * segment).clamp(max=segment)
+            for offset, count in offsets:
+                in_full, queries = _taken(torch.tensor(segment), rate, offset), _taken(rest, rate, offset)
+                if self.is_causal:
+                    pairs = full * in_full * (in_full + 1) / 2 + queries * (queries + 1) / 2
+                else:
+                    pairs = full * in_full**2 + queries * _taken(last, rate, offset)
+                total += pairs * (count / self.num_heads)
+        return total
+
+    def rows_received(self, shards: Shards) -> list[float]:
+        """See ``Work``. A row that several branches take counts for each of them."""
+        bounds, documents = self.documents.bounds, self.documents.ranges
+        # runs of whole documents see nothing beyond them
+        cut = tuple(tuple(run for run in mine if not bounds.issuperset(run)) for mine in shards)
+        heads = self.num_heads
+        problem = RingProblem(self.pattern, documents, cut, heads, heads, self.is_causal, None, "all_gather", ())
+        found = []
+        for mine, of_cut in zip(shards, cut, strict=True):
+            ends = list(itertools.accumulate((end - start for start, end in mine), initial=0))
+            starts = [start for start, _ in mine]
+            rows = 0.0
+            for (segment, rate), offsets in zip(self.pattern.branches, self._offsets, strict=True):
+                share = sum(count for _, count in offsets) / (heads * rate)
+                for _, low, high in keys_beyond(problem, segment, of_cut):
+                    own = _held_before(mine, starts, ends, high) - _held_before(mine, starts, ends, low)
+                    rows += (high - low - own) * share
+            found.append(rows)
+        return found
+
+
+def _taken(length: torch.Tensor, rate: int, offset: int) -> torch.Tensor:
+    """Returns how many of the first ``length`` positions of a segment are taken, as float64: squares of long sequences overflow int64."""
+    return ((length - offset + rate - 1) // rate).clamp(min=0).double()
+
+
+def _held_before(mine: Sequence[Range], starts: list[int], ends: list[int], position: int) -> int:
+    """Returns how many positions of the runs are before a position; ``ends``: lengths of all runs before each, summed."""
+    index = bisect.bisect_right(starts, position) - 1
+    return 0 if index < 0 else ends[index] + min(position, mine[index][1]) - starts[index]
+
+
+class BlockWork:
+    """The work of a block pattern: of each ``unit`` = max(q_block, k_block) positions of a document, counted from its first.
+
+    Attributes:
+        first: (documents + 1,) the first unit of each document.
+        before: (units + 1,) pairs of all units before each, of all list groups.
+        groups: the number of different block lists: 1 or the number of heads.
+        needs: (needs,) int64, (group · units + unit of queries) · units + unit of keys, each combination once.
+    """
+
+    def __init__(self, pattern: BlockPattern, documents: Documents, num_heads: int, *, is_causal: bool, device: torch.device) -> None:
+        self.unit, self.documents = max(pattern.q_block, pattern.k_block), documents
+        lengths = documents.ends - documents.starts
+        self.first = torch.nn.functional.pad((-(-lengths // self.unit)).cumsum(0), (1, 0))
+        units = int(self.first[-1])
+        pairs, self.groups = torch.zeros(units, dtype=torch.float64, device=device), 1
+        needs = [torch.zeros(0, dtype=torch.int64, device=device)]
+        listed = _Listed(pattern, int(lengths.max()) if len(documents.ranges) else 0, num_heads, is_causal, device)
+        for index, length in enumerate(lengths.tolist()):
+            first = int(self.first[index])
+            for entries in listed.of(length):
+                queries = (length - entries.row * pattern.q_block).clamp(max=pattern.q_block)
+                keys = (length - entries.column * pattern.k_block).clamp(max=pattern.k_block)
+                row = first + entries.row * pattern.q_block // self.unit
+                column = first + entries.column * pattern.k_block // self.unit
+                pairs.index_add_(0, row, (queries * keys).double())
+                # a document of one unit is never cut
+                if length > self.unit:
+                    needs.append(((entries.group * units + row) * units + column).unique())
+                self.groups = max(self.groups, int(entries.group[-1]) + 1 if entries.group.numel() else 1)
+        self.before = torch.nn.functional.pad(pairs.cpu().cumsum(0), (1, 0)) / self.groups
+        self.needs = torch.cat(needs).cpu()
+
+    def _units_before(self, positions: torch.Tensor) -> torch.Tensor:
+        index, x = self.documents.place(positions)
+        return self.first[index] - (-x // self.unit)
+
+    def pairs_before(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.before[self._units_before(positions)]
+
+    def rows_received(self, shards: Shards) -> list[float]:
+        size, units = len(shards), int(self.first[-1])
+        runs = sorted((*run, rank) for rank, mine in enumerate(shards) for run in mine)
+        starts, ends, ranks = (torch.tensor(x, dtype=torch.int64) for x in zip(*runs, strict=True))
+        owner = torch.repeat_interleave(ranks, self._units_before(ends) - self._units_before(starts))
+        reader, column, group = owner[self.needs // units % units], self.needs % units, self.needs // units**2
+        far = reader != owner[column]
+        wanted = ((group * size + reader) * units + column)[far].unique()
+        rows = torch.bincount(wanted // units % size, minlength=size) * (self.unit / self.groups)
+        return rows.tolist()  # type: ignore[no-any-return]
+
+
+class _Listed:
+    """The kept blocks of documents of one pattern, listed once for those of equal length.
+
+    Those of a causal pattern that is the same in every sequence are listed for the longest document alone: the others' are its first.
+    """
+
+    def __init__(self, pattern: BlockPattern, longest: int, num_heads: int, is_causal: bool, device: torch.device) -> None:
+        self.pattern, self.num_heads, self.is_causal, self.device = pattern, num_heads, is_causal, device
+        self._known: dict[int, list[Entries]] = {}
+        self._longest: list[Entries] | None = None
+        # a block of more queries than keys may hold keys behind the document's last
+        if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block:
+            self._longest = self._list(longest)
+
+    def _list(self, length: int) -> list[Entries]:
+        problem = RingBlockProblem(self.pattern, ((0, length),), (((0, length),),), self.num_heads, 1, self.is_causal)
+        return [entries for _, entries in entries_of(problem, length, self.device)] if length else []
+
+    def of(self, length: int) -> list[Entries]:
+        if length not in self._known:
+            self._known[length] = self._list(length) if self._longest is None else self._first(length)
+        return self._known[length]
+
+    def _first(self, length: int) -> list[Entries]:
+        assert self._longest is not None
+        found = []
+        for x in self._longest:
+            kept = x.row * self.pattern.q_block < length
+            found.append(Entries(x.group[kept], x.row[kept], x.column[kept], x.full[kept], x.key[kept], x.num_groups))
+        return found
+
+
+def works_of(
+    patterns: Sequence[BlockPattern | DilatedPattern | None],
+    documents: tuple[Range, ...],
+    num_heads: int,
+    *,
+    is_causal: bool,
+    device: torch.device,
+) -> list[Work]:
+    """Returns the work of each kind of layer; None stands for dense attention."""
+    packed = Documents(documents)
+    return [
+        BlockWork(pattern, packed, num_heads, is_causal=is_causal, device=device)
+        if isinstance(pattern, BlockPattern)
+        else BranchWork(pattern or DENSE, packed, num_heads, is_causal=is_causal)
+        for pattern in patterns
+    ]
