@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import members_named
@@ -119,6 +120,34 @@ class RingSettings:
                 "this module was built before torch.distributed.init_process_group, for one process, "
                 f"and now there are {dist.get_world_size()}; build it afterwards, or pass group= or mesh="
             )
+
+
+def set_layout(module: nn.Module, layout: Layout) -> None:
+    """Makes a module and all modules in it take their rows in another layout from now on: of another batch of packed documents.
+
+    All processes must call it with the same layout, and after the backward of the batch before: what activation checkpointing computes
+    again, it computes in the layout that is then set.
+
+    Args:
+        module: a ring's module, or a model that was made with ``group`` or ``mesh``.
+        layout: of the next batch, e.g. from ``balanced_layout``.
+
+    Raises:
+        TypeError: if the layout is not a ``Layout``.
+        ValueError: if the module has no sequence that processes share.
+
+    >>> layout = balanced_layout([*patterns], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
+    >>> set_layout(model, layout)
+    >>> tokens, targets = shard_sequence(group, [tokens, targets], [1, 1], layout=layout)
+    >>> loss = model(tokens, targets=targets, cu_seqlens=cu_seqlens, seq_len=N)
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r} ({type(layout).__name__}); expected a Layout, e.g. from balanced_layout")
+    rings = [part for part in module.modules() if isinstance(getattr(part, "ring", None), RingSettings)]
+    if not rings:
+        raise ValueError(f"module is a {type(module).__name__} without a ring, so there is no layout to set; pass group= or mesh= to it")
+    for part in rings:
+        part.ring = replace(cast(RingSettings, part.ring), layout=layout.name)  # type: ignore[assignment]
 
 
 @torch.library.custom_op("dilated_attention::shard_positions", mutates_args=())

@@ -19,7 +19,8 @@ A backward of all but all_to_all receives the keys and values again, and sends a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,26 +60,38 @@ def dense_bytes(
     seq_len: int,
     size: int,
     rank: int,
-    layout: str,
+    layout: str | Layout,
     sizes: CommSizes,
     *,
     is_causal: bool,
     window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[Range] | None = None,
 ) -> Bytes:
-    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; contiguous or zigzag layout."""
+    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; any layout but striped.
+
+    Args:
+        documents: (start, end) of packed documents, which partition the sequence; None for one.
+    """
+    documents = documents or [(0, seq_len)]
     runs = [_runs(seq_len, r, size, layout) for r in range(size)]
     left, right = window or (None, None)
     if is_causal:
         right = 0
 
-    def reach(run: Range) -> Range:
-        return 0 if left is None else max(0, run[0] - left), seq_len if right is None else min(seq_len, run[1] + right)
+    def reach(run: Range, document: Range) -> Range:
+        """Returns the keys that a run's queries in a document see."""
+        (start, end), (first, last) = (max(run[0], document[0]), min(run[1], document[1])), document
+        if start >= end:
+            return 0, 0
+        return first if left is None else max(first, start - left), last if right is None else min(last, end + right)
 
     def seen(reader: int, holder: int) -> int:
         """Returns rows × key/value heads of ``holder`` that ``reader`` sees."""
         once = 0
         for start, stop in runs[holder]:
-            parts = [(max(start, low), min(stop, high)) for low, high in map(reach, runs[reader])]
+            parts = [
+                (max(start, low), min(stop, high)) for low, high in itertools.starmap(reach, itertools.product(runs[reader], documents))
+            ]
             end = start
             for low, high in sorted(part for part in parts if part[0] < part[1]):
                 once += max(0, high - max(low, end))
@@ -89,29 +102,49 @@ def dense_bytes(
 
 
 def dilated_bytes(
-    seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, *, is_causal: bool
+    seq_len: int,
+    size: int,
+    rank: int,
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    sizes: CommSizes,
+    *,
+    is_causal: bool,
+    layout: str | Layout = "contiguous",
+    documents: Sequence[Range] | None = None,
 ) -> Bytes:
-    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r: for small N."""
+    """Returns the bytes of ``ring_dilated_attention`` with all_gather and offsets h mod r: for small N, any layout but striped.
+
+    Args:
+        documents: (start, end) of packed documents, which partition the sequence; None for one.
+    """
     group = sizes.heads // sizes.kv_heads
+    held = [_runs(seq_len, r, size, layout) for r in range(size)]
 
     def seen(reader: int, holder: int) -> int:
         """Returns rows × key/value heads of ``holder`` that ``reader`` needs, position by position."""
-        (first, last, _), theirs = (spans(seq_len, rank, size, "contiguous")[0] for rank in (reader, holder))
         needed = set()
         for length, rate in zip(lengths, rates, strict=True):
-            for position in range(*theirs):
-                start = position // length * length
-                if first >= last or start >= last or start + length <= first or (is_causal and position >= last):
-                    continue
-                # heads whose offset is this row's
-                heads = range((position - start) % rate, sizes.heads, rate)
-                needed |= {(position, head // group) for head in heads}
+            for first, last in documents or [(0, seq_len)]:
+                theirs = [p for start, end in held[holder] for p in range(max(start, first), min(end, last))]
+                for position in theirs:
+                    start = first + (position - first) // length * length
+                    if not any(_sees(run, start, min(start + length, last), position, is_causal) for run in held[reader]):
+                        continue
+                    # heads whose offset is this row's
+                    heads = range((position - start) % rate, sizes.heads, rate)
+                    needed |= {(position, head // group) for head in heads}
         return len(needed)
 
     return _of_keys(size, rank, sizes, seen)
 
 
-def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
+def _sees(run: Range, start: int, end: int, position: int, is_causal: bool) -> bool:
+    """Whether the run has positions in the segment [start, end), one of them not before the key's if causal."""
+    return max(run[0], start) < min(run[1], end) and (not is_causal or position < min(run[1], end))
+
+
+def heads_bytes(seq_len: int, size: int, rank: int, layout: str | Layout, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
     """Returns the bytes of all_to_all: each rank gets some heads of the whole sequence, and the results go back.
 
     A striped sequence is exchanged like any other.
@@ -176,7 +209,7 @@ def block_bytes(
     return _of_keys(size, rank, sizes, seen)
 
 
-def _runs(seq_len: int, rank: int, size: int, layout: str) -> list[Range]:
+def _runs(seq_len: int, rank: int, size: int, layout: str | Layout) -> list[Range]:
     """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
     runs: list[Range] = []
     for start, stop, _ in spans(seq_len, rank, size, layout):

@@ -59,18 +59,22 @@ def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.
     mask = torch.zeros((1 if alike else Hk, problem.seq_len), dtype=torch.bool, device=device)
     group = H if alike else H // Hk
     for branch, (length, rate) in enumerate(pattern.branches):
-        of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, H, group)]
+        # which of r neighbours each key/value head takes
+        taken = torch.zeros((mask.shape[0], rate), dtype=torch.bool)
+        for head in range(H):
+            if offsets[branch][head] != NOT_IN_BRANCH:
+                taken[head // group, offsets[branch][head]] = True
+        takes_all, taken = bool(taken.all()), taken.to(device)
         for start, low, high in keys_beyond(problem, length, problem.shards[rank]):
-            if rate == 1:
-                for head, found in enumerate(of_heads):
-                    if found:
-                        mask[head, low:high] = True
+            if takes_all:
+                mask[:, low:high] = True
                 continue
-            for head, found in enumerate(of_heads):
-                for offset in found:
-                    first = start + offset
-                    first += max(0, -(-(low - first) // rate)) * rate
-                    mask[head, first:high:rate] = True
+            # windows, which alone cut the begin of a segment off, have no dilation
+            assert low == start or rate == 1
+            whole = low + (high - low) // rate * rate
+            mask[:, low:whole].unflatten(1, (-1, rate)).logical_or_(taken[:, None])
+            if whole < high:
+                mask[:, whole:high].logical_or_(taken[:, : high - whole])
     for start, end in problem.shards[rank]:
         mask[:, start:end] = False
     return mask

@@ -3,9 +3,10 @@
 Pairs are counted between positions, by a function P(x), the pairs of all queries before position x, so those of a run [a, b) are
 P(b) − P(a). Of a causal dense document, x positions have x(x + 1)/2 pairs; a branch (w, r) of a dilated pattern has
 
-    P(x) = Σ_h ⌊x/w⌋ · t(w)(t(w) + 1)/2 + t(x mod w)(t(x mod w) + 1)/2,    t(n) = ⌈(n − o_h)/r⌉, positions taken among n
+    P(x) = Σ_h ⌊x/w⌋ · f(t(w)) + f(t(x mod w)),    f(t) = t(t + 1)/2,    t(n) = ⌊n/r⌋ + [o_h < n mod r], positions taken among n
 
-and x(L), t(w)², t(x mod w) · t(segment) where not causal. Block patterns are counted block by block, since kernels compute blocks whole.
+so that the sum over heads needs but the number of heads with o_h < m, for each m. Where not causal, x positions of L have x · L pairs, and
+f is t(x mod w) times the positions taken in the segment. Block patterns are counted block by block, since kernels compute blocks whole.
 All counts are means over heads.
 """
 
@@ -15,6 +16,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +24,7 @@ import torch
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
 from dilated_attention.distributed.exchange.plan import RingProblem, keys_beyond
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.fork import cached_property
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.base import Entries
 
@@ -64,8 +67,8 @@ class BranchWork:
 
     def __init__(self, pattern: DilatedPattern, documents: Documents, num_heads: int, *, is_causal: bool) -> None:
         self.pattern, self.documents, self.num_heads, self.is_causal = pattern, documents, num_heads, is_causal
-        self._offsets = [
-            [(offset, count) for offset, count in Counter(row).items() if offset != NOT_IN_BRANCH] for row in pattern.offsets(num_heads)
+        self._branches = [
+            _Branch.of(length, rate, row) for (length, rate), row in zip(pattern.branches, pattern.offsets(num_heads), strict=True)
         ]
         lengths = documents.ends - documents.starts
         whole = self._of_document(lengths, lengths)
@@ -79,17 +82,15 @@ class BranchWork:
     def _of_document(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Returns the pairs of the first x queries of documents."""
         total = torch.zeros(x.shape, dtype=torch.float64)
-        for (segment, rate), offsets in zip(self.pattern.branches, self._offsets, strict=True):
-            full, rest = x // segment, x % segment
-            last = (length - full * segment).clamp(max=segment)
-            for offset, count in offsets:
-                in_full, queries = _taken(torch.tensor(segment), rate, offset), _taken(rest, rate, offset)
-                if self.is_causal:
-                    pairs = full * in_full * (in_full + 1) / 2 + queries * (queries + 1) / 2
-                else:
-                    pairs = full * in_full**2 + queries * _taken(last, rate, offset)
-                total += pairs * (count / self.num_heads)
-        return total
+        for branch in self._branches:
+            full = torch.div(x, branch.length, rounding_mode="floor")
+            rest = x - full * branch.length
+            if self.is_causal:
+                total += full * branch.causal_pairs + branch.causal(rest)
+            else:
+                last = (length - full * branch.length).clamp(max=branch.length)
+                total += full * branch.pairs + branch.product(rest, last)
+        return total / self.num_heads
 
     def rows_received(self, shards: Shards) -> list[float]:
         """See ``Work``. A row that several branches take counts for each of them."""
@@ -97,24 +98,62 @@ class BranchWork:
         # runs of whole documents see nothing beyond them
         cut = tuple(tuple(run for run in mine if not bounds.issuperset(run)) for mine in shards)
         heads = self.num_heads
+        if not any(cut):
+            return [0.0] * len(shards)
         problem = RingProblem(self.pattern, documents, cut, heads, heads, self.is_causal, None, "all_gather", ())
         found = []
         for mine, of_cut in zip(shards, cut, strict=True):
             ends = list(itertools.accumulate((end - start for start, end in mine), initial=0))
             starts = [start for start, _ in mine]
             rows = 0.0
-            for (segment, rate), offsets in zip(self.pattern.branches, self._offsets, strict=True):
-                share = sum(count for _, count in offsets) / (heads * rate)
-                for _, low, high in keys_beyond(problem, segment, of_cut):
+            for branch in self._branches:
+                for _, low, high in keys_beyond(problem, branch.length, of_cut):
                     own = _held_before(mine, starts, ends, high) - _held_before(mine, starts, ends, low)
-                    rows += (high - low - own) * share
+                    rows += (high - low - own) * float(branch.below[-1]) / (heads * branch.rate)
             found.append(rows)
         return found
 
 
-def _taken(length: torch.Tensor, rate: int, offset: int) -> torch.Tensor:
-    """Returns how many of the first ``length`` positions of a segment are taken, as float64: squares of long sequences overflow int64."""
-    return ((length - offset + rate - 1) // rate).clamp(min=0).double()
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    """A branch (w, r), and for each m ≤ r how many heads take positions at an offset below m, (r + 1,) float64.
+
+    Counts are float64, since squares of long sequences overflow int64.
+    """
+
+    length: int
+    rate: int
+    below: torch.Tensor
+
+    @cached_property
+    def causal_pairs(self) -> float:
+        """Returns the causal pairs of a whole segment, summed over heads."""
+        return float(self.causal(torch.tensor(self.length)))
+
+    @cached_property
+    def pairs(self) -> float:
+        """Returns the pairs of a whole segment, summed over heads."""
+        return float(self.product(torch.tensor(self.length), torch.tensor(self.length)))
+
+    @classmethod
+    def of(cls, length: int, rate: int, offsets: Sequence[int]) -> _Branch:
+        count = Counter(offset for offset in offsets if offset != NOT_IN_BRANCH)
+        return cls(length, rate, torch.tensor(list(itertools.accumulate((count[m] for m in range(rate)), initial=0)), dtype=torch.float64))
+
+    def _parts(self, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.div(n, self.rate, rounding_mode="floor")
+        return whole.double(), n - whole * self.rate
+
+    def causal(self, n: torch.Tensor) -> torch.Tensor:
+        """Returns Σ_h t(t + 1)/2 of the first n positions of a segment."""
+        whole, rest = self._parts(n)
+        # a head that takes one position more has t + 1 pairs more
+        return self.below[-1] * whole * (whole + 1) / 2 + self.below[rest] * (whole + 1)
+
+    def product(self, n: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """Returns Σ_h t(n) t(of)."""
+        (a, x), (b, y) = self._parts(n), self._parts(of)
+        return self.below[-1] * a * b + a * self.below[y] + b * self.below[x] + self.below[torch.minimum(x, y)]
 
 
 def _held_before(mine: Sequence[Range], starts: list[int], ends: list[int], position: int) -> int:

@@ -92,18 +92,19 @@ def pieces_of(cuts: Cuts, loads: torch.Tensor, size: int, largest: float, *, pai
         paired: into pairs of chunks, not chunks.
     """
     found: list[Runs] = []
-    small = torch.zeros(loads.shape[1], dtype=torch.float64)
-    ends_small = True
-    for (start, end), load in zip(cuts.documents, loads, strict=True):
-        most = float(load.max())
+    # the loads of the last piece, if it is one of short neighbours
+    small: list[float] | None = None
+    for (start, end), load in zip(cuts.documents, loads.tolist(), strict=True):
+        most = max(load)
         if most <= largest:
-            if ends_small or float((small + load).max()) > SMALL * largest:
+            both = load if small is None else [a + b for a, b in zip(small, load, strict=True)]
+            if small is None or max(both) > SMALL * largest:
                 found.append([])
-                small = torch.zeros_like(load)
+                both = load
             found[-1].append((start, end))
-            small, ends_small = small + load, False
+            small = both
             continue
-        ends_small = True
+        small = None
         count = math.ceil(most / largest)
         # as many on each process
         count = -(-count // size) * size if count > size / 2 else count
@@ -145,34 +146,40 @@ def _dealt(loads: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _exchange(loads: torch.Tensor, owner: torch.Tensor, size: int) -> None:
-    """Exchanges pieces, one for one or one for none, between the process with the largest load of a kind and others, in place."""
+    """Exchanges pieces, one for one or one for none, between the process with the most uneven loads and others, in place."""
     nothing = torch.zeros(size, loads.shape[1], dtype=torch.float64)
+    excess = nothing.index_add(0, owner, loads) - 1
     for _ in range(MOST_EXCHANGES):
-        excess = torch.zeros_like(nothing).index_add_(0, owner, loads) - 1
-        if float(excess.abs().max()) <= EVEN:
+        worst = excess.abs().amax(1)
+        if float(worst.max()) <= EVEN:
             return
-        best: tuple[float, int, int, int] = (-1e-9, 0, 0, 0)
-        for rank in excess.abs().amax(1).argsort(descending=True).tolist()[:2]:
-            mine, others = (owner == rank).nonzero()[:, 0], (owner != rank).nonzero()[:, 0]
-            given = torch.cat([loads[mine], nothing[:1]])
-            taken, holders = torch.cat([loads[others], nothing]), torch.cat([owner[others], torch.arange(size)])
-            moved = given[:, None] - taken[None]
-            # change of the sum of squares of both processes' excess
-            change = 2 * (moved * (moved + (excess[holders] - excess[rank])[None])).sum(2)
-            change.masked_fill_((holders == rank)[None], 0.0)
-            least = int(change.argmin())
-            i, j = divmod(least, change.shape[1])
-            if float(change.view(-1)[least]) < best[0]:
-                give = int(mine[i]) if i < len(mine) else -1
-                take = int(others[j]) if j < len(others) else -1
-                best = (float(change.view(-1)[least]), give, take, rank * size + int(holders[j]))
-        if best[0] == -1e-9:
+        # where nothing evens out the worst, the next one may
+        if not any(_exchange_one(loads, owner, excess, nothing, rank) for rank in worst.argsort(descending=True).tolist()[:2]):
             return
-        _, give, take, ranks = best
-        if give >= 0:
-            owner[give] = ranks % size
-        if take >= 0:
-            owner[take] = ranks // size
+
+
+def _exchange_one(loads: torch.Tensor, owner: torch.Tensor, excess: torch.Tensor, nothing: torch.Tensor, rank: int) -> bool:
+    """Makes the exchange of ``rank`` with another process that lowers the sum of squares of ``excess`` most; False if there is none."""
+    mine, others = (owner == rank).nonzero()[:, 0], (owner != rank).nonzero()[:, 0]
+    given = torch.cat([loads[mine], nothing[:1]])
+    taken, holders = torch.cat([loads[others], nothing]), torch.cat([owner[others], torch.arange(len(nothing))])
+    # |moved|² + moved · difference, of moved = given − taken
+    difference = excess[holders] - excess[rank]
+    change = given.square().sum(1)[:, None] + (taken * (taken - difference)).sum(1) + given @ (difference - 2 * taken).T
+    change.masked_fill_((holders == rank)[None], 0.0)
+    least = int(change.argmin())
+    if float(change.view(-1)[least]) > -1e-9:
+        return False
+    i, j = divmod(least, change.shape[1])
+    holder = int(holders[j])
+    if i < len(mine):
+        owner[mine[i]] = holder
+    if j < len(others):
+        owner[others[j]] = rank
+    moved = given[i] - taken[j]
+    excess[rank] -= moved
+    excess[holder] += moved
+    return True
 
 
 def even_out(dealt: list[Runs], cuts: Cuts, loads: LoadsOf, cost: Callable[[Range], float]) -> None:
@@ -184,23 +191,34 @@ def even_out(dealt: list[Runs], cuts: Cuts, loads: LoadsOf, cost: Callable[[Rang
     unit = cuts.unit
     counts = [sum(end - start for start, end in mine) for mine in dealt]
     mean = sum(counts) / len(counts)
+    excess: torch.Tensor | None = None
     while max(counts) - min(counts) > unit:
+        if excess is None:
+            owner = torch.repeat_interleave(torch.tensor([len(mine) for mine in dealt]))
+            every = loads_of_runs([run for mine in dealt for run in mine], loads)
+            excess = torch.zeros(len(dealt), every.shape[1], dtype=torch.float64).index_add_(0, owner, every) - 1
         high, low = counts.index(max(counts)), counts.index(min(counts))
         wanted = max(int(min(counts[high] - mean, mean - counts[low])) // unit, 1) * unit
         options: list[tuple[Range, int]] = []
         for i, (start, end) in enumerate(dealt[high]):
-            options.append(((start, min(start + wanted, end)), i))
-            after = cuts.before(end - wanted)
-            if start < after and end - after < counts[high] - counts[low]:
-                options.append(((after, end), i))
+            if end - start >= wanted:
+                options.append(((start, start + wanted), i))
+                after = cuts.before(end - wanted)
+                if start < after and end - after < counts[high] - counts[low]:
+                    options.append(((after, end), i))
+        if not options:
+            longest = max(range(len(dealt[high])), key=lambda i: dealt[high][i][1] - dealt[high][i][0])
+            options.append((dealt[high][longest], longest))
         moved = loads_of_runs([run for run, _ in options], loads)
-        excess = [loads_of_runs(dealt[rank], loads).sum(0) - 1 for rank in (high, low)]
-        worst = torch.maximum((excess[0] - moved).abs().amax(1), (excess[1] + moved).abs().amax(1))
-        (start, end), i = options[int((worst + torch.tensor([cost(run) for run, _ in options])).argmin())]
+        worst = torch.maximum((excess[high] - moved).abs().amax(1), (excess[low] + moved).abs().amax(1))
+        best = int((worst + torch.tensor([cost(run) for run, _ in options])).argmin())
+        (start, end), i = options[best]
         first, last = dealt[high].pop(i)
         dealt[high] += [run for run in ((first, start), (end, last)) if run[0] < run[1]]
         dealt[low].append((start, end))
         counts[high], counts[low] = counts[high] - (end - start), counts[low] + (end - start)
+        excess[high] -= moved[best]
+        excess[low] += moved[best]
 
 
 def joined(runs: Sequence[Range]) -> tuple[Range, ...]:

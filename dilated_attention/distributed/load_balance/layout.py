@@ -7,9 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dilated_attention.distributed.load_balance.dealing import (
+    Cuts,
+    Runs,
+    contiguous,
+    deal,
+    even_out,
+    joined,
+    loads_of_runs,
+    pieces_of,
+    zigzag,
+)
+from dilated_attention.distributed.load_balance.work import Work, works_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.distributed.sharding.dealing import Cuts, Runs, contiguous, deal, even_out, joined, pieces_of, zigzag
-from dilated_attention.distributed.sharding.work import Work, works_of
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.prepare import document_ranges
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -79,17 +89,19 @@ def balanced_layout(
     balance = _Balance(works, Cuts(documents, max(work.unit for work in works)), size, is_causal)
     best: Layout | None = None
     least = math.inf
-    for runs in balance.candidates(documents):
-        found = tuple(joined(mine) for mine in runs)
-        imbalance = balance.imbalance(found)
-        if best is not None and imbalance > BALANCED:
-            if imbalance < best.imbalance * (1 - WORTH_IT):
-                best = Layout(seq_len, found, imbalance)
-            continue
-        cost = balance.cost(found)
-        if best is None or best.imbalance > BALANCED or cost < least * (1 - WORTH_IT):
-            best, least = Layout(seq_len, found, imbalance), cost
-        if best.imbalance <= BALANCED and least <= balance.least * (1 + WORTH_IT):
+    for level in balance.levels():
+        before = best
+        for runs in level:
+            found = tuple(joined(mine) for mine in runs)
+            pairs = balance.pairs(found)
+            imbalance = max(1.0, float(pairs.max()))
+            is_balanced, was_balanced = imbalance <= BALANCED, best is not None and best.imbalance <= BALANCED
+            cost = balance.cost(found, pairs) if is_balanced else math.inf
+            if best is None or (is_balanced and cost < least * (1 - WORTH_IT)) or (not was_balanced and imbalance < best.imbalance):
+                best, least = Layout(seq_len, found, imbalance), cost
+        assert best is not None
+        # more pieces would only cost more
+        if best.imbalance <= BALANCED and (best is before or least <= balance.least * (1 + WORTH_IT)):
             break
     assert best is not None
     return best
@@ -116,36 +128,33 @@ class _Balance:
         columns += [(work.pairs_before(ends) - work.pairs_before(starts)) / mean for work, mean in self._kinds]
         return torch.stack(columns, 1)
 
-    def imbalance(self, shards: Sequence[Sequence[Range]]) -> float:
-        """Returns the maximum over the mean pairs of a process, the largest of all patterns."""
-        return 1 + max(0.0, float(self._pairs(shards).max()) - 1) if self._kinds else 1.0
+    def pairs(self, shards: Sequence[Sequence[Range]]) -> torch.Tensor:
+        """Returns each process's pairs of each pattern (W, patterns), in shares of the mean."""
+        runs = [(*run, rank) for rank, mine in enumerate(shards) for run in mine]
+        starts, ends, ranks = (torch.tensor(x, dtype=torch.int64) for x in zip(*runs, strict=True))
+        # a pattern without pairs is even
+        loads = self.loads(starts, ends)[:, 1:] if self._kinds else torch.zeros(len(runs), 1, dtype=torch.float64)
+        return torch.zeros(self.size, loads.shape[1], dtype=torch.float64).index_add_(0, ranks, loads)
 
-    def cost(self, shards: Sequence[Sequence[Range]]) -> float:
+    def cost(self, shards: Sequence[Sequence[Range]], pairs: torch.Tensor) -> float:
         """Returns the pairs of the slowest process, summed over patterns; each row it must receive counts as ``PAIRS_PER_ROW`` pairs."""
-        pairs, total = self._pairs(shards), 0.0
+        total = 0.0
         for index, (work, mean) in enumerate(self._kinds):
             rows = torch.tensor(work.rows_received(shards), dtype=torch.float64)
             total += float((pairs[:, index] * mean + PAIRS_PER_ROW * rows).max())
         return total
 
-    def _pairs(self, shards: Sequence[Sequence[Range]]) -> torch.Tensor:
-        """Returns each process's pairs (W, patterns), in shares of the mean."""
-        runs = [(*run, rank) for rank, mine in enumerate(shards) for run in mine]
-        starts, ends, ranks = (torch.tensor(x, dtype=torch.int64) for x in zip(*runs, strict=True))
-        loads = self.loads(starts, ends)[:, 1:]
-        return torch.zeros(self.size, loads.shape[1], dtype=torch.float64).index_add_(0, ranks, loads)
-
-    def candidates(self, documents: tuple[Range, ...]) -> Iterator[list[Runs]]:
-        """Yields each process's runs, those that are preferred at equal cost first: few and long ones."""
-        yield contiguous(self.cuts, self.size)
-        yield zigzag(self.cuts, self.size)
-        starts, ends = (torch.tensor([x[i] for x in documents]) for i in (0, 1))
-        loads = self.loads(starts, ends)
+    def levels(self) -> Iterator[Iterator[list[Runs]]]:
+        """Yields candidates, each process's runs, those of few and long runs first."""
+        yield (make(self.cuts, self.size) for make in (contiguous, zigzag))
+        loads = loads_of_runs(self.cuts.documents, self.loads)
         for largest in LARGEST:
-            for paired in (False, True):
-                dealt = deal(pieces_of(self.cuts, loads, self.size, largest, paired=paired), self.size, self.loads)
-                even_out(dealt, self.cuts, self.loads, self._cost_of)
-                yield dealt
+            yield (self._dealt(loads, largest, paired=paired) for paired in (False, True))
+
+    def _dealt(self, of_documents: torch.Tensor, largest: float, *, paired: bool) -> list[Runs]:
+        dealt = deal(pieces_of(self.cuts, of_documents, self.size, largest, paired=paired), self.size, self.loads)
+        even_out(dealt, self.cuts, self.loads, self._cost_of)
+        return dealt
 
     def _cost_of(self, run: Range) -> float:
         """Returns the cost of a run on another process than the rest of its document, as a load."""
