@@ -30,7 +30,7 @@ class SlideEncoder(Pretrained):
         group, mesh: the processes that share a slide, as a ProcessGroup or a DeviceMesh of one axis. Tiles and coords are then each
             process's shards, as ``shard_sequence`` cuts them; the class token needs nothing from the caller. None for whole slides.
         layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``; ``"striped"`` sends nearly every tile to another process,
-            to make room for the class token.
+            to make room for the class token. A ``Layout`` is refused.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 

@@ -119,7 +119,7 @@ class LongViT(Pretrained):
         backend: ``"auto"`` or a name of ``list_backends()``.
         group, mesh: the processes that share an image, as a ProcessGroup or a DeviceMesh of one axis. Each is given the whole images, which
             may be on the CPU, copies the pixels of its own patches to the model's device, and embeds these alone. None for one process.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``. A ``Layout`` is refused.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
