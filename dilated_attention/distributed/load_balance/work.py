@@ -13,9 +13,10 @@ All counts are means over heads.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -179,19 +180,17 @@ class BlockWork:
         units = int(self.first[-1])
         pairs, self.groups = torch.zeros(units, dtype=torch.float64, device=device), 1
         needs = [torch.zeros(0, dtype=torch.int64, device=device)]
-        listed = _Listed(pattern, int(lengths.max()) if len(documents.ranges) else 0, num_heads, is_causal, device)
-        for index, length in enumerate(lengths.tolist()):
-            first = int(self.first[index])
-            for entries in listed.of(length):
-                queries = (length - entries.row * pattern.q_block).clamp(max=pattern.q_block)
-                keys = (length - entries.column * pattern.k_block).clamp(max=pattern.k_block)
-                row = first + entries.row * pattern.q_block // self.unit
-                column = first + entries.column * pattern.k_block // self.unit
-                pairs.index_add_(0, row, (queries * keys).double())
-                # a document of one unit is never cut
-                if length > self.unit:
-                    needs.append(((entries.group * units + row) * units + column).unique())
-                self.groups = max(self.groups, int(entries.group[-1]) + 1 if entries.group.numel() else 1)
+        lengths, first = lengths.to(device), self.first.to(device)
+        for document, x in _listed(pattern, lengths, num_heads, is_causal=is_causal):
+            length = lengths[document]
+            queries = (length - x.row * pattern.q_block).clamp(max=pattern.q_block)
+            keys = (length - x.column * pattern.k_block).clamp(max=pattern.k_block)
+            row = first[document] + x.row * pattern.q_block // self.unit
+            column = first[document] + x.column * pattern.k_block // self.unit
+            pairs.index_add_(0, row, (queries * keys).double())
+            # a document of one unit is never cut
+            needs.append(((x.group * units + row) * units + column)[length > self.unit].unique())
+            self.groups = max(self.groups, x.num_groups)
         self.before = torch.nn.functional.pad(pairs.cpu().cumsum(0), (1, 0)) / self.groups
         self.needs = torch.cat(needs).cpu()
 
@@ -214,36 +213,27 @@ class BlockWork:
         return rows.tolist()  # type: ignore[no-any-return]
 
 
-class _Listed:
-    """The kept blocks of documents of one pattern, listed once for those of equal length.
+def _listed(pattern: BlockPattern, lengths: torch.Tensor, num_heads: int, *, is_causal: bool) -> Iterator[tuple[torch.Tensor, Entries]]:
+    """Yields the kept blocks of documents of these lengths, with the index of each block's document."""
 
-    Those of a causal pattern that is the same in every sequence are listed for the longest document alone: the others' are its first.
-    """
+    @functools.cache
+    def of_length(length: int) -> list[Entries]:
+        problem = RingBlockProblem(pattern, ((0, length),), (((0, length),),), num_heads, 1, is_causal)
+        return [entries for _, entries in entries_of(problem, length, lengths.device)]
 
-    def __init__(self, pattern: BlockPattern, longest: int, num_heads: int, is_causal: bool, device: torch.device) -> None:
-        self.pattern, self.num_heads, self.is_causal, self.device = pattern, num_heads, is_causal, device
-        self._known: dict[int, list[Entries]] = {}
-        self._longest: list[Entries] | None = None
-        # a block of more queries than keys may hold keys behind the document's last
-        if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block:
-            self._longest = self._list(longest)
-
-    def _list(self, length: int) -> list[Entries]:
-        problem = RingBlockProblem(self.pattern, ((0, length),), (((0, length),),), self.num_heads, 1, self.is_causal)
-        return [entries for _, entries in entries_of(problem, length, self.device)] if length else []
-
-    def of(self, length: int) -> list[Entries]:
-        if length not in self._known:
-            self._known[length] = self._list(length) if self._longest is None else self._first(length)
-        return self._known[length]
-
-    def _first(self, length: int) -> list[Entries]:
-        assert self._longest is not None
-        found = []
-        for x in self._longest:
-            kept = x.row * self.pattern.q_block < length
-            found.append(Entries(x.group[kept], x.row[kept], x.column[kept], x.full[kept], x.key[kept], x.num_groups))
-        return found
+    longest = of_length(int(lengths.max()))
+    # the rows of a causal pattern that is the same in every sequence are the first of the longest document's; a block of more queries than
+    # keys may hold keys behind a document's last
+    if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block and len(longest) == longest[0].num_groups == 1:
+        (x,) = longest
+        counts = torch.searchsorted(x.row, -(-lengths // pattern.q_block))
+        document = torch.repeat_interleave(counts)
+        index = torch.arange(len(document), device=lengths.device) - (counts.cumsum(0) - counts)[document]
+        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], x.key[index], 1)
+        return
+    for i, length in enumerate(lengths.tolist()):
+        for entries in of_length(length):
+            yield torch.full_like(entries.row, i), entries
 
 
 def works_of(
