@@ -32,8 +32,10 @@ def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
     num_heads, cells = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS), -(-num_positions // cell)
     if num_heads * cells**2 > MAX_MASK:
         raise ValueError(
-            f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger "
-            "cells or fewer heads"
+
+                f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger "
+                "cells or fewer heads"
+
         )
     if num_positions > _MOST_POSITIONS:
         raise ValueError(f"num_positions is {num_positions:,}; each one is examined, expected at most {_MOST_POSITIONS:,}")

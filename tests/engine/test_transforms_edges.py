@@ -123,6 +123,7 @@ def test_blocks_chosen_by_content_are_chosen_for_each_mapped_entry() -> None:
     assert_equal(vmap(out_and_gradients(attend))(q, k, v), tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
 
 
+
 @pytest.mark.parametrize("name", ["attention", "dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention"])
 @pytest.mark.parametrize(
     ("shortcut", "how"),

@@ -193,7 +193,9 @@ def test_estimated_times_are_near_what_the_gpu_takes(kind: str) -> None:
     best = min(times)
     if abs(plan.seconds / best - 1) > 0.4 and is_shared():
         pytest.skip(
-            f"others hold {others_hold() / 2**30:.0f} GiB of this GPU: {best * 1e3:.1f} ms are no measure of "
-            f"{plan.seconds * 1e3:.1f} planned; run alone"
+
+                f"others hold {others_hold() / 2**30:.0f} GiB of this GPU: {best * 1e3:.1f} ms are no measure of "
+                f"{plan.seconds * 1e3:.1f} planned; run alone"
+
         )
     assert plan.seconds == pytest.approx(best, rel=0.4)

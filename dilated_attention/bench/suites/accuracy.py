@@ -51,7 +51,9 @@ class Accuracy(Suite):
         parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
         parser.add_argument("--head-dim", type=size, default=64, help="default 64")
         parser.add_argument("--steps", type=size, help="of training in each dtype; default 30, on a CPU 8")
-        parser.add_argument("--backends", nargs="+", choices=backends(), help=("default: all; each is recompiled for every dtype and mask"))
+        parser.add_argument(
+            "--backends", nargs="+", choices=backends(), help=("default: all; each is recompiled for every dtype and mask")
+        )
         parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
 
     def settings(self, session: Session) -> dict[str, Any]:

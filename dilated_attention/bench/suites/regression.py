@@ -111,7 +111,8 @@ class Regression(Suite):
         there = hardware_of(baseline.machine)
         if there != here:
             raise ValueError(
-                f"{path} is of other hardware, {there}; this is {here}: their times cannot be compared. Make one here with --save-baseline"
+                f"{path} is of other hardware, {there}; this is {here}: their times cannot be compared. Make one here with "
+                "--save-baseline"
             )
         if baseline.settings != self.settings(session):
             raise ValueError(

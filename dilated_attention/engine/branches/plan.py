@@ -115,7 +115,11 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
         offsets = branch_offsets[branch][first_head:last_head]
         runs = {o: tuple(_all_runs(length, rate, o, shape)) for o in set(offsets) if o != NOT_IN_BRANCH}
         shapes = {o: tuple(_relative(run, o) for _, run in found) for o, found in runs.items()}
-        members = [Member(head, o, (shapes[o], head not in seen_heads)) for head, o in enumerate(offsets) if o != NOT_IN_BRANCH]
+        members = [
+            Member(head, o, (shapes[o], head not in seen_heads))
+            for head, o in enumerate(offsets)
+            if o != NOT_IN_BRANCH
+        ]
         for heads, leader in head_groups(members, shape.num_heads // shape.num_kv_heads, shape.shifted_heads):
             first = leader.head not in seen_heads
             for (start, end), run in runs[leader.offset]:
