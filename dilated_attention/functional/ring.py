@@ -11,7 +11,7 @@ from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import members_named, members_of
 from dilated_attention.distributed.exchange.op import resolve_ring, ring_attention_op
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
-from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend, plain_ints
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
@@ -26,7 +26,7 @@ def ring_dilated_attention(
     *,
     group: Any = None,
     mesh: Any = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     exchange: str = "auto",
     seq_len: int | None = None,
     is_causal: bool = False,
@@ -58,8 +58,9 @@ def ring_dilated_attention(
         group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
             one process, nothing is communicated.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: which process holds which positions. A striped sequence needs an
-            additional exchange to reorder it, and another to restore its order.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions. A striped sequence
+            needs an additional exchange to reorder it, and another to restore its order. ``balanced_layout`` returns a ``Layout`` that
+            gives all processes equal work, of packed documents, too.
         exchange: ``"auto"``: chosen by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``:
             remote keys arrive in one exchange · ``"ring"``: they arrive in W − 1 exchanges, one shard at a time, to save memory ·
             ``"all_to_all"``: each process computes some heads of the whole sequence · ``"2d"``: heads are exchanged within a node, keys
@@ -89,7 +90,7 @@ def ring_dilated_attention(
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad)
-    ring = RingOptions(group_name_of(group, mesh), layout, exchange, seq_len, ranks_per_node, timeout)
+    ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
     return _attend(q, k, v, (key_padding_mask, cu_seqlens), branches, (), options, ring)
 
 
@@ -100,7 +101,7 @@ def ring_attention(
     *,
     group: Any = None,
     mesh: Any = None,
-    layout: str = "zigzag",
+    layout: str | Layout = "zigzag",
     exchange: str = "auto",
     seq_len: int | None = None,
     is_causal: bool = False,
@@ -118,7 +119,8 @@ def ring_attention(
     """Computes dense softmax attention of a sequence sharded over the processes of a group: the distributed ``attention``.
 
     Args:
-        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
+        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"`` · a ``Layout``,
+            e.g. of ``balanced_layout``, which balances packed documents.
         exchange: as in ``ring_dilated_attention``. ``"all_gather"`` gathers the keys head by head: one group of heads is computed
             while the next group's keys are in transit, and nothing is merged. A process receives only the keys that its queries see.
             A window's keys arrive in one exchange, so ``"ring"`` accepts no window.
@@ -127,12 +129,12 @@ def ring_attention(
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
-    ring = RingOptions(group_name_of(group, mesh), layout, exchange, seq_len, ranks_per_node, timeout)
+    ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
     return _attend(q, k, v, (key_padding_mask, cu_seqlens), DENSE, check.check_window(window), options, ring)
 
 
 class RingOptions(NamedTuple):
-    """The options that a distributed call has in addition, as the caller gave them."""
+    """The options that a distributed call has in addition, as the caller gave them; a ``Layout`` by its name."""
 
     group_name: str
     layout: str
@@ -140,6 +142,11 @@ class RingOptions(NamedTuple):
     seq_len: int | None
     ranks_per_node: int | None
     timeout: float
+
+
+def _plain(layout: str | Layout) -> str:
+    """Returns a ``Layout``'s name, and anything else as it is: it is checked at the first call of a kind."""
+    return layout.name if isinstance(layout, Layout) else layout
 
 
 def group_name_of(group: Any, mesh: Any) -> str:
@@ -193,7 +200,7 @@ def _attend(
 
 def _checked_sharding(ring: RingOptions, lse_grad: bool) -> tuple[tuple[Any, ...], int]:
     """Returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
-    one_of("layout", ring.layout, LAYOUTS)
+    layout_name(ring.layout)
     one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
     ranks_per_node = ring.ranks_per_node
     if ring.exchange == "2d" and ranks_per_node is None:

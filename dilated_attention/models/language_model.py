@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache.cache import Cache, Requests
@@ -55,7 +56,7 @@ class LongNetLM(Pretrained):
         backend: str = "auto",
         group: Any = None,
         mesh: Any = None,
-        layout: str = "contiguous",
+        layout: str | Layout = "contiguous",
         exchange: str = "auto",
         ranks_per_node: int | None = None,
         timeout: float = 60.0,

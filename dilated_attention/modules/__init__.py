@@ -1,6 +1,6 @@
 """nn.Modules for the functional API: attention alone and with its projections, in one process and across several."""
 
-from dilated_attention.modules._ring import RingSettings
+from dilated_attention.modules._ring import RingSettings, set_layout
 from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
 from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSparseAttention, MultiheadBlockSparseDilatedAttention
 from dilated_attention.modules.dilated import DilatedAttention
@@ -28,4 +28,5 @@ __all__ = [
     "RingMultiheadBlockSparseDilatedAttention",
     "RingMultiheadDilatedAttention",
     "RingSettings",
+    "set_layout",
 ]

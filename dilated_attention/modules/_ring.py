@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
-from dilated_attention.distributed.sharding.layout import LAYOUTS, local_length, positions_of
+from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
+from dilated_attention.distributed.sharding.layout import local_length, positions_of
 from dilated_attention.functional.ring import group_name_of, place_in
 from dilated_attention.pattern.checks import as_int, one_of
 
@@ -24,7 +26,8 @@ class RingSettings:
     Args:
         group_name: the name by which torch.distributed finds the group again in this process; "" for one process. Names are only valid
             within a job: between jobs, transfer a ``state_dict``, not a pickled module.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        layout: see ``ring_dilated_attention``; a ``Layout`` by its name.
+        exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
         before_init: no group was given and torch.distributed was not initialised, so this process was assumed to be alone.
     """
 
@@ -36,17 +39,16 @@ class RingSettings:
     before_init: bool = False
 
     @classmethod
-    def of(cls, group: Any, mesh: Any, layout: str, exchange: str, ranks_per_node: int | None, timeout: float) -> RingSettings:
+    def of(cls, group: Any, mesh: Any, layout: str | Layout, exchange: str, ranks_per_node: int | None, timeout: float) -> RingSettings:
         """Builds the settings from a module's arguments.
 
         Raises:
             ValueError, TypeError: the layout, exchange or group does not exist, or the group does not include this process.
         """
-        one_of("layout", layout, LAYOUTS)
         one_of("exchange", exchange, ("auto", *EXCHANGES))
         return cls(
             group_name=group_name_of(group, mesh),
-            layout=layout,
+            layout=layout_name(layout),
             exchange=exchange,
             ranks_per_node=None if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1),
             timeout=check.check_timeout(timeout),
@@ -84,12 +86,12 @@ class RingSettings:
         if torch.compiler.is_compiling():
             raise ValueError("seq_len is None inside torch.compile; positions depend on it: give seq_len, the length of the whole sequence")
         members = members_named(self.group_name)
-        same = {"function": "seq_len, asked for", "layout": self.layout, "seq_len": "None", **same}
+        same = {"function": "seq_len, asked for", "layout": short_name(self.layout), "seq_len": "None", **same}
         held = [own["rows"] for own in agree(members, same, {"rows": rows}, self.timeout)]
         expected = [local_length(sum(held), rank, members.size, self.layout) for rank in range(members.size)]
         if held != expected:
             raise ValueError(
-                f"the group's ranks hold {held} positions; a {self.layout} sequence of {sum(held)} has {expected}: "
+                f"the group's ranks hold {held} positions; a {short_name(self.layout)} sequence of {sum(held)} has {expected}: "
                 "cut it with shard_sequence and the same layout"
             )
         return sum(held)
@@ -104,7 +106,7 @@ class RingSettings:
         return shard_positions(x.detach(), seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
-        parts = [f"layout={self.layout!r}", f"exchange={self.exchange!r}"]
+        parts = [f"layout={short_name(self.layout)!r}", f"exchange={self.exchange!r}"]
         if self.ranks_per_node is not None:
             parts.append(f"ranks_per_node={self.ranks_per_node}")
         if not self.group_name:
@@ -118,6 +120,34 @@ class RingSettings:
                 "this module was built before torch.distributed.init_process_group, for one process, "
                 f"and now there are {dist.get_world_size()}; build it afterwards, or pass group= or mesh="
             )
+
+
+def set_layout(module: nn.Module, layout: Layout) -> None:
+    """Makes a module and all modules in it take their rows in another layout from now on: of another batch of packed documents.
+
+    All processes must call it with the same layout, and after the backward of the batch before: what activation checkpointing computes
+    again, it computes in the layout that is then set.
+
+    Args:
+        module: a ring's module, or a model that was made with ``group`` or ``mesh``.
+        layout: of the next batch, e.g. from ``balanced_layout``.
+
+    Raises:
+        TypeError: if the layout is not a ``Layout``.
+        ValueError: if the module has no sequence that processes share.
+
+    >>> layout = balanced_layout([*patterns], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
+    >>> set_layout(model, layout)
+    >>> tokens, targets = shard_sequence(group, [tokens, targets], [1, 1], layout=layout)
+    >>> loss = model(tokens, targets=targets, cu_seqlens=cu_seqlens, seq_len=N)
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r} ({type(layout).__name__}); expected a Layout, e.g. from balanced_layout")
+    rings = [part for part in module.modules() if isinstance(getattr(part, "ring", None), RingSettings)]
+    if not rings:
+        raise ValueError(f"module is a {type(module).__name__} without a ring, so there is no layout to set; pass group= or mesh= to it")
+    for part in rings:
+        part.ring = replace(cast(RingSettings, part.ring), layout=layout.name)  # type: ignore[assignment]
 
 
 @torch.library.custom_op("dilated_attention::shard_positions", mutates_args=())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention import validation as check
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional import dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules._settings import DilatedSettings, KernelSettings, changed, keyword_is_causal
@@ -21,7 +22,7 @@ class RingAttention(KernelSettings):
     Args:
         group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"``.
+        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"`` · a ``Layout``.
         exchange, ranks_per_node, timeout: see ``ring_attention``.
         window: (left, right) positions that a query sees, one integer for both; None for all.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
@@ -42,7 +43,7 @@ class RingAttention(KernelSettings):
         *,
         group: Any = None,
         mesh: Any = None,
-        layout: str = "zigzag",
+        layout: str | Layout = "zigzag",
         exchange: str = "auto",
         window: int | tuple[int | None, int | None] | None = None,
         scale: float | None = None,
@@ -100,7 +101,7 @@ class RingDilatedAttention(DilatedSettings):
             ``DilatedAttention``.
         group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"``: which process holds which positions.
+        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions.
         exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
 
     Raises:
@@ -120,7 +121,7 @@ class RingDilatedAttention(DilatedSettings):
         *,
         group: Any = None,
         mesh: Any = None,
-        layout: str = "contiguous",
+        layout: str | Layout = "contiguous",
         exchange: str = "auto",
         scale: float | None = None,
         dropout: float = 0.0,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._multihead import RingMultihead
 from dilated_attention.modules.ring import RingDilatedAttention
 from dilated_attention.pattern import HeadOffsets
@@ -52,7 +53,7 @@ class RingMultiheadDilatedAttention(RingMultihead):
         *,
         group: Any = None,
         mesh: Any = None,
-        layout: str = "contiguous",
+        layout: str | Layout = "contiguous",
         exchange: str = "auto",
         num_kv_heads: int | None = None,
         dropout: float = 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, dense_bytes, dilated_bytes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed.test_ring import spread_of
+from tests.distributed.test_ring_layouts import random_layout
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, ring_call
 
-D, B = 8, 2
+D = 8
 
 
 def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, needs_grad: bool) -> list[Bytes]:
@@ -110,17 +112,38 @@ def by_heads(world: int) -> list[Expected]:
     ]
 
 
+DOCUMENTS = (0, 7, 8, 50, 96)
+
+
+def of_layouts(world: int) -> list[Expected]:
+    """Runs that begin and end anywhere, with and without packed documents."""
+    found = []
+    for seed, bounds in enumerate((None, DOCUMENTS) * 2):
+        options: dict[str, Any] = {"layout": random_layout(96, world, seed).name}
+        options |= {} if bounds is None else {"bounds": bounds, "batch": 1}
+        for is_causal in (False, True):
+            for exchange, window in (("all_gather", None), ("ring", None), ("all_gather", (5, 2))):
+                found.append(Expected(spread_of(WHOLE, 96, exchange=exchange, is_causal=is_causal, window=window, **options), "dense"))
+            for lengths, rates in (((12, 24), (1, 4)), ((24, 48, 96), (1, 2, 4)), ((91, 17), (3, 1))):
+                spread = spread_of(DilatedPattern(lengths, rates), 96, is_causal=is_causal, exchange="all_gather", **options)
+                found.append(Expected(spread, "dilated", (lengths, rates)))
+    return found
+
+
 def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
     case = one.spread.case
-    sizes = CommSizes(case.heads, case.kv_heads, D, B, dtype.itemsize, max(4, dtype.itemsize))
+    sizes = CommSizes(case.heads, case.kv_heads, D, case.batch, dtype.itemsize, max(4, dtype.itemsize))
+    documents = None if case.bounds is None else list(itertools.pairwise(case.bounds))
     if one.formula == "dense":
-        return dense_bytes(case.num_keys, world, rank, one.spread.layout, sizes, is_causal=case.is_causal, window=case.window)
+        options: dict[str, Any] = {"is_causal": case.is_causal, "window": case.window, "documents": documents}
+        return dense_bytes(case.num_keys, world, rank, one.spread.layout, sizes, **options)
     if one.formula == "dilated":
-        return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, is_causal=case.is_causal)
+        options = {"is_causal": case.is_causal, "layout": one.spread.layout, "documents": documents}
+        return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, **options)
     return heads_bytes(case.num_keys, world, rank, one.spread.layout, sizes, lse_grad=True)
 
 
-@pytest.mark.parametrize("make", [dense, dilated, by_heads])
+@pytest.mark.parametrize("make", [dense, dilated, by_heads, of_layouts])
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64), (8, torch.float32)])
 def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
     calls = make(world)

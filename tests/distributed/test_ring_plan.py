@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
+from dilated_attention.distributed import Layout
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys, sees_keys
 from dilated_attention.distributed.exchange.rows.messages import MOST_RUNS, RowMessage, StepPlan
 from dilated_attention.distributed.exchange.setup import make_steps
@@ -37,12 +38,20 @@ def problems(draw: st.DrawFn) -> RingProblem:
         window = (draw(sides), draw(sides))
     bounds = sorted(draw(st.lists(st.integers(0, n), max_size=3))) if draw(st.booleans()) else []
     documents = tuple((a, b) for a, b in itertools.pairwise(sorted({0, *bounds, n})))
-    layout = draw(st.sampled_from(["contiguous", "zigzag", "striped"]))
+    layout = draw(st.one_of(st.sampled_from(["contiguous", "zigzag", "striped"]), layouts(n, size)))
     sharding = make_sharding_plan(n, size, layout, exchange, heads, kv_heads, 1, is_causal)
     shards = tuple(sharding.ranges(rank) for rank in range(size))
     steps = draw(st.sampled_from([d for d in range(1, kv_heads + 1) if kv_heads % d == 0]))
     steps = 1 if exchange == "ring" or pattern.branch_heads == "split" else steps
     return RingProblem(pattern, documents, shards, heads, kv_heads, is_causal, window, exchange, (kv_heads // steps,) * steps)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, n: int, size: int) -> str:
+    """The name of a layout whose runs begin and end anywhere and go to any rank."""
+    bounds = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=12))})
+    owned = [(draw(st.integers(0, size - 1)), run) for run in itertools.pairwise(bounds)]
+    return Layout(n, tuple(tuple(run for owner, run in owned if owner == rank) for rank in range(size))).name
 
 
 @st.composite

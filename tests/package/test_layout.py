@@ -35,7 +35,6 @@ KNOWN_PAIRS = {
     "bench.accuracy bench.workloads",
     "bench.measure bench.report",
     "bench.measure bench.workloads",
-    "distributed.block_exchange distributed.sharding",
     "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",

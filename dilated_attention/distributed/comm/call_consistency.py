@@ -96,7 +96,7 @@ def agreed_length(
             "mixture_grad": "detached" if settings.detached else "exact",
             "deterministic": settings.deterministic,
             "requires_grad": settings.needs_grad,
-            "layout": ring.layout,
+            "layout": short_name(ring.layout),
             "exchange": ring.exchange,
             "ranks_per_node": ring.ranks_per_node or "None",
             "return_lse": ring.lse_grad,

@@ -20,7 +20,8 @@ A backward of all but all_to_all receives the keys and values again, and sends a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,26 +61,38 @@ def dense_bytes(
     seq_len: int,
     size: int,
     rank: int,
-    layout: str,
+    layout: str | Layout,
     sizes: CommSizes,
     *,
     is_causal: bool,
     window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[Range] | None = None,
 ) -> Bytes:
-    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; contiguous or zigzag layout."""
+    """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; any layout but striped.
+
+    Args:
+        documents: (start, end) of packed documents, which partition the sequence; None for one.
+    """
+    documents = documents or [(0, seq_len)]
     runs = [_runs(seq_len, r, size, layout) for r in range(size)]
     left, right = window or (None, None)
     if is_causal:
         right = 0
 
-    def reach(run: Range) -> Range:
-        return 0 if left is None else max(0, run[0] - left), seq_len if right is None else min(seq_len, run[1] + right)
+    def reach(run: Range, document: Range) -> Range:
+        """Returns the keys that a run's queries in a document see."""
+        (start, end), (first, last) = (max(run[0], document[0]), min(run[1], document[1])), document
+        if start >= end:
+            return 0, 0
+        return first if left is None else max(first, start - left), last if right is None else min(last, end + right)
 
     def seen(reader: int, holder: int) -> int:
         """Returns rows × key/value heads of ``holder`` that ``reader`` sees."""
         once = 0
         for start, stop in runs[holder]:
-            parts = [(max(start, low), min(stop, high)) for low, high in map(reach, runs[reader])]
+            parts = [
+                (max(start, low), min(stop, high)) for low, high in itertools.starmap(reach, itertools.product(runs[reader], documents))
+            ]
             end = start
             for low, high in sorted(part for part in parts if part[0] < part[1]):
                 once += max(0, high - max(low, end))
@@ -90,14 +103,28 @@ def dense_bytes(
 
 
 def dilated_bytes(
-    seq_len: int, size: int, rank: int, lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, *, is_causal: bool
+    seq_len: int,
+    size: int,
+    rank: int,
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    sizes: CommSizes,
+    *,
+    is_causal: bool,
+    layout: str | Layout = "contiguous",
+    documents: Sequence[Range] | None = None,
 ) -> Bytes:
-    """Returns the bytes of ``ring_dilated_attention`` on a contiguous sequence with all_gather and offsets h mod r: for small N."""
-    kept = [_rows_of_branches(seq_len, _runs(seq_len, r, size, "contiguous"), lengths, rates, sizes, is_causal) for r in range(size)]
-    return _of_keys(size, rank, sizes, _seen_of(kept, seq_len, size, "contiguous"))
+    """Returns the bytes of ``ring_dilated_attention`` with all_gather and offsets h mod r: for small N, any layout but striped.
+
+    Args:
+        documents: (start, end) of packed documents, which partition the sequence; None for one.
+    """
+    held = [_runs(seq_len, r, size, layout) for r in range(size)]
+    kept = [_rows_of_branches(seq_len, runs, lengths, rates, sizes, is_causal, documents or [(0, seq_len)]) for runs in held]
+    return _of_keys(size, rank, sizes, _seen_of(kept, seq_len, size, layout))
 
 
-def heads_bytes(seq_len: int, size: int, rank: int, layout: str, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
+def heads_bytes(seq_len: int, size: int, rank: int, layout: str | Layout, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
     """Returns the bytes of all_to_all: each rank gets some heads of the whole sequence, and the results go back.
 
     A striped sequence is exchanged like any other.
@@ -157,23 +184,32 @@ def block_bytes(
         blocks = torch.zeros(sizes.kv_heads, -(-seq_len // pattern.k_block), dtype=torch.int64).index_add_(1, k_blocks, together.long())
         needed = blocks[:, k_blocks] > 0
         if branches is not None:
-            needed |= _rows_of_branches(seq_len, _runs(seq_len, r, size, layout), *branches, sizes, is_causal)
+            needed |= _rows_of_branches(seq_len, _runs(seq_len, r, size, layout), *branches, sizes, is_causal, [(0, seq_len)])
         return needed
 
     return _of_keys(size, rank, sizes, _seen_of([of_rank(r) for r in range(size)], seq_len, size, layout))
 
 
 def _rows_of_branches(
-    seq_len: int, runs: list[Range], lengths: tuple[int, ...], rates: tuple[int, ...], sizes: CommSizes, is_causal: bool
+    seq_len: int,
+    runs: list[Range],
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    sizes: CommSizes,
+    is_causal: bool,
+    documents: Sequence[Range],
 ) -> torch.Tensor:
     """Returns bool (K, N): the keys in a segment of some run, at the offset h mod r of one of the key/value head's query heads."""
     positions, heads = torch.arange(seq_len), torch.arange(sizes.heads)
+    bounds = torch.tensor(documents)
+    firsts, lasts = bounds.repeat_interleave(bounds[:, 1] - bounds[:, 0], 0).unbind(1)
     found = torch.zeros(sizes.kv_heads, seq_len, dtype=torch.bool)
     for length, rate in zip(lengths, rates, strict=True):
-        starts = positions // length * length
+        starts = firsts + (positions - firsts) // length * length
+        ends = torch.minimum(starts + length, lasts)
         taken = ((positions - starts) % rate == heads[:, None] % rate).unflatten(0, (sizes.kv_heads, -1)).any(1)
         for first, last in runs:
-            reached = (starts < last) & (starts + length > first)
+            reached = (starts < last) & (ends > first)
             found |= taken & reached & (positions < last) if is_causal else taken & reached
     return found
 

@@ -84,6 +84,10 @@ def ring_backward(
     return tuple(x.to(q.dtype) for x in total)
 
 
+# the maximum bytes of the tables of all cached setups
+MAX_CACHED_BYTES = 2**29
+MOST_SETUPS = 512
+
 _setups: dict[object, RingSetup] = {}
 
 
@@ -150,9 +154,11 @@ class _RingPass:
         )
         setup = _setups.get(kind)
         if setup is None:
-            if len(_setups) >= 512:
-                _setups.clear()
-            setup = _setups[kind] = make_setup(self.members, q, k, self.pattern, self.documents, self.settings, self.ring, self.has_padding)
+            setup = make_setup(self.members, q, k, self.pattern, self.documents, self.settings, self.ring, self.has_padding)
+            # packed batches differ, so the oldest setups are not used again
+            while _setups and (len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in _setups.values()) > MAX_CACHED_BYTES):
+                _setups.pop(next(iter(_setups)))
+            _setups[kind] = setup
         return setup
 
     def _wires(self) -> tuple[Wire | None, Wire | None]:

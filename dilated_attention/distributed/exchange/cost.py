@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
+from dilated_attention.distributed.sharding.custom_layout import Layout, is_dealt, layout_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.pattern import DilatedPattern
 
@@ -113,7 +114,8 @@ def _all_to_all(x: ExchangeRequest, n: int) -> float:
 
 def _imbalance(x: ExchangeRequest) -> float:
     """Returns the causal pairs of the busiest rank divided by the mean."""
-    if x.layout == "striped":
+    # a Layout is made for documents, which the model does not know, and balances them
+    if x.layout == "striped" or is_dealt(x.layout):
         return 1.0
     pairs = [sum((b * (b + 1) - a * (a + 1)) / 2 for a, b, _ in spans(x.seq_len, rank, x.size, x.layout)) for rank in range(x.size)]
     return max(pairs) * x.size / max(1.0, sum(pairs))
@@ -191,7 +193,7 @@ def explain_exchange(
     num_kv_heads: int | None = None,
     head_dim: int = 128,
     batch: int = 1,
-    layout: str = "zigzag",
+    layout: str | Layout = "zigzag",
     is_causal: bool = False,
     needs_grad: bool = False,
     itemsize: int = 2,
@@ -203,13 +205,14 @@ def explain_exchange(
 
     Args:
         seq_len: N, the length of the whole sequence.
+        layout: as in ``ring_attention``; a ``Layout`` is taken to be balanced.
         itemsize: bytes per element of q.
         memory: bytes of memory of each device.
     """
     heads = num_heads if num_kv_heads is None else num_kv_heads
     shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
     question = ExchangeRequest(
-        size=size, layout=layout, seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
+        size=size, layout=layout_name(layout), seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
         needs_grad=needs_grad, memory=memory, **shapes,
     )  # fmt: skip
     return table(question)

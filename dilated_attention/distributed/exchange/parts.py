@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, sees_keys
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, hull, sees_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -116,13 +116,15 @@ def parts_of(problem: RingProblem, settings: CallSettings, step: StepPlan, rank:
     heads = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
     found = []
     for rows, queries in rows_of(problem.shards[rank]):
+        if span is not None:
+            mine = span.around(queries)
+            mine = mine.before(queries[1]) if problem.is_causal else mine
+            key_rows = slice(mine.start - span.start, mine.end - span.start)
+            found.append(QueryPart(problem, settings, rows, queries, (mine.start, mine.end), key_rows, mine, heads))
+            continue
+        low, high = hull(problem, (queries,))
         for key_rows, keys in rows_of(step.keys):
-            if span is not None:
-                mine = span.before(queries[1]) if problem.is_causal else span
-                found.append(
-                    QueryPart(problem, settings, rows, queries, (mine.start, mine.end), slice(0, mine.end - mine.start), mine, heads)
-                )
-            elif sees_keys(problem, queries, keys):
+            if keys[0] < high and keys[1] > low and sees_keys(problem, queries, keys):
                 found.append(QueryPart(problem, settings, rows, queries, keys, key_rows, None, heads))
     return tuple(sorted(found, key=lambda part: part.keys[0] - part.keys[1])) if span is not None else tuple(found)
 

@@ -6,9 +6,9 @@ its key/value head, and causality and window allow it. Positions are always thos
 
 from __future__ import annotations
 
-import functools
+import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,22 +60,45 @@ def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.
     mask = torch.zeros((1 if alike else Hk, problem.seq_len), dtype=torch.bool, device=device)
     group = H if alike else H // Hk
     for branch, (length, rate) in enumerate(pattern.branches):
-        of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, H, group)]
-        for queries in problem.shards[rank]:
-            for start, (low, high) in segments_across(problem, length, queries):
-                if rate == 1:
-                    for head, found in enumerate(of_heads):
-                        if found:
-                            mask[head, low:high] = True
-                    continue
-                for head, found in enumerate(of_heads):
-                    for offset in found:
-                        first = start + offset
-                        first += max(0, -(-(low - first) // rate)) * rate
-                        mask[head, first:high:rate] = True
+        # which of r neighbours each key/value head takes
+        taken = torch.zeros((mask.shape[0], rate), dtype=torch.bool)
+        for head in range(H):
+            if offsets[branch][head] != NOT_IN_BRANCH:
+                taken[head // group, offsets[branch][head]] = True
+        takes_all, taken = bool(taken.all()), taken.to(device)
+        for start, low, high in keys_beyond(problem, length, problem.shards[rank]):
+            if takes_all:
+                mask[:, low:high] = True
+                continue
+            # windows, which alone cut the begin of a segment off, have no dilation
+            assert low == start or rate == 1
+            whole = low + (high - low) // rate * rate
+            mask[:, low:whole].unflatten(1, (-1, rate)).logical_or_(taken[:, None])
+            if whole < high:
+                mask[:, whole:high].logical_or_(taken[:, : high - whole])
     for start, end in problem.shards[rank]:
         mask[:, start:end] = False
     return mask
+
+
+def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges.
+
+    Several ranges in one segment give one entry for keys that overlap, since ranges may be many.
+    """
+    found: list[tuple[int, int, int]] = []
+    seen = (
+        (first, *keys)
+        for queries in shard
+        for first, keys in segments_across(problem, length, queries)
+        if keys[0] < queries[0] or keys[1] > queries[1]
+    )
+    for first, low, high in sorted(seen):
+        if found and found[-1][0] == first and low <= found[-1][2]:
+            found[-1] = (first, found[-1][1], max(high, found[-1][2]))
+        else:
+            found.append((first, low, high))
+    return found
 
 
 def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, Range]]:
@@ -102,9 +125,14 @@ def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterat
 
 def _segment(documents: tuple[Range, ...], length: int, position: int) -> Range:
     """Returns the segment of a branch that holds a position, cut at the end of its document."""
-    start, end = next((start, end) for start, end in documents if start <= position < end)
+    # the last document that starts at the position or before; one without positions ends where the next one starts
+    start, end = documents[bisect.bisect_right(documents, position, key=_start) - 1]
     first = start + (position - start) // length * length
     return first, min(first + length, end)
+
+
+def _start(document: Range) -> int:
+    return document[0]
 
 
 @dataclass(frozen=True)
@@ -118,7 +146,16 @@ class KeySpan:
     def before(self, end: int) -> KeySpan:
         """Returns the span without the keys from position ``end`` on, which causal queries before it do not see."""
         high = min(end, self.end) - self.start
-        return KeySpan(self.start, self.start + high, tuple((a, min(b, high)) for a, b in self.documents if a < high))
+        count = bisect.bisect_left(self.documents, high, key=_start)
+        return KeySpan(self.start, self.start + high, tuple((a, min(b, high)) for a, b in self.documents[:count]))
+
+    def around(self, queries: Range) -> KeySpan:
+        """Returns the span of the documents that the queries lie in: they see no keys of others."""
+        low, high = (position - self.start for position in queries)
+        first = bisect.bisect_right(self.documents, low, key=_start) - 1
+        documents = self.documents[first : bisect.bisect_left(self.documents, high, key=_start)]
+        start, end = documents[0][0], documents[-1][1]
+        return KeySpan(self.start + start, self.start + end, tuple((a - start, b - start) for a, b in documents))
 
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
@@ -126,8 +163,7 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     own = [span for span in problem.shards[rank] if span[0] < span[1]]
     if not own:
         return KeySpan(0, 0, ())
-    needed = [keys for length, _ in problem.pattern.branches for span in own for _, keys in segments_across(problem, length, span)]
-    low, high = min(a for a, _ in (*own, *needed)), max(b for _, b in (*own, *needed))
+    low, high = hull(problem, own)
     documents = [(a, b) for a, b in problem.documents if a < high and b > low]
     if problem.pattern.tail != "mask" and not problem.is_causal:
         # the number of zero keys of a segment depends on what comes after it
@@ -135,6 +171,16 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     if len(documents) > 1 or not _begins_alike(problem.pattern, documents[0][0], (low, high)):
         low = documents[0][0]
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
+
+
+def hull(problem: RingProblem, shard: Iterable[Range]) -> Range:
+    """Returns the range of positions from the first to the last that some queries hold or may see; there must be queries."""
+    # what the first and the last query of a range see reaches farther than what those between them do
+    reach = [
+        *shard,
+        *(keys for length, _ in problem.pattern.branches for span in shard for _, keys in segments_across(problem, length, span)),
+    ]
+    return min(a for a, _ in reach), max(b for _, b in reach)
 
 
 def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
@@ -161,7 +207,6 @@ def aligned_span(problem: RingProblem, span: Range, block: int) -> Range:
     return low - (low - start) % step, high
 
 
-@functools.lru_cache(maxsize=1024)
 def sees_keys(problem: RingProblem, queries: Range, keys: Range) -> bool:
     """Whether some query may see some key; False is certain."""
     if queries[0] >= queries[1] or keys[0] >= keys[1] or (problem.is_causal and keys[0] >= queries[1]):

@@ -10,6 +10,7 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.oom.device_memory import size_text
 from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, Terms, held_bytes, of_training, shapes_text
@@ -50,7 +51,7 @@ def ring_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
         op="ring_attention" if is_dense else "ring_dilated_attention",
         **of_training(x),
         device=q.device,
-        shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}, layout={layout!r}, exchange={exchange!r}",
+        shapes=f"{shapes_text(x)} on rank {members.rank} of {members.size}, layout={short_name(layout)!r}, exchange={exchange!r}",
         held=held_bytes(x, q.device),
         setting=setting_of(x),
         terms=terms,

@@ -19,6 +19,7 @@ from dilated_attention.distributed.exchange.run import is_fused
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.fork import cached_property
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -53,6 +54,12 @@ class RingSetup:
     home: tuple[QueryPart, ...] = ()
     query_rows: SparseRows | None = None
     key_rows: SparseRows | None = None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Returns the bytes of the tables of rows: as many again as the messages' for the kernels that copy rows."""
+        messages = [message for step in self.steps for message in (*step.sends, *step.receives, *step.owed)]
+        return 2 * sum(message.units.nbytes for message in messages if message.units is not None)
 
 
 def make_setup(

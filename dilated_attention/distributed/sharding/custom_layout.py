@@ -19,7 +19,8 @@ Runs = tuple[tuple[int, int], ...]
 class Layout:
     """An explicit layout: which positions of a sequence of N each of W processes holds.
 
-    It is accepted by ``shard_sequence``, ``unshard_sequence``, ``local_positions`` and block-sparse rings. ``balanced_layout`` makes one.
+    It is accepted wherever a layout is: by ``shard_sequence``, ``unshard_sequence``, ``local_positions`` and attention over sharded
+    sequences. ``balanced_layout`` makes one.
 
     Args:
         seq_len: N.

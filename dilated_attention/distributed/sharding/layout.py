@@ -3,7 +3,7 @@
     contiguous  W runs; rank r holds the r-th                      natural order, unbalanced if causal
     zigzag      2W runs; rank r holds the r-th and the (2W−1−r)-th  balanced if causal
     striped     rank r holds every position ≡ r (mod W)             balanced if causal, finest
-    a Layout    the runs that it lists                              balanced for a block pattern (balanced_layout)
+    a Layout    the runs that it lists                              balanced for patterns and documents (balanced_layout)
 
 Runs of the first two differ by at most one position, the longer ones first, so any length is possible and nothing is padded.
 """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
@@ -15,7 +16,7 @@ from dilated_attention.models.images.slides import bounds_of, check_bounds, chec
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, one_of
 
 
 class SlideEncoder(Pretrained):
@@ -29,7 +30,7 @@ class SlideEncoder(Pretrained):
         group, mesh: the processes that share a slide, as a ProcessGroup or a DeviceMesh of one axis. Tiles and coords are then each
             process's shards, as ``shard_sequence`` cuts them; the class token needs nothing from the caller. None for whole slides.
         layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``; ``"striped"`` sends nearly every tile to another process,
-            to make room for the class token.
+            to make room for the class token. A ``Layout`` is refused.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
@@ -69,6 +70,8 @@ class SlideEncoder(Pretrained):
         super().__init__()
         self.config = config
         is_spread = group is not None or mesh is not None
+        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
+        one_of("layout", layout, LAYOUTS)
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         width = config.encoder.embed_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from dilated_attention.distributed.sharding.layout import positions_of
+from dilated_attention.distributed.sharding.layout import LAYOUTS, positions_of
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.class_tokens import sum_runs
 from dilated_attention.models.images.slide_config import check_encoder
@@ -119,7 +119,7 @@ class LongViT(Pretrained):
         backend: ``"auto"`` or a name of ``list_backends()``.
         group, mesh: the processes that share an image, as a ProcessGroup or a DeviceMesh of one axis. Each is given the whole images, which
             may be on the CPU, copies the pixels of its own patches to the model's device, and embeds these alone. None for one process.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``. A ``Layout`` is refused.
         checkpoint_activations: save only each block's input for the backward and recompute the block.
         device, dtype: those of the parameters.
 
@@ -151,6 +151,8 @@ class LongViT(Pretrained):
         super().__init__()
         self.config = config
         is_spread = group is not None or mesh is not None
+        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
+        one_of("layout", layout, LAYOUTS)
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
         width, side = config.encoder.embed_dim, config.patch_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

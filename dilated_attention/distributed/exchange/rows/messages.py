@@ -121,10 +121,8 @@ def gathering(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv
         if peer == rank:
             continue
         places = [(start - span[0], end - span[0]) for start, end in theirs]
-        _add(receives, peer, _held(wanted, theirs), places, kv_heads)
-        theirs_of_mine = _held(_of_heads(needed(peer), kv_heads), mine)
-        _add(sends, peer, theirs_of_mine, own, kv_heads)
-        _add(owed, peer, theirs_of_mine, stacked, kv_heads)
+        _add(wanted, theirs, kv_heads, peer, (receives, places))
+        _add(_of_heads(needed(peer), kv_heads), mine, kv_heads, peer, (sends, own), (owed, stacked))
     arriving = int(wanted.sum()) // wanted.shape[0] if receives else 0
     rows = span[1] - span[0]
     whole = fills == [(0, 0, rows)] or rows == 0
@@ -141,10 +139,10 @@ def hop(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv_heads
     source, reader = (rank - distance) % size, (rank + distance) % size
     receives: list[RowMessage] = []
     sends: list[RowMessage] = []
-    wanted = _held(_of_heads(needed(rank), kv_heads), shards[source])
-    _add(receives, source, wanted, _stacked(shards[source]), kv_heads)
-    _add(sends, reader, _held(_of_heads(needed(reader), kv_heads), mine), _stacked(mine), kv_heads)
-    full = all(bool(mask.all()) for mask in wanted)
+    wanted = _of_heads(needed(rank), kv_heads)
+    _add(wanted, shards[source], kv_heads, source, (receives, _stacked(shards[source])))
+    _add(_of_heads(needed(reader), kv_heads), mine, kv_heads, reader, (sends, _stacked(mine)))
+    full = bool(_held(wanted, shards[source]).all())
     return StepPlan(f"hop {distance}", kv_heads, shards[source], (), tuple(sends), tuple(receives), tuple(sends), True, False, full)
 
 
@@ -161,35 +159,60 @@ def _stacked(spans: Sequence[Range]) -> list[Range]:
     return found
 
 
-def _held(mask: torch.Tensor, spans: Sequence[Range]) -> list[torch.Tensor]:
-    return [mask[:, start:end] for start, end in spans]
+def _held(mask: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
+    """Returns the part of a mask (heads, N) in ranges of positions, one after the other."""
+    parts = [mask[:, start:end] for start, end in spans]
+    return parts[0] if len(parts) == 1 else torch.cat([mask[:, :0], *parts], 1)
 
 
-def _add(messages: list[RowMessage], peer: int, masks: list[torch.Tensor], places: Sequence[Range], kv_heads: Range) -> None:
-    """Adds the message of the rows that ``masks`` name, one mask for each run of the holder, stored at the rows ``places``.
+def _add(needed: torch.Tensor, held: Sequence[Range], kv_heads: Range, peer: int, *lists: tuple[list[RowMessage], Sequence[Range]]) -> None:
+    """Adds the message of the rows that ``needed`` (heads or 1, N) names among the ranges that their holder has.
 
-    Sender and receiver both call this with the same masks, so that they come to the same form.
+    Sender and receiver both call this with the same mask and ranges, so that they come to the same form.
+
+    Args:
+        lists: what to add it to, and at which rows each of the holder's ranges is there.
     """
-    if not any(bool(mask.any()) for mask in masks):
-        return
-    alike = all(bool((mask == mask[:1]).all()) for mask in masks)
-    if alike:
-        runs = [(place[0] + start, place[0] + end) for mask, place in zip(masks, places, strict=True) for start, end in _runs(mask[0])]
-        if len(runs) <= MOST_RUNS:
-            messages.append(RowMessage(peer, tuple(runs), None))
-            return
-        rows = [mask[0].nonzero()[:, 0] + place[0] for mask, place in zip(masks, places, strict=True)]
-        messages.append(RowMessage(peer, (), torch.cat(rows), whole_rows=True))
+    mask = _held(needed, held)
+    if not bool(mask.any()):
         return
     heads = kv_heads[1] - kv_heads[0]
-    units = []
-    for mask, place in zip(masks, places, strict=True):
-        row, head = mask.expand(heads, -1).T.nonzero(as_tuple=True)
-        units.append((row + place[0]) * heads + head)
-    messages.append(RowMessage(peer, (), torch.cat(units)))
+    of_head: torch.Tensor | None = None
+    if mask.shape[0] == 1 or bool((mask == mask[:1]).all()):
+        runs = _runs(mask[0], _stacked(held))
+        if len(runs) <= MOST_RUNS:
+            for messages, places in lists:
+                moved = [(places[index][0] + start, places[index][0] + end) for index, start, end in runs]
+                messages.append(RowMessage(peer, tuple(moved), None))
+            return
+        row = mask[0].nonzero()[:, 0]
+    else:
+        row, of_head = mask.T.nonzero(as_tuple=True)
+    for messages, places in lists:
+        there = _moved(row, held, places)
+        units = there if of_head is None else there * heads + of_head
+        messages.append(RowMessage(peer, (), units, whole_rows=of_head is None))
 
 
-def _runs(mask: torch.Tensor) -> list[Range]:
-    """Returns the runs of True."""
+def _moved(row: torch.Tensor, held: Sequence[Range], places: Sequence[Range]) -> torch.Tensor:
+    """Returns the rows of ranges that are stored one after the other as rows of where those ranges are."""
+    stacked = _stacked(held)
+    shifts = [place[0] - start for place, (start, _) in zip(places, stacked, strict=True)]
+    if len(set(shifts)) == 1:
+        return row + shifts[0]
+    ends, by = (torch.tensor(x, device=row.device) for x in ([end for _, end in stacked], shifts))
+    return row + by[torch.bucketize(row, ends, right=True)]
+
+
+def _runs(mask: torch.Tensor, ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Returns the runs of True as (index of the range, start, end), counted in the range; a run ends where its range does."""
     edges = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff().nonzero()[:, 0].tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    found, index = [], 0
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        while start < end:
+            while ranges[index][1] <= start:
+                index += 1
+            low, high = ranges[index]
+            found.append((index, start - low, min(end, high) - low))
+            start = high
+    return found

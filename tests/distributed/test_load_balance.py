@@ -1,0 +1,195 @@
+"""Layouts for packed documents: pairs counted against masks, positions held once, pairs even for several patterns at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern, balanced_layout
+from dilated_attention.distributed import Layout
+from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
+from dilated_attention.distributed.load_balance.work import DENSE, BlockWork, BranchWork, Documents, works_of
+from dilated_attention.pattern import BigBird, BlockPattern, Causal, LocalWindow, RandomBlocks, TopBlocks
+
+CPU = torch.device("cpu")
+N = 131072
+SEVERAL = [None, DilatedPattern((2048, 8192, 32768), (1, 4, 16)), LocalWindow((1024, 0))]
+
+
+def drawn_documents(seed: int, seq_len: int = N, median: float = 400.0, sigma: float = 1.5) -> list[int]:
+    """Boundaries of documents of log-normal lengths: most short, a few long, none above a quarter of the sequence."""
+    rng, bounds = random.Random(seed), [0]
+    while bounds[-1] < seq_len:
+        length = min(max(1, int(rng.lognormvariate(math.log(median), sigma))), seq_len // 4)
+        bounds.append(min(seq_len, bounds[-1] + length))
+    return bounds
+
+
+@st.composite
+def bounds_of(draw: st.DrawFn, most: int = 60) -> list[int]:
+    inner = draw(st.lists(st.integers(0, most), max_size=5))
+    return sorted({0, *inner, draw(st.integers(1, most))})
+
+
+@st.composite
+def patterns(draw: st.DrawFn, heads: int) -> DilatedPattern:
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    rates = [draw(st.integers(1, min(length, 6))) for length in lengths]
+    kind = draw(st.sampled_from(["cyclic", "blocked", "zero", "split"]))
+    return DilatedPattern(tuple(lengths), tuple(rates), "cyclic" if kind == "split" else kind, "split" if kind == "split" else "all")
+
+
+def pairs_of_rows(pattern: DilatedPattern, bounds: list[int], heads: int, is_causal: bool) -> torch.Tensor:
+    """Pairs of each position's query, from the pattern's definition: the mean over heads."""
+    found = [
+        pattern.dense_mask(b - a, b - a, heads, is_causal=is_causal).sum((0, 2)).double() / heads for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat(found)
+
+
+@settings(max_examples=80)
+@given(data=st.data(), bounds=bounds_of(), heads=st.integers(1, 5), is_causal=st.booleans())
+def test_pairs_are_those_of_the_masks(data: st.DataObject, bounds: list[int], heads: int, is_causal: bool) -> None:
+    pattern = data.draw(st.one_of(st.just(DENSE), patterns(heads)))
+    work = BranchWork(pattern, Documents(tuple(itertools.pairwise(bounds))), heads, is_causal=is_causal)
+    before = torch.nn.functional.pad(pairs_of_rows(pattern, bounds, heads, is_causal).cumsum(0), (1, 0))
+    torch.testing.assert_close(work.pairs_before(torch.arange(bounds[-1] + 1)), before, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern", [LocalWindow(100, block_size=64), BigBird(70, 1, 2, block_size=(64, 128)), RandomBlocks(0.5, block_size=(128, 64)), Causal()]
+)
+def test_pairs_of_blocks_are_those_of_the_lists(pattern: BlockPattern, is_causal: bool) -> None:
+    bounds = [0, 500, 501, 650, 1300]
+    work = BlockWork(pattern, Documents(tuple(itertools.pairwise(bounds))), 3, is_causal=is_causal, device=CPU)
+    rows = []
+    for start, end in itertools.pairwise(bounds):
+        length = end - start
+        entries = (pattern.at(length).causal() if is_causal else pattern.at(length)).entries(length, 3)
+        of_blocks = torch.zeros(-(-length // pattern.q_block), dtype=torch.float64)
+        keys = (length - entries.column * pattern.k_block).clamp(max=pattern.k_block).double()
+        of_blocks.index_add_(0, entries.row, keys / entries.num_groups)
+        rows.append(of_blocks.repeat_interleave(pattern.q_block)[:length])
+    before = torch.nn.functional.pad(torch.cat(rows).cumsum(0), (1, 0))
+    cuts = torch.tensor([x for start, end in itertools.pairwise(bounds) for x in (*range(start, end, work.unit), end)])
+    factor = 1 if work.groups == 1 or pattern.at(1300).per_head else 1 / work.groups
+    torch.testing.assert_close(work.pairs_before(cuts), before[cuts] * factor)
+
+
+def random_shards(bounds: list[int], size: int, seed: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    rng = random.Random(seed)
+    cuts = sorted({*bounds, *(rng.randint(0, bounds[-1]) for _ in range(12))})
+    owned = [(rng.randrange(size), run) for run in itertools.pairwise(cuts)]
+    return tuple(tuple(run for owner, run in owned if owner == rank) for rank in range(size))
+
+
+@settings(max_examples=60)
+@given(bounds=bounds_of(), size=st.integers(1, 5), seed=st.integers(0, 99), is_causal=st.booleans(), data=st.data())
+def test_rows_received_are_those_that_the_plan_needs(bounds: list[int], size: int, seed: int, is_causal: bool, data: st.DataObject) -> None:
+    length, rate = data.draw(st.sampled_from([(DENSE.segment_lengths[0], 1), (13, 1), (24, 4), (60, 6)]))
+    # all offsets once, so that a row counts for one of r heads
+    pattern, shards = DilatedPattern((length,), (rate,)), random_shards(bounds, size, seed)
+    documents = tuple(itertools.pairwise(bounds))
+    found = BranchWork(pattern, Documents(documents), rate, is_causal=is_causal).rows_received(shards)
+    problem = RingProblem(pattern, documents, shards, rate, rate, is_causal, None, "all_gather", ())
+    exact = [float(needed_keys(problem, rank, CPU).double().mean(0).sum()) for rank in range(size)]
+    assert found == pytest.approx(exact)
+
+
+def held(layout: Layout) -> list[int]:
+    return [sum(end - start for start, end in mine) for mine in layout.runs]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bounds=bounds_of(2000),
+    size=st.integers(1, 7),
+    is_causal=st.booleans(),
+    kinds=st.lists(st.sampled_from([None, SEVERAL[1], DilatedPattern((20, 300), (2, 3))]), min_size=1, max_size=3),
+)
+def test_every_process_holds_as_many_positions(bounds: list[int], size: int, is_causal: bool, kinds: list[Any]) -> None:
+    """That each position is held once the layout itself makes sure of."""
+    layout = balanced_layout(kinds, bounds[-1], size, 4, is_causal=is_causal, cu_seqlens=bounds)
+    assert layout.size == size and max(held(layout)) - min(held(layout)) <= 1
+    assert layout.imbalance >= 1 and layout == balanced_layout(kinds, bounds[-1], size, 4, is_causal=is_causal, cu_seqlens=bounds)
+
+
+@settings(max_examples=30, deadline=None)
+@given(bounds=bounds_of(3000), size=st.integers(1, 5), is_causal=st.booleans())
+def test_blocks_are_not_cut(bounds: list[int], size: int, is_causal: bool) -> None:
+    layout = balanced_layout([None, LocalWindow(200)], bounds[-1], size, is_causal=is_causal, cu_seqlens=bounds)
+    starts = {start - max(x for x in bounds if x <= start) for mine in layout.runs for start, _ in mine}
+    assert max(held(layout)) - min(held(layout)) < 2 * 128 and not any(start % 128 for start in starts)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_documents_are_balanced_for_several_patterns_at_once(seed: int, world: int) -> None:
+    bounds = drawn_documents(seed, median=(100.0, 400.0, 400.0, 2000.0)[seed], sigma=(2.0, 1.2, 1.8, 1.0)[seed])
+    layout = balanced_layout(SEVERAL, N, world, 16, is_causal=True, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    assert layout.imbalance <= 1.03
+    # counted here, position by position: of the dilated pattern from the offsets h mod r of 16 heads
+    x = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])
+    dense = x + 1
+    dilated = torch.stack([(x % w // r + 1) * (16 // r) for w, r in ((2048, 1), (8192, 4), (32768, 16))]).sum(0)
+    for pairs in (dense, dilated):
+        loads = [sum(int(pairs[start:end].sum()) for start, end in mine) for mine in layout.runs]
+        assert max(loads) * world / sum(loads) <= 1.03
+    assert max(held(layout)) - min(held(layout)) <= 128
+    # no naive layout is
+    for name in ("contiguous", "zigzag"):
+        loads = [sum(int(dense[start:end].sum()) for start, end in mine) for mine in naive(name, world)]
+        assert max(loads) * world / sum(loads) > layout.imbalance
+    # keys of short documents do not travel, but for a few that are cut to even out the positions; and runs are few
+    short = [(a, b) for a, b in itertools.pairwise(bounds) if b - a <= N // (16 * world)]
+    whole = [run for run in short if any(a <= run[0] and run[1] <= b for mine in layout.runs for a, b in mine)]
+    assert len(short) - len(whole) < world and max(len(mine) for mine in layout.runs) <= 30
+
+
+def naive(name: str, world: int) -> list[list[tuple[int, int]]]:
+    if name == "contiguous":
+        return [[(rank * N // world, (rank + 1) * N // world)] for rank in range(world)]
+    step = N // (2 * world)
+    return [[(rank * step, (rank + 1) * step), (N - (rank + 1) * step, N - rank * step)] for rank in range(world)]
+
+
+def test_one_document_gets_the_layouts_that_are_known() -> None:
+    assert [len(mine) for mine in balanced_layout(None, 4096, 4).runs] == [1] * 4
+    causal = balanced_layout(None, 4096, 4, is_causal=True)
+    assert causal.runs == (((0, 512), (3584, 4096)), ((512, 1024), (3072, 3584)), ((1024, 1536), (2560, 3072)), ((1536, 2560),))
+    assert causal.imbalance < 1.001
+    short = balanced_layout(DilatedPattern((64, 128), (1, 2)), 4096, 4, 2, is_causal=True)
+    assert [len(mine) for mine in short.runs] == [1] * 4 and short.imbalance == pytest.approx(1)
+    assert balanced_layout([None], 0, 3).runs == ((), (), ()) and sum(held(balanced_layout(None, 2, 5))) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"pattern": []}, ValueError, "pattern is an empty list; expected a pattern for each kind of layer"),
+        ({"pattern": 512}, TypeError, r"pattern is 512 \(int\); expected a block pattern, e.g. LocalWindow\(512\), a DilatedPattern, None"),
+        ({"pattern": [None, TopBlocks(4)]}, ValueError, "whose blocks are chosen by content in each call"),
+        ({"cu_seqlens": [0, 60, 50, 64]}, ValueError, r"cu_seqlens is \[0, 60, 50, 64\]; expected bounds that start at 0"),
+        ({"cu_seqlens": [0, 60]}, ValueError, "end at N = 64"),
+        ({"cu_seqlens": torch.zeros(2)}, ValueError, r"cu_seqlens has shape \(2,\) and dtype torch.float32; expected integers"),
+        ({"is_causal": 1}, TypeError, "is_causal"),
+        ({"world_size": 0}, ValueError, "world_size"),
+    ],
+)
+def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        balanced_layout(**({"pattern": None, "seq_len": 64, "world_size": 2} | changes))
+
+
+def test_a_pattern_of_no_pairs_is_even() -> None:
+    works = works_of([DilatedPattern((8,), (8,), ((7,),))], ((0, 5),), 1, is_causal=True, device=CPU)
+    assert float(works[0].pairs_before(torch.tensor([5]))) == 0
+    assert balanced_layout(DilatedPattern((8,), (8,), ((7,),)), 5, 2).imbalance == 1.0
