@@ -151,7 +151,9 @@ def main() -> int:
     # ranks other than the first stay silent
     with contextlib.redirect_stdout(sys.stdout if rank == 0 else open(os.devnull, "w")):
         torch.manual_seed(args.seed)
-        model = create_model(args.preset, backend=args.backend, device=device, **processes.model_options())
+        # XPOS's scale leaves the range of bfloat16 beyond 70,000 positions, unless it decays more slowly
+        slower = {"xpos_scale_base": args.context / 128} if args.context > 65536 else {}
+        model = create_model(args.preset, backend=args.backend, device=device, **processes.model_options(), **slower)
         assert isinstance(model, LongNetLM)
         config = model.config
         train_text, valid_text, source = _text.read(args.data)
@@ -167,7 +169,7 @@ def main() -> int:
         if processes.is_spread:
             # the first process reports alone, on a model of its own
             weights = processes.weights(model)
-            model = create_model(args.preset, backend=args.backend, device=device)
+            model = create_model(args.preset, backend=args.backend, device=device, **slower)
             model.load_state_dict(weights)
         if rank == 0:
             if args.history:

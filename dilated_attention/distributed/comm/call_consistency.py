@@ -21,7 +21,7 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH
 
 Tensors = tuple[torch.Tensor, ...]
-MOST_KNOWN = 32
+MOST_KNOWN = 8
 # kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
 MOST_KINDS = 4096
 

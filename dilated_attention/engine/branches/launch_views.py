@@ -39,6 +39,7 @@ class Call:
         needs_grad: a backward will follow, or this is one.
         position_offset, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
         key_offset: position of the first key row.
+        host_ms: host time in ms that what surrounds the pass takes, for the choice of how it runs.
     """
 
     backend: Backend
@@ -57,6 +58,7 @@ class Call:
     position_offset: int = 0
     first_head: int = 0
     key_offset: int = 0
+    host_ms: float = 0.0
 
     def positions(self, q: torch.Tensor, k: torch.Tensor) -> torch.Size:
         """Returns (B, N): the positions that masks are indexed by, up to the last query or key."""

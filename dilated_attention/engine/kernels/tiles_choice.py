@@ -54,7 +54,8 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: 
         return False
     request = replace(call.request, extent=0)
     library = None if both else call.backend.name
-    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.nested and not both, tuning_table.generation)
+    nested = call.nested and not both
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, nested, tuning_table.generation, call.host_ms)
 
 
 class Choice(NamedTuple):
@@ -137,6 +138,7 @@ def _is_faster(
     is_backward: bool,
     nested: bool,
     _: int,
+    host_ms: float = 0.0,
 ) -> bool:
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
     tiles = registry.get(NAME)
@@ -150,9 +152,9 @@ def _is_faster(
         name = library or registry.select(request).name
         if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
             return True
-        own = _tiles_ms(pattern, shape, request, batch)
+        own = _tiles_ms(pattern, shape, request, batch, host_ms)
         mine += own
-        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested)
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms)
     return mine <= theirs
 
 
@@ -166,12 +168,14 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
     return (10 if request.needs_grad else 4) * request.head_dim * pairs * batch
 
 
-def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
+def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
     rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    return _operations(pattern, shape, request, batch) / rate / 1e9 + 0.1
+    return max(_operations(pattern, shape, request, batch) / rate / 1e9 + 0.1, host_ms and host_ms + 0.1)
 
 
-def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool) -> float:
+def _library_ms(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool, host_ms: float = 0.0
+) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     launches = _launches(pattern, shape, request, batch)
@@ -180,7 +184,7 @@ def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
         kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
-    return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad])
+    return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
 
 
 def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> int:
