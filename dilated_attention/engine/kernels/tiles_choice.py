@@ -179,7 +179,7 @@ def _library_ms(
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     launches = _launches(pattern, shape, request, batch)
-    if shape.queries != shape.keys or len(shape.documents) > 1:
+    if launches > 1 and (shape.queries != shape.keys or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
