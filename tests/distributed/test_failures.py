@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed import members_of
+from dilated_attention.distributed.comm import p2p
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import wire_of
 from dilated_attention.distributed.comm.watchdog import watch
@@ -204,7 +205,7 @@ def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
 class Ready:
     """An event of a GPU that has nothing to do."""
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         pass
 
     def query(self) -> bool:
@@ -222,6 +223,7 @@ def watched(rank: int, world: int) -> None:
     wire._on_gpu, wire._device = True, x.device
     cuda: Any = torch.cuda
     cuda.Event, cuda.is_current_stream_capturing, cuda.set_device = Ready, lambda: False, lambda _: None
+    p2p._current_stream = lambda _: None  # type: ignore[assignment]
     watch(wire)
     going = wire.start([((rank + 1) % world, x)], [((rank - 1) % world, x.clone())], "ring backward, hop 0: dK and dV")
     try:

@@ -196,7 +196,7 @@ class Wire:
 
     def _watch(self, incoming: list[Message], outgoing: list[Message], what: str, works: list[Any]) -> None:
         ready = torch.cuda.Event()
-        ready.record(_stream(*torch._C._cuda_getCurrentStream(self._device.index)))
+        ready.record(_current_stream(self._device))
         peers = _peers(incoming + outgoing)
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
@@ -334,6 +334,10 @@ def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int
         wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
     wire.timeout = timeout
     return wire
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))
 
 
 @functools.lru_cache(maxsize=64)
