@@ -155,9 +155,14 @@ class _RingPass:
         setup = _setups.get(kind)
         if setup is None:
             setup = make_setup(self.members, q, k, self.pattern, self.documents, self.settings, self.ring, self.has_padding)
-            # packed batches differ, so the oldest setups are not used again
-            while _setups and (len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in _setups.values()) > MAX_CACHED_BYTES):
-                _setups.pop(next(iter(_setups)))
+            # packed batches differ, so the oldest are not used again; a copy, since other threads may add setups of their groups meanwhile
+            kept = list(_setups.items())
+            count, nbytes = len(kept), setup.nbytes + sum(one.nbytes for _, one in kept)
+            for key, one in kept:
+                if count < MOST_SETUPS and nbytes <= MAX_CACHED_BYTES:
+                    break
+                _setups.pop(key, None)
+                count, nbytes = count - 1, nbytes - one.nbytes
             _setups[kind] = setup
         return setup
 
