@@ -62,8 +62,8 @@ def main() -> None:
         spread.zero_grad(set_to_none=True)
         of_one = world.measure(step_of(alone, whole, False), seconds=args.seconds, ranks=1)
         ratio = of_one["seconds"] / of_ring["seconds"]
-        told = [f"{1e3 * x['seconds']:.1f} ms {x['peak_bytes'] / 1e9:.2f} GB" for x in (of_ring, of_one)]
-        world.say(f"{tiles:>8} tiles | {world.size} GPUs {told[0]} | one GPU {told[1]} | {ratio:.2f} times as fast | error {error:.1e}")
+        shown = [f"{1e3 * x['seconds']:.1f} ms {x['peak_bytes'] / 1e9:.2f} GB" for x in (of_ring, of_one)]
+        world.say(f"{tiles:>8} tiles | {world.size} GPUs {shown[0]} | one GPU {shown[1]} | {ratio:.2f} times as fast | error {error:.1e}")
     dist.destroy_process_group()
 
 

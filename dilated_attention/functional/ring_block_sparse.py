@@ -1,4 +1,4 @@
-"""A block pattern, alone or beside dilated branches, on a sequence sharded across processes."""
+"""A block pattern, alone or with dilated branches, on a sequence sharded across processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head block-sparse attention, alone and beside dilated branches, with the call signature of nn.MultiheadAttention."""
+"""Multi-head block-sparse attention, alone and with dilated branches, with the call signature of nn.MultiheadAttention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention modules, alone and beside dilated branches, for a sequence sharded across processes."""
+"""Block-sparse attention modules, alone and with dilated branches, for a sequence sharded across processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multi-head modules of blocks, alone and beside branches, on a shared sequence: against those of one process, gradients too."""
+"""The multi-head modules of blocks, alone and with branches, on a shared sequence: against those of one process, gradients too."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from dilated_attention.distributed.block_exchange import context_parallel
 from dilated_attention.distributed.block_exchange.cost import LANES, TransferLoad, choose, even, seconds
 from dilated_attention.distributed.block_exchange.lists import join_rows, lists_of_buffer
 from dilated_attention.distributed.block_exchange.parts import make_block_steps
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, block_bytes
 from dilated_attention.engine.blocks.lists import block_lists, select_rows
@@ -584,7 +584,7 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
     """Kernels that take intervals, not bits, are for them: also where a zigzag's runs lie in the buffer in another order."""
     N, world = 64 * 24, 4
     for layout in ("contiguous", "zigzag"):
-        shards = tuple(joined(spans(N, rank, world, layout)) for rank in range(world))
+        shards = tuple(ascending_runs(spans(N, rank, world, layout)) for rank in range(world))
         ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
             _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"))

@@ -24,7 +24,7 @@ from dilated_attention import (
 )
 from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.block_exchange.parts import make_block_steps
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
 from dilated_attention.distributed.comm.comm_volume import Bytes
 from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.pattern import LocalWindow, PerHead, RandomBlocks, TopBlocks
@@ -117,7 +117,7 @@ def test_branches_and_blocks_that_stay_at_home_move_nothing() -> None:
 def test_a_rank_holds_the_keys_from_the_first_to_the_last_that_it_needs() -> None:
     """Not the whole sequence before it, where segments and blocks are counted alike from a later position."""
     N, world, rank = 64 * 64, 8, 5
-    shards = tuple(joined(spans(N, r, world, "contiguous")) for r in range(world))
+    shards = tuple(ascending_runs(spans(N, r, world, "contiguous")) for r in range(world))
     blocks = RingBlockProblem(LocalWindow(40, block_size=64), ((0, N),), shards, 2, 2, False)
     for lengths, span in (((128, 256), (2304, 3136)), ((128, 1024), (2048, 3136)), ((100, 256), (0, 3136))):
         branches = RingProblem(DilatedPattern(lengths, (1, 4)), ((0, N),), shards, 2, 2, False, None, "all_gather", (2,))

@@ -11,7 +11,7 @@ import torch
 from dilated_attention.backends import NESTED, Backend, BackendUnavailable
 from dilated_attention.distributed.block_exchange import cost
 from dilated_attention.distributed.block_exchange.parts import BlockOptions, BlockPart, Blocks, BlocksAndBranches, make_block_steps
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, joined, needs_of
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, needs_of
 from dilated_attention.distributed.comm.call_consistency import (
     RingCall,
     agreed_form,
@@ -30,6 +30,7 @@ from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.exchange.parts import Branches, Masks, QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.distributed.exchange.setup import make_room
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
@@ -74,7 +75,7 @@ class _BlockSetup:
 
     Args:
         steps: the steps of the exchange on this rank.
-        parts, branches: what is computed in each step, of the blocks and of dilated branches beside them.
+        parts, branches: what is computed in each step, of the blocks and of dilated branches.
         exchanges: whether any rank sends anything.
         lanes: the lanes of keys and of their gradients, and how many multiprocessors they may use.
         depth: the number of steps whose keys are in memory at once.
@@ -206,10 +207,7 @@ class _BlockPass:
         setup = _setups.pop(kind, None)
         if setup is None:
             setup = self._make_setup()
-            while _setups and (
-                len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in list(_setups.values())) > MAX_CACHED_BYTES
-            ):
-                _setups.popitem(last=False)
+            make_room(_setups, setup, MOST_SETUPS, MAX_CACHED_BYTES)
         _setups[kind] = setup
         return setup
 
@@ -217,7 +215,7 @@ class _BlockPass:
         pattern, settings, ring, forced = self.arguments
         q, k, _ = self.tensors
         me, device = self.members.rank, q.device
-        held = tuple(joined(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
+        held = tuple(ascending_runs(spans(ring.seq_len, rank, self.members.size, ring.layout)) for rank in range(self.members.size))
         ring_problem = RingBlockProblem(pattern, self.documents, held, q.shape[2], k.shape[2], settings.is_causal)
         needs = needs_of(ring_problem, device)
         branches = self._branches(held) if settings.branches is not None else None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.base import Entries
@@ -201,19 +203,13 @@ def entries_of(ring_problem: RingBlockProblem, length: int, device: torch.device
         yield first, pattern.entries_of_heads(grid, heads)
 
 
-def joined(spans: tuple[tuple[int, int, int], ...]) -> tuple[Range, ...]:
-    """Merges neighbouring runs of positions and drops empty ones.
+def ascending_runs(spans: tuple[Span, ...]) -> tuple[Range, ...]:
+    """Returns runs of positions with neighbours as one and without empty ones.
 
     Raises:
         AssertionError: if the runs do not ascend; blocks of such a layout would not be in order.
     """
-    found: list[Range] = []
-    for start, stop, step in spans:
-        if start >= stop:
-            continue
-        assert step == 1 and (not found or found[-1][1] <= start), "runs of positions, ascending"
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
+    runs = [(start, stop) for start, stop, step in spans if start < stop]
+    assert all(step == 1 for start, stop, step in spans if start < stop), "runs of positions"
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(runs)), "ascending"
+    return joined(runs)

@@ -21,6 +21,7 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH
 
 Tensors = tuple[torch.Tensor, ...]
+# what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
 MOST_KNOWN = 8
 # kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
 MOST_KINDS = 4096

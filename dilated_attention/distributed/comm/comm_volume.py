@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.distributed.sharding.layout import spans
+from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
 
@@ -222,13 +222,7 @@ def _seen_of(kept: list[torch.Tensor], seq_len: int, size: int, layout: str | La
 
 def _runs(seq_len: int, rank: int, size: int, layout: str | Layout) -> list[Range]:
     """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
-    runs: list[Range] = []
-    for start, stop, _ in spans(seq_len, rank, size, layout):
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        elif start < stop:
-            runs.append((start, stop))
-    return [run for run in runs if run[0] < run[1]]
+    return list(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)))
 
 
 def _of_keys(size: int, rank: int, sizes: CommSizes, seen: Seen) -> Bytes:

@@ -14,7 +14,7 @@ from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.parts import Branches, Masks
-from dilated_attention.distributed.exchange.setup import RingSetup, make_setup
+from dilated_attention.distributed.exchange.setup import RingSetup, make_room, make_setup
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare
@@ -155,14 +155,7 @@ class _RingPass:
         setup = _setups.get(kind)
         if setup is None:
             setup = make_setup(self.members, q, k, self.pattern, self.documents, self.settings, self.ring, self.has_padding)
-            # packed batches differ, so the oldest are not used again; a copy, since other threads may add setups of their groups meanwhile
-            kept = list(_setups.items())
-            count, nbytes = len(kept), setup.nbytes + sum(one.nbytes for _, one in kept)
-            for key, one in kept:
-                if count < MOST_SETUPS and nbytes <= MAX_CACHED_BYTES:
-                    break
-                _setups.pop(key, None)
-                count, nbytes = count - 1, nbytes - one.nbytes
+            make_room(_setups, setup, MOST_SETUPS, MAX_CACHED_BYTES)
             _setups[kind] = setup
         return setup
 

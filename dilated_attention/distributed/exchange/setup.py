@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -60,6 +62,25 @@ class RingSetup:
         """Returns the bytes of the tables of rows: as many again as the messages' for the kernels that copy rows."""
         messages = [message for step in self.steps for message in (*step.sends, *step.receives, *step.owed)]
         return 2 * sum(message.units.nbytes for message in messages if message.units is not None)
+
+
+class Sized(Protocol):
+    """A setup whose tables take memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def make_room(setups: MutableMapping[object, Any], new: Sized, most: int, most_bytes: int) -> None:
+    """Forgets the oldest of the cached setups until another one fits. Packed batches differ, so theirs are not used again."""
+    # a copy, since threads of other groups may add theirs meanwhile
+    kept = list(setups.items())
+    count, nbytes = len(kept), new.nbytes + sum(one.nbytes for _, one in kept)
+    for kind, one in kept:
+        if count < most and nbytes <= most_bytes:
+            return
+        setups.pop(kind, None)
+        count, nbytes = count - 1, nbytes - one.nbytes
 
 
 def make_setup(

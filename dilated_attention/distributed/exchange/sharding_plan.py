@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilated_attention.distributed.sharding.layout import spans
+from dilated_attention.distributed.sharding.layout import Span, joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.fork import cached_property
@@ -56,7 +57,7 @@ def make_sharding_plan(
     for rank in range(size):
         first = rank - rank % inner
         held = sorted(span for r in range(first, first + inner) for span in spans(seq_len, r, size, computed))
-        used.append(_joined([(start, stop) for start, stop, _ in held]))
+        used.append(_as_spans(held))
     queries, keys = [], []
     for rank in range(size):
         heads = head_range(num_heads, inner, rank % inner)
@@ -64,7 +65,7 @@ def make_sharding_plan(
         queries.append(ShardSpec(used[rank], heads))
         keys.append(ShardSpec(used[rank], (heads[0] // group, -(-heads[1] // group))))
     if layout != "striped":
-        given = [_joined([(start, stop) for start, stop, _ in rows]) for rows in given]
+        given = [_as_spans(rows) for rows in given]
     everything = [ShardSpec(rows, (0, num_heads)) for rows in given], [ShardSpec(rows, (0, num_kv_heads)) for rows in given]
     return ShardingPlan(
         (tuple(everything[0]), tuple(everything[1])), (tuple(queries), tuple(keys)), inner, "ring" if exchange == "ring" else "all_gather"
@@ -87,14 +88,6 @@ def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: st
     return None
 
 
-def _joined(ranges: list[Range]) -> tuple[tuple[int, int, int], ...]:
-    """Merges neighbouring ranges and drops empty ones."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if start >= stop:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple((start, stop, 1) for start, stop in joined)
+def _as_spans(rows: Sequence[Span]) -> tuple[Span, ...]:
+    """Returns runs with neighbours as one."""
+    return tuple((start, stop, 1) for start, stop in joined((start, stop) for start, stop, _ in rows))

@@ -219,14 +219,3 @@ def even_out(dealt: list[Runs], cuts: Cuts, loads: LoadsOf, cost: Callable[[Rang
         counts[high], counts[low] = counts[high] - (end - start), counts[low] + (end - start)
         excess[high] -= moved[best]
         excess[low] += moved[best]
-
-
-def joined(runs: Sequence[Range]) -> tuple[Range, ...]:
-    """Returns the runs in order, neighbours as one."""
-    found: Runs = []
-    for start, end in sorted(runs):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((start, end))
-    return tuple(found)

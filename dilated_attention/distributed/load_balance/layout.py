@@ -13,13 +13,13 @@ from dilated_attention.distributed.load_balance.dealing import (
     contiguous,
     deal,
     even_out,
-    joined,
     loads_of_runs,
     pieces_of,
     zigzag,
 )
 from dilated_attention.distributed.load_balance.work import Work, works_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.prepare import document_ranges
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -92,7 +92,7 @@ def balanced_layout(
     for level in balance.levels():
         before = best
         for runs in level:
-            found = tuple(joined(mine) for mine in runs)
+            found = tuple(joined(sorted(mine)) for mine in runs)
             pairs = balance.pairs(found)
             imbalance = max(1.0, float(pairs.max()))
             is_balanced, was_balanced = imbalance <= BALANCED, best is not None and best.imbalance <= BALANCED

@@ -10,7 +10,7 @@ Runs of the first two differ by at most one position, the longer ones first, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
     if layout == "contiguous":
         return ((*_run(seq_len, size, rank), 1),)
     return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ascending ranges [start, stop) with neighbours as one and without empty ones."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start >= stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:

@@ -170,7 +170,7 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
 
 def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
     rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    return max(_operations(pattern, shape, request, batch) / rate / 1e9 + 0.1, host_ms and host_ms + 0.1)
+    return max(_operations(pattern, shape, request, batch) / rate / 1e9, host_ms) + 0.1
 
 
 def _library_ms(

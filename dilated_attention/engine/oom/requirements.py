@@ -130,7 +130,7 @@ def blocks_requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 def block_terms(x: Mapping[str, Any]) -> Callable[[AdjustableSetting], Terms]:
-    """Returns what the results take, of blocks and of dilated branches beside them."""
+    """Returns what the results take, of blocks and of dilated branches."""
     q, k, needs_grad = x["q"], x["k"], x["needs_grad"] or "dout" in x
 
     def terms(setting: AdjustableSetting) -> Terms:

@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import cost as block_cost
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, joined, needs_of
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, columns_of, needs_of
 from dilated_attention.distributed.block_exchange.plan import key_span as block_span
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
@@ -232,7 +232,7 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
     pattern, W = problem.pattern, problem.world_size
     assert isinstance(pattern, BlockPattern)
     N, Hk = problem.num_positions, problem.num_kv_heads
-    shards = tuple(joined(spans(N, rank, W, problem.layout)) for rank in range(W))
+    shards = tuple(ascending_runs(spans(N, rank, W, problem.layout)) for rank in range(W))
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
     needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
     load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)

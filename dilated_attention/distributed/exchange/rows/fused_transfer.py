@@ -163,10 +163,12 @@ _kept_bytes = 0
 def _buffers_of(kind: Any, step: StepPlan, k: torch.Tensor) -> Any:
     """Returns the buffers of a step: those of the last call alike on this stream, or new ones."""
     global _kept_bytes
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # a graph has memory of its own
-        return kind(step, k)
-    stream = torch._C._cuda_getCurrentRawStream(k.device.index) if k.device.type == "cuda" else 0
+    stream = 0
+    if k.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            # a graph has memory of its own
+            return kind(step, k)
+        stream = torch._C._cuda_getCurrentRawStream(k.device.index)
     key = kind, step, stream, k.shape, k.dtype
     found = _kept.get(key)
     if found is None:
