@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,8 @@ class Capabilities:
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
+    # takes the boundaries of packed documents: forward_packed and backward_packed
+    documents: bool = False
     # computes a call of many problems at once, whatever it consists of
     whole_calls: bool = False
     # which block lists it computes, and whether it computes nothing else
@@ -155,6 +157,15 @@ class Options:
     deterministic: bool = False
     # equal for launches whose tensors have equal shapes, strides and alignment; None if unknown
     geometry: Hashable = None
+
+
+class Bounds(NamedTuple):
+    """Boundaries of packed documents, int32 (documents + 1,) among the queries and among the keys, and the most of each in a document."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    most_queries: int
+    most_keys: int
 
 
 # former names of a backend's members, which backends outside this package may still define
@@ -238,6 +249,30 @@ class Backend(ABC):
         """``backward`` that writes its contributions into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
+
+    def forward_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` of packed documents: q (1, L, G, D), k and v (1, S, K, D) → out (1, L, G, D), lse (1, G, L).
+
+        Causality is that of each document: its last query sees its last key. Only if ``capabilities.documents``.
+        """
+        raise AssertionError(f"{self.name} takes no boundaries of documents")
+
+    def backward_packed(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        bounds: Bounds,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Writes the gradients of ``forward_packed`` into (dq, dk, dv), all of them views of any strides (the last one 1)."""
+        raise AssertionError(f"{self.name} takes no boundaries of documents")
 
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Bounds, Capabilities, Options, WritingBackend
 from dilated_attention.backends.hardware import refresh
 from dilated_attention.backends.mask_convert import window_sizes
 
@@ -40,6 +40,7 @@ class Flash3Backend(WritingBackend):
         max_batch=65_535,
         aligned_last=True,
         writes_views=True,
+        documents=True,
         source="H200, library of xformers 0.0.34: 514/518 TFLOP/s forward/backward at D = 64, 668/598 at 128",
     )
 
@@ -88,6 +89,31 @@ class Flash3Backend(WritingBackend):
             options.deterministic,
             0,
         )
+
+    def forward_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = bounds.queries, bounds.keys, None, None, None, bounds.most_queries, bounds.most_keys
+        out, lse, *_ = _ops().fwd(
+            q[0], k[0], v[0], *(None,) * 4, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
+        )
+        return out[None], lse[None]
+
+    def backward_packed(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        bounds: Bounds,
+        options: Options,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        lengths = bounds.queries, bounds.keys, None, None, bounds.most_queries, bounds.most_keys
+        tensors = [x[0] for x in (dout, q, k, v, out, lse.contiguous(), *grads)]
+        _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
 
 
 def _forward(

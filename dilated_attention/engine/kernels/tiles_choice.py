@@ -15,6 +15,7 @@ import torch
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
 from dilated_attention.engine.branches.chunking import backward_buffers_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
+from dilated_attention.engine.branches.packed import is_one_launch
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
@@ -178,7 +179,8 @@ def _library_ms(
 ) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
-    launches = _launches(pattern, shape, request, batch)
+    one = batch == 1 and not request.key_mask and not request.dropout and is_one_launch(pattern, shape, registry.get(library).capabilities)
+    launches = 1 if one else _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.queries != shape.keys or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
