@@ -110,7 +110,7 @@ class Capabilities:
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
-    # takes the boundaries of packed documents: forward_packed and backward_packed
+    # takes boundaries of sequences in place of a batch: forward_packed and backward_packed
     documents: bool = False
     # computes a call of many problems at once, whatever it consists of
     whole_calls: bool = False
@@ -160,12 +160,19 @@ class Options:
 
 
 class Bounds(NamedTuple):
-    """Boundaries of packed documents, int32 (documents + 1,) among the queries and among the keys, and the most of each in a document."""
+    """Boundaries of S sequences that lie one after the other: int32 (S + 1,) among the queries and among the keys.
+
+    Args:
+        most_queries, most_keys: the most rows of a sequence.
+        used_queries, used_keys: int32 (S,): the rows of each sequence, from its first boundary on; None if it ends where the next begins.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
     most_queries: int
     most_keys: int
+    used_queries: torch.Tensor | None = None
+    used_keys: torch.Tensor | None = None
 
 
 # former names of a backend's members, which backends outside this package may still define
@@ -251,13 +258,13 @@ class Backend(ABC):
             grad.copy_(share)
 
     def forward_packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``forward`` of packed documents: q (1, L, G, D), k and v (1, S, K, D) → out (1, L, G, D), lse (1, G, L).
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options, out: torch.Tensor
+    ) -> torch.Tensor:
+        """``forward`` of sequences: q (1, L, G, D), k and v (1, S, K, D). Writes out (1, L, G, D), a view, and returns lse (1, G, L).
 
-        Causality is that of each document: its last query sees its last key. Only if ``capabilities.documents``.
+        Causality is that of each sequence: its last query sees its last key. Only if ``capabilities.documents``.
         """
-        raise AssertionError(f"{self.name} takes no boundaries of documents")
+        raise AssertionError(f"{self.name} takes no boundaries of sequences")
 
     def backward_packed(
         self,
@@ -272,7 +279,7 @@ class Backend(ABC):
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Writes the gradients of ``forward_packed`` into (dq, dk, dv), all of them views of any strides (the last one 1)."""
-        raise AssertionError(f"{self.name} takes no boundaries of documents")
+        raise AssertionError(f"{self.name} takes no boundaries of sequences")
 
     def forward_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options

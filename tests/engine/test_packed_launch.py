@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -33,21 +34,30 @@ class ByBounds(MathBackend):
 
     def _documents(self, bounds: Bounds) -> Any:
         self.launches += 1
-        queries, keys = ([slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (bounds.queries, bounds.keys))
+        queries, keys = _slices(bounds.queries, bounds.used_queries), _slices(bounds.keys, bounds.used_keys)
         assert bounds.most_queries == max(x.stop - x.start for x in queries) and bounds.most_keys == max(x.stop - x.start for x in keys)
         return list(zip(queries, keys, strict=True))
 
-    def forward_packed(self, q: Any, k: Any, v: Any, bounds: Bounds, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        documents = self._documents(bounds)
-        assert documents[-1][0].stop == q.shape[1] and documents[-1][1].stop == k.shape[1]
-        found = [self.forward(q[:, a], k[:, b], v[:, b], options) for a, b in documents]
-        return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
+    def forward_packed(self, q: Any, k: Any, v: Any, bounds: Bounds, options: Options, out: torch.Tensor) -> torch.Tensor:
+        lse = torch.full((1, q.shape[2], q.shape[1]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
+        for a, b in self._documents(bounds):
+            out[:, a], lse[:, :, a] = self.forward(q[:, a], k[:, b], v[:, b], options)
+        return lse
 
     def backward_packed(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Bounds, options: Options, grads: Any) -> None:
         for a, b in self._documents(bounds):
             shares = self.backward(dout[:, a], q[:, a], k[:, b], v[:, b], out[:, a], lse[:, :, a], options)
             for grad, rows, share in zip(grads, (a, b, b), shares, strict=True):
                 grad[:, rows] = share
+
+
+def _slices(starts: torch.Tensor, used: torch.Tensor | None) -> list[slice]:
+    if used is None:
+        return [slice(a, b) for a, b in itertools.pairwise(starts.tolist())]
+    found = [slice(a, a + count) for a, count in zip(starts[:-1].tolist(), used.tolist(), strict=True)]
+    # as in the library, sequences do not overlap
+    assert all(count > 0 for count in used.tolist()) and all(x.stop <= b for x, b in zip(found, starts[1:].tolist(), strict=True))
+    return found
 
 
 @pytest.fixture
@@ -120,6 +130,57 @@ def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
+BRANCHES = (
+    ((8, 20, 64), (1, 2, 4)),
+    ((7, 23, 1000), (1, 3, 8)),
+    ((16, 64), (2, 4)),
+    ((5, 5), (1, 2)),
+)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpus")
+@pytest.mark.parametrize("seed", range(24))
+def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All segments of branches with dilation take one launch, in one group of heads or in several."""
+    monkeypatch.setattr(packed, "has_kernels", lambda q: True)
+    rng = random.Random(seed)
+    lengths, rates = BRANCHES[seed % len(BRANCHES)]
+    tail = rng.choice(("mask", "zero_keys"))
+    pattern, N, H = DilatedPattern(lengths, rates, rng.choice(("cyclic", "zero")), "all", tail), rng.randint(30, 70), 4
+    is_causal = tail == "zero_keys" or rng.random() < 0.5
+    first = rng.randrange(1, N)
+    last = rng.randint(first + 1, N)
+    q, k, v, dout = (x.detach().float().requires_grad_() for x in drawn(N, H, H, seed))
+    options = {"is_causal": is_causal, "head_offsets": pattern.head_offsets, "tail": tail, "backend": "math"}
+    x = [y.detach().double().requires_grad_() for y in (q, k, v)]
+    out, lse = dilated_attention(*x, list(lengths), list(rates), return_lse=True, **options)
+    wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), x)
+    if seed % 3 == 0:
+        monkeypatch.setattr(packed, "_heads_at_once", lambda *_: 3)
+
+    given = arguments.Options(is_causal, True, False, 0, 0.0, None, "by_bounds")
+    settings = arguments.checked_settings(q, k, v, (None, None), arguments.DENSE, None, (), given)._replace(query_offset=first)
+    kv = torch.cat((k, v), -1).detach()
+    mine = [x[:, first:last].detach().float() for x in (dout, q, out)]
+    keys = kv.chunk(2, -1)
+    shape, call = prepare(False, (mine[1], *keys), pattern, settings, None, ((0, N),), None, N)
+    run = strategy.choose_forward(pattern, shape, (mine[1], *keys), call)
+    some_out, some_lse = run(mine[1], *keys, call, None)
+    groups = 2 if seed % 3 == 0 else 1
+    direct = int(1 in rates)
+    assert by_bounds.launches == groups + direct
+    torch.testing.assert_close(some_out.double(), out[:, first:last], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(some_lse.double(), lse[:, :, first:last], atol=2e-6, rtol=2e-6)
+
+    views = mine[0], mine[1], *keys, mine[2]
+    shape, call = prepare(True, (mine[1], *keys, mine[0]), pattern, settings, None, ((0, N),), None, N)
+    backward = strategy.choose_backward(pattern, shape, views, call)
+    grads = backward((*views, lse[:, :, first:last].detach().float().contiguous()), call, None, None)
+    assert by_bounds.launches == 2 * (groups + direct)
+    for a, b in zip(grads, (wanted[0][:, first:last], *wanted[1:]), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-6, rtol=5e-6)
+
+
 def test_calls_that_take_more_than_one_launch(by_bounds: ByBounds) -> None:
     """Branches, windows, padding and dropout go problem by problem."""
     q, k, v, _ = drawn(24, 4, 2, 0)
@@ -129,7 +190,10 @@ def test_calls_that_take_more_than_one_launch(by_bounds: ByBounds) -> None:
     attention(q, k, v, key_padding_mask=torch.zeros(1, 24, dtype=torch.bool), **options)
     attention(q, k, v, dropout_p=0.5, **options)
     dilated_attention(q, k, v, [8, 24], [1, 2], **options)
-    dilated_attention(q, k, v, [8], [1], **options)
+    dilated_attention(q, k, v, [8], [2], **options)
     assert by_bounds.launches == 0
-    assert packed.is_one_launch(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 9), (9, 24)), True), by_bounds.capabilities)
-    assert not packed.is_one_launch(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 24),), True), by_bounds.capabilities)
+    dilated_attention(q, k, v, [8], [1], **options)
+    assert by_bounds.launches == 1
+    size = by_bounds.capabilities, 1, 8, torch.float64, False
+    assert packed.is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 9), (9, 24)), True), *size)
+    assert not packed.is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 24),), True), *size)

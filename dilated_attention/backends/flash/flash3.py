@@ -91,13 +91,14 @@ class Flash3Backend(WritingBackend):
         )
 
     def forward_packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = bounds.queries, bounds.keys, None, None, None, bounds.most_queries, bounds.most_keys
-        out, lse, *_ = _ops().fwd(
-            q[0], k[0], v[0], *(None,) * 4, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options, out: torch.Tensor
+    ) -> torch.Tensor:
+        lengths = bounds.queries, bounds.keys, None, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
+        tensors = (q[0], k[0], v[0], None, None, None, out[0])
+        _, lse, *_ = _ops().fwd(
+            *tensors, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
         )
-        return out[None], lse[None]
+        return lse[None]  # type: ignore[no-any-return]
 
     def backward_packed(
         self,
@@ -111,7 +112,7 @@ class Flash3Backend(WritingBackend):
         options: Options,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        lengths = bounds.queries, bounds.keys, None, None, bounds.most_queries, bounds.most_keys
+        lengths = bounds.queries, bounds.keys, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
         tensors = [x[0] for x in (dout, q, k, v, out, lse.contiguous(), *grads)]
         _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
 

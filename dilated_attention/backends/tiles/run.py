@@ -121,14 +121,19 @@ def _forward_launches(
     )  # fmt: skip
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
+    return tiles, merge_launch(p, out)
+
+
+def merge_launch(p: Prepared, out: torch.Tensor) -> KernelLaunch:
+    """Returns the launch that merges the branches' results. Its tensors: out, lse, parts, their lse, spans, starts, rates, offsets."""
+    walk, H = p.call.walk, p.num_heads
     step, programs = p.tiles(_MERGE, p.num_queries, H)
-    merge = KernelLaunch(
+    return KernelLaunch(
         combine.merge_kernel,
         programs,
-        (*out.stride()[:3], B, H, H, p.q_first, p.num_queries, rows, walk.steps),
+        (*out.stride()[:3], p.batch, H, H, p.q_first, p.num_queries, p.part_rows, walk.steps),
         {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "DIRECT": walk.direct},
     )
-    return tiles, merge
 
 
 def backward(
@@ -206,17 +211,21 @@ def _backward_launches(
         walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
     keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
+    return queries, keys, sum_launch(p, (dq, dk, dv))
+
+
+def sum_launch(p: Prepared, strides: tuple[tuple[int, ...], ...]) -> KernelLaunch:
+    """Returns the launch that sums the branches' gradients.
+
+    Its tensors: dq, dk, dv, whose first three strides are given, their parts, spans of queries and of keys, starts, rates, offsets.
+    """
+    walk, H, Hk = p.call.walk, p.num_heads, p.kv_heads
+    dq, dk, dv = strides
     step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
     _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
-    sums = KernelLaunch(
-        combine.sum_kernel,
-        q_tiles + k_tiles,
-        (
-            *dq, *dk, *dv, B, H, Hk, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, p.part_rows, p.key_part_rows, walk.steps,
-        ),
-        {
-            "D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "Q_DIRECT": walk.direct,
-            "K_DIRECT": walk.key_direct, "SHARED": p.shared, "QUERIES": p.part_rows > 0, "KEYS": p.key_part_rows > 0,
-        },
-    )  # fmt: skip
-    return queries, keys, sums
+    numbers = p.batch, H, Hk, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, p.part_rows, p.key_part_rows, walk.steps
+    constants = {
+        "D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "Q_DIRECT": walk.direct,
+        "K_DIRECT": walk.key_direct, "SHARED": p.shared, "QUERIES": p.part_rows > 0, "KEYS": p.key_part_rows > 0,
+    }  # fmt: skip
+    return KernelLaunch(combine.sum_kernel, q_tiles + k_tiles, (*dq, *dk, *dv, *numbers), constants)

@@ -1,96 +1,173 @@
-"""Dense attention over packed documents as one launch of a library that takes their boundaries (FlashAttention's "varlen" form).
+"""Cut calls and packed documents on a library that takes boundaries in place of a batch (FlashAttention's "varlen" form).
 
-The queries may be a range of the sequence, as on a rank of a ring: a document's part of them sees the document's keys from the first one
-on, if causal up to the part's last query. That is how these libraries align causality where a document has more keys than queries.
+A call whose queries are a range of the sequence, as on a rank of a ring, has segments of unequal lengths, and so has a call over documents.
+The library computes all of them at once:
+
+- the *direct* branch, of rate 1, whose segments lie one after the other in q, k and v, in one launch on these tensors;
+- all segments and heads of the other branches in one launch, on rows gathered in this order (``kernels/packed_rows.py``). Their results
+  are merged into those of the direct branch, or summed, by the kernels of the tiles.
+
+If a call is causal, a segment's keys end with its last query: that is how these libraries align causality where there are more keys.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from dilated_attention.backends.base import Bounds, Capabilities, Options
+from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.engine.branches import sequential
+from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.engine.branches.plan import Range, Shape, make_plan
+from dilated_attention.engine.kernels.tiles_layout import layout_of
 from dilated_attention.pattern import DilatedPattern
 
+if TYPE_CHECKING:
+    # this module needs Triton
+    from dilated_attention.engine.kernels.packed_rows import GatheredHeads
+
 Tensors = tuple[torch.Tensor, ...]
+# the library finds a tile's segment by a search through the boundaries
+MOST_SEQUENCES = 2**14
 
 
 @dataclass(frozen=True, eq=False)
-class PackedLaunch:
-    """What the launches of calls alike have in common.
+class Direct:
+    """The direct branch. ``bounds`` count from the first query and from the first of ``rows``, the rows of k and v that it reads."""
 
-    Args:
-        bounds: of the documents, counted from the first query and from the first of ``rows``.
-        rows: the rows of k and v that some query sees.
-    """
-
-    pattern: DilatedPattern
-    shape: Shape
-    options: Options
     bounds: Bounds
     rows: slice
 
 
-def is_one_launch(pattern: DilatedPattern, shape: Shape, capabilities: Capabilities) -> bool:
-    """Whether a call without masks by position is dense attention over several documents, and the backend takes their boundaries."""
-    if not capabilities.documents or len(shape.documents) < 2 or shape.window is not None or shape.heads is not None:
-        return False
-    if pattern.num_branches > 1 or pattern.dilation_rates != (1,) or pattern.branch_heads != "all" or pattern.tail != "mask":
-        return False
-    # a table of all keys: a ring's part with the keys of one rank has others
-    whole = shape.keys == (0, shape.documents[-1][1])
-    return whole and pattern.segment_lengths[0] >= max(end - start for start, end in shape.documents)
+@dataclass(frozen=True, eq=False)
+class PackedLaunches:
+    """What the launches of calls alike have in common: of the direct branch, and of groups of heads of the others, if any."""
+
+    pattern: DilatedPattern
+    shape: Shape
+    options: Options
+    direct: Direct | None
+    gathered: tuple[GatheredHeads, ...]
 
 
-def packed_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> PackedLaunch | None:
-    """Returns the launch that computes a call on tensors like these, or None if it takes more than one."""
-    if (
-        call.padding is not None
-        or call.dropout_p
-        or tensors[0].shape[0] != 1
-        or not is_one_launch(pattern, shape, call.backend.capabilities)
-    ):
+def reads_in_place(pattern: DilatedPattern, shape: Shape) -> bool:
+    """Whether the direct branch is the only one."""
+    return pattern.num_branches == 1 and _walk(pattern, shape).direct == 0
+
+
+def is_packed(
+    pattern: DilatedPattern, shape: Shape, capabilities: Capabilities, batch: int, head_dim: int, dtype: torch.dtype, is_backward: bool
+) -> bool:
+    """Whether a call runs here if it has neither masks by position nor detached mixing, and its backward no gradient of lse."""
+    if not capabilities.documents or batch != 1 or shape.window is not None or shape.heads is not None:
+        return False
+    if pattern.tail != "mask" and not shape.is_causal:
+        return False
+    # keys of a part of the sequence, as of one rank, have others; self-attention of one document is folded into a batch
+    if shape.keys != (0, shape.documents[-1][1]) or shape.queries[1] > shape.keys[1] or (len(shape.documents) < 2 and not shape.is_cut):
+        return False
+    if reads_in_place(pattern, shape):
+        return True
+    if len(shape.documents) > 1 or shape.num_heads != shape.num_kv_heads:
+        return False
+    walk = _walk(pattern, shape)
+    sequences = sum(int(make_spans(walk, False).counts[:, b].sum()) for b in range(walk.num_branches) if b != walk.direct)
+    return sequences * shape.num_heads <= MOST_SEQUENCES and _heads_at_once(walk, shape, head_dim, dtype, is_backward) > 0
+
+
+def packed_launches(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, is_backward: bool) -> PackedLaunches | None:
+    """Returns how a call on q, k, v like these ``tensors`` runs; None if it does not run here."""
+    q = tensors[0]
+    B, _, H, D = q.shape
+    if call.padding is not None or call.dropout_p or (call.detached and pattern.num_branches > 1):
         return None
+    if not is_packed(pattern, shape, call.backend.capabilities, B, D, q.dtype, is_backward):
+        return None
+    options = replace(call.options, causal=shape.is_causal)
+    walk = _walk(pattern, shape)
+    direct = _direct_of(shape, pattern.segment_lengths[walk.direct], q.device) if walk.direct >= 0 else None
+    if reads_in_place(pattern, shape):
+        return None if direct is None else PackedLaunches(pattern, shape, options, direct, ())
+    if not has_kernels(q):
+        return None
+    from dilated_attention.engine.kernels.packed_rows import gathered_heads
+
+    count = _heads_at_once(walk, shape, D, q.dtype, is_backward)
+    groups = [(first, min(first + count, H)) for first in range(0, H, count)]
+    gathered = tuple(gathered_heads(pattern, shape, options.scale, heads, D, q.dtype, q.device) for heads in groups)
+    return PackedLaunches(pattern, shape, options, direct, gathered)
+
+
+def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:
+    return layout_of(pattern, shape, False, (0, shape.num_heads)).walk
+
+
+def _heads_at_once(walk: Walk, shape: Shape, head_dim: int, dtype: torch.dtype, is_backward: bool) -> int:
+    """Returns the number of heads whose gathered rows and waiting results fit the budget of transient memory."""
+    queries, keys, width = make_spans(walk, False).num_places, make_spans(walk, True).num_places, head_dim * dtype.itemsize
+    # q and out, or dout, q, out, dq and the library's sum of dq in float32; k and v, and their gradients; lse
+    of_head = (4 * width + 4 * head_dim if is_backward else 2 * width) * queries + (4 if is_backward else 2) * width * keys + 4 * queries
+    inputs = (shape.queries[1] - shape.queries[0] + 2 * shape.keys[1]) * shape.num_heads * width
+    return min(shape.num_heads, transient_budget(inputs) // max(1, of_head))
+
+
+def _direct_of(shape: Shape, length: int, device: torch.device) -> Direct | None:
+    """Returns the boundaries of the segments that hold queries; None if there is none."""
     first, last = shape.queries
-    touched = [(start, end) for start, end in shape.documents if max(start, first) < min(end, last)]
+    touched: list[Range] = []
+    for start, end in shape.documents:
+        low = start + max(0, first - start) // length * length
+        touched += [(a, min(a + length, end)) for a in range(low, min(end, last), length) if min(a + length, end) > first]
     if not touched:
         return None
     seen = [min(end, last) if shape.is_causal else end for _, end in touched]
-    low, device = touched[0][0], tensors[0].device
+    low = touched[0][0]
     queries, keys = [0, *(min(end, last) - first for _, end in touched)], [0, *(end - low for end in seen)]
     longest = max(b - a for a, b in itertools.pairwise(queries)), max(b - a for a, b in itertools.pairwise(keys))
     of_queries, of_keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
-    bounds = Bounds(of_queries, of_keys, *longest)
-    return PackedLaunch(pattern, shape, replace(call.options, causal=shape.is_causal), bounds, slice(low, seen[-1]))
+    return Direct(Bounds(of_queries, of_keys, *longest), slice(low, seen[-1]))
 
 
 def forward(
-    launch: PackedLaunch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
+    launches: PackedLaunches, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (1, Nq, H, D), lse (1, H, Nq)), contiguous."""
     assert saved is None
-    out, lse = call.backend.forward_packed(q, k[:, launch.rows], v[:, launch.rows], launch.bounds, launch.options)
-    return out.contiguous(), lse.contiguous()
+    _, n, H, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if launches.direct is None:
+        lse = torch.empty((1, H, n), dtype=torch.float32, device=q.device)
+    else:
+        bounds, rows = launches.direct.bounds, launches.direct.rows
+        lse = call.backend.forward_packed(q, k[:, rows], v[:, rows], bounds, launches.options, out).contiguous()
+    for heads in launches.gathered:
+        heads.forward(call.backend, launches.options, q, k, v, out, lse)
+    return out, lse
 
 
 def backward(
-    launch: PackedLaunch, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None
+    launches: PackedLaunches, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``."""
     if dlse is not None:
         # its share of the gradients is computed problem by problem
-        return sequential.backward(make_plan(launch.pattern, launch.shape), tensors, call, dlse, saved)
+        return sequential.backward(make_plan(launches.pattern, launches.shape), tensors, call, dlse, saved)
     assert saved is None
     dout, q, k, v, out, lse = tensors
-    # rows that no query sees have gradient 0
-    make = torch.empty if (launch.rows.start, launch.rows.stop) == (0, k.shape[1]) else torch.zeros
+    direct = launches.direct
+    # rows that no query of the direct branch sees
+    make = torch.empty if direct is None or (direct.rows.start, direct.rows.stop) == (0, k.shape[1]) else torch.zeros
     dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k, v, some_dk, some_dv = (x[:, launch.rows] for x in (k, v, dk, dv))
-    call.backend.backward_packed(dout, q, k, v, out, lse, launch.bounds, launch.options, (dq, some_dk, some_dv))
+    if direct is not None:
+        k_, v_, dk_, dv_ = (x[:, direct.rows] for x in (k, v, dk, dv))
+        call.backend.backward_packed(dout, q, k_, v_, out, lse, direct.bounds, launches.options, (dq, dk_, dv_))
+    for heads in launches.gathered:
+        heads.backward(call.backend, launches.options, tensors, (dq, dk, dv))
     return dq, dk, dv

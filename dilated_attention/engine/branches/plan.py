@@ -102,6 +102,11 @@ class Shape:
     # causal problems may have more keys than queries, since the backend aligns the last query with the last key
     aligned_last: bool = False
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether some position has no query or no key."""
+        return self.queries != self.keys
+
 
 @functools.lru_cache(maxsize=128)
 def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:

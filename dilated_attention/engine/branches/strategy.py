@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dilated_attention.backends.base import Options, accumulation_dtype
-from dilated_attention.engine.branches import fused_merge, sequential
+from dilated_attention.engine.branches import fused_merge, packed, sequential
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
 from dilated_attention.engine.branches.chunking import (
     CONCURRENT_CHUNKS,
@@ -23,9 +23,6 @@ from dilated_attention.engine.branches.chunking import (
 )
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.merge import has_kernels
-from dilated_attention.engine.branches.packed import backward as packed_backward
-from dilated_attention.engine.branches.packed import forward as packed_forward
-from dilated_attention.engine.branches.packed import packed_launch
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.streams import Streams
@@ -63,8 +60,8 @@ def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call
         return functools.partial(tiles.forward, shares)
     if not saves and (options := _one_launch(pattern, shape, tensors, call)) is not None:
         return functools.partial(sequential.forward_at_once, options)
-    if not saves and (packed := packed_launch(pattern, shape, tensors, call)) is not None:
-        return functools.partial(packed_forward, packed)
+    if not saves and (launches := packed.packed_launches(pattern, shape, tensors, call, False)) is not None:
+        return functools.partial(packed.forward, launches)
     if not _is_fused(shape, q, call):
         return functools.partial(sequential.forward, make_plan(pattern, shape))
     return functools.partial(_fused_forward, pattern, shape)
@@ -84,8 +81,8 @@ def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
         return functools.partial(tiles.backward, shares)
     if not saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
         return functools.partial(sequential.backward_at_once, options)
-    if not saved and (packed := packed_launch(pattern, shape, tensors[1:], call)) is not None:
-        return functools.partial(packed_backward, packed)
+    if not saved and (launches := packed.packed_launches(pattern, shape, tensors[1:], call, True)) is not None:
+        return functools.partial(packed.backward, launches)
     if not _is_fused(shape, q, call):
         return functools.partial(sequential.backward, make_plan(pattern, shape))
     return functools.partial(_fused_backward, pattern, shape)

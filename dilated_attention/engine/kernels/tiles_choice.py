@@ -15,7 +15,7 @@ import torch
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
 from dilated_attention.engine.branches.chunking import backward_buffers_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
-from dilated_attention.engine.branches.packed import is_one_launch
+from dilated_attention.engine.branches.packed import is_packed, reads_in_place
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
@@ -36,6 +36,8 @@ _MEMORY = 2e12
 # measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
 # on H200s (benchmarks/results/2026-11-23-h200x2-rings.md)
 _CUT = 1.6
+# the same where all segments are gathered into one launch (engine/branches/packed.py)
+_GATHERED = {False: 1.2, True: 1.2}
 # kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
@@ -155,7 +157,7 @@ def _is_faster(
             return True
         own = _tiles_ms(pattern, shape, request, batch, host_ms)
         mine += own
-        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms)
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms, library is None)
     return mine <= theirs
 
 
@@ -175,13 +177,25 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
 
 
 def _library_ms(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool, host_ms: float = 0.0
+    pattern: DilatedPattern,
+    shape: Shape,
+    request: AttentionRequest,
+    batch: int,
+    library: str,
+    nested: bool,
+    host_ms: float = 0.0,
+    detached: bool = False,
 ) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
-    one = batch == 1 and not request.key_mask and not request.dropout and is_one_launch(pattern, shape, registry.get(library).capabilities)
-    launches = 1 if one else _launches(pattern, shape, request, batch)
-    if launches > 1 and (shape.queries != shape.keys or len(shape.documents) > 1):
+    capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
+    masked = request.key_mask or request.dropout or detached
+    if not masked and is_packed(pattern, shape, capabilities, *size, request.needs_grad):
+        launches = 1 if reads_in_place(pattern, shape) else 2
+        kernels *= 1 if launches == 1 else _GATHERED[request.needs_grad]
+        return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
+    launches = _launches(pattern, shape, request, batch)
+    if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)

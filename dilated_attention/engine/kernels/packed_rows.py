@@ -1,0 +1,177 @@
+"""Branches with dilation in a cut call: the rows of all segments and heads one after the other, for one launch of a library.
+
+A *sequence* is a segment of one head of a branch: its rows lie at the places where the tiles keep a branch's results
+(``backends/tiles/table.py``), so the library's results are what ``combine.py`` merges and sums.
+"""
+
+# mypy does not know the types of kernels
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+
+import torch
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.base import Backend, Bounds, Options
+from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.tiles.call import Prepared, prepared
+from dilated_attention.backends.tiles.launch import KernelLaunch
+from dilated_attention.backends.tiles.run import merge_launch, sum_launch
+from dilated_attention.backends.tiles.table import make_spans
+from dilated_attention.engine.branches.plan import Range, Shape
+from dilated_attention.engine.kernels.tiles import tile_call
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+# rows that a program copies
+_ROWS = 64
+
+
+@triton.jit
+def gather_kernel(x_ptr, rows_ptr, table_ptr, x_n, x_h, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Copies rows first, first + rate, … of a head to consecutive places; a row of the table is (head, first, rate, place, rows)."""
+    at = table_ptr + tl.program_id(0) * 5
+    head, first, rate, place, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < D)[None, :]
+    read = x_ptr + (first + row * rate).to(tl.int64)[:, None] * x_n + head.to(tl.int64) * x_h + column[None, :]
+    written = rows_ptr + (place + row).to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(written, tl.load(read, mask=inside), mask=inside)
+
+
+class _Rows:
+    """Where the rows of the sequences come from and where they go, for queries or for keys.
+
+    Args:
+        columns: of each sequence: head, first row in the tensor, rate, first place, number of rows.
+        places: the number of places of all heads.
+    """
+
+    def __init__(self, columns: tuple[torch.Tensor, ...], places: int, device: torch.device) -> None:
+        head, first, rate, place, count = columns
+        tiles = -(-count // _ROWS)
+        owner = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
+        before = (torch.arange(len(owner)) - (tiles.cumsum(0) - tiles)[owner]) * _ROWS
+        made = (head[owner], first[owner] + before * rate[owner], rate[owner], place[owner] + before, count[owner] - before)
+        self.table = torch.stack(made, -1).int().contiguous().to(device)
+        self.bounds = torch.cat([place, torch.tensor([places])]).int().to(device)
+        self.used, self.most, self.places = count.int().to(device), int(count.max()), places
+        self.has_gaps = int(count.sum()) < places
+        self._launches: dict[Hashable, KernelLaunch] = {}
+
+    def gather(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns the rows (1, places, 1, D) of x (1, N, H, D), of any strides whose last one is 1."""
+        D = x.shape[3]
+        # a kernel reads whole tiles, so rows that belong to no sequence must be finite
+        make = torch.zeros if self.has_gaps else torch.empty
+        rows = make((1, self.places, 1, D), dtype=x.dtype, device=x.device)
+        key = x.stride(), x.dtype
+        if key not in self._launches:
+            constants = {"D": D, "COLUMNS": triton.next_power_of_2(D), "ROWS": _ROWS}
+            self._launches[key] = KernelLaunch(gather_kernel, len(self.table), x.stride()[1:3], constants)
+        tensors = x, rows, self.table
+        self._launches[key]([y.data_ptr() for y in tensors], lambda: tensors, index)
+        return rows
+
+
+class GatheredHeads:
+    """Query heads [first, last) of a pattern whose gathered rows are in memory at the same time; it is built once for calls alike."""
+
+    def __init__(self, pattern: DilatedPattern, shape: Shape, heads: Range, prepared_call: Prepared) -> None:
+        self.prepared, self.heads = prepared_call, heads
+        head, first, rate, place, count, first_key, key_place, seen = _sequences(pattern, shape, prepared_call)
+        num_heads, device = prepared_call.num_heads, prepared_call.device
+        self.queries = _Rows((head, first, rate, place, count), prepared_call.part_rows * num_heads, device)
+        self.keys = _Rows((head, first_key, rate, key_place, seen), prepared_call.key_part_rows * num_heads, device)
+        of_queries, of_keys = self.queries, self.keys
+        self.bounds = Bounds(of_queries.bounds, of_keys.bounds, of_queries.most, of_keys.most, of_queries.used, of_keys.used)
+        self._launches: dict[Hashable, KernelLaunch] = {}
+
+    def _narrow(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, last = self.heads
+        return tensors if last - first == tensors[0].shape[2] else tuple(x[:, :, first:last] for x in tensors)
+
+    def _combine(self, key: Hashable, make: Callable[[], KernelLaunch], tensors: tuple[torch.Tensor, ...]) -> None:
+        if key not in self._launches:
+            self._launches[key] = make()
+        self._launches[key]([x.data_ptr() for x in tensors], lambda: tensors, self.prepared.index)
+
+    def forward(
+        self, backend: Backend, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Merges the branches' results into out (1, n, H, D) and lse (1, H, n), which hold those of the direct branch, if any."""
+        p = self.prepared
+        q, k, v, out = self._narrow(q, k, v, out)
+        lse = lse[:, slice(*self.heads)]
+        with on_device(q.device):
+            p.here()
+            rows, keys, values = self.queries.gather(q, p.index), self.keys.gather(k, p.index), self.keys.gather(v, p.index)
+            # overwriting the queries would save memory, but a kernel may read them again
+            parts = torch.empty_like(rows)
+            part_lse = backend.forward_packed(rows, keys, values, self.bounds, options, parts)
+            tensors = out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets
+            self._combine(("merge", out.stride()), lambda: merge_launch(p, out), tensors)
+
+    def backward(self, backend: Backend, options: Options, tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
+        """Adds the branches' shares to dq, dk, dv, which hold those of the direct branch, if any. ``tensors``: dout, q, k, v, out, lse."""
+        p = self.prepared
+        *given, lse = tensors
+        dout, q, k, v, out, *grads_ = self._narrow(*given, *grads)
+        with on_device(q.device):
+            p.here()
+            dout, q, out = (self.queries.gather(x, p.index) for x in (dout, q, out))
+            k, v = (self.keys.gather(x, p.index) for x in (k, v))
+            # (1, H, n) → (1, n, H, 1)
+            lse = self.queries.gather(lse[:, slice(*self.heads), :, None].transpose(1, 2), p.index)
+            # the sum reads every place of a key
+            dq, make = torch.empty_like(q), torch.zeros_like if self.keys.has_gaps else torch.empty_like
+            dk, dv = make(k), make(v)
+            backend.backward_packed(dout, q, k, v, out, lse.view(1, 1, -1), self.bounds, options, (dq, dk, dv))
+            sums = *grads_, dq, dk, dv, p.spans, p.key_spans, p.starts, p.rates, p.offsets
+            strides = tuple(x.stride()[:3] for x in grads_)
+            self._combine(("sum", *strides), lambda: sum_launch(p, strides), sums)
+
+
+def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[torch.Tensor, ...]:
+    """Returns of each sequence, ordered by place: head, first query row, rate, place, queries; first key row, place, keys that are seen."""
+    walk, (first, last) = p.call.walk, shape.queries
+    queries, keys = make_spans(walk, False), make_spans(walk, True)
+    document = shape.documents[0]
+    found: list[tuple[torch.Tensor, ...]] = []
+    for branch, (_, rate) in enumerate(pattern.branches):
+        if branch == walk.direct:
+            continue
+        offsets = torch.tensor(p.call.offsets[branch])[:, None]
+        length = queries.lengths[0, branch]
+        segment = queries.first[0, branch] + torch.arange(int(queries.counts[0, branch]))
+        start = document[0] + segment * length
+        end = (start + length).clamp(max=document[1])
+        begin, stop = start.clamp(min=first), end.clamp(max=last)
+        # the first position of the head that has a query
+        low = start + offsets
+        low = low + (begin - low + rate - 1).clamp(min=0) // rate * rate
+        count = ((stop - low + rate - 1) // rate).clamp(min=0) * (offsets != NOT_IN_BRANCH)
+        seen_to = low + (count - 1) * rate + 1 if shape.is_causal else end
+        seen = (seen_to - start - offsets + rate - 1) // rate
+        place = queries.bases[0, branch] + segment * queries.places[0, branch] + (low - begin) // rate
+        key_place = keys.bases[0, branch] + segment * keys.places[0, branch] + offsets // rate
+        head = torch.arange(len(offsets))[:, None]
+        columns = (head, low - first, torch.tensor(rate), place + head * p.part_rows, count)
+        more = (start + offsets, key_place + head * p.key_part_rows, seen)
+        found.append(torch.broadcast_tensors(*columns, *more))
+    together = [torch.cat(columns, 1).flatten() for columns in zip(*found, strict=True)]
+    kept = together[4] > 0
+    together = [x[kept] for x in together]
+    order = together[3].argsort()
+    return tuple(x[order] for x in together)
+
+
+@functools.lru_cache(maxsize=32)
+def gathered_heads(
+    pattern: DilatedPattern, shape: Shape, scale: float, heads: Range, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> GatheredHeads:
+    """Returns what the launches of some heads have in common."""
+    made = prepared(tile_call(pattern, shape, scale, False, "ieee", heads), 1, heads[1] - heads[0], head_dim, dtype, device)
+    return GatheredHeads(pattern, shape, heads, made)
