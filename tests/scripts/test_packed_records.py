@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention import dilated_attention
-from dilated_attention.engine.ops import resolve
+from dilated_attention.engine.ops import prepare, resolve
 
 N = 24
 
@@ -108,3 +108,33 @@ def test_bounds_that_bound_nothing_are_refused_each_time(wrong: list[int]) -> No
     good[-1] = N - 1
     with pytest.raises(ValueError, match="cu_seqlens is"):
         call(good)
+
+
+class Counted(torch.Tensor):
+    """Counts how often its values are read."""
+
+    reads = 0
+
+    def tolist(self) -> list[int]:
+        Counted.reads += 1
+        return self.as_subclass(torch.Tensor).tolist()
+
+
+def test_rings_read_the_bounds_of_a_version_once() -> None:
+    """Rings read them in every pass, without a record for each tensor."""
+    x, before = bounds(7, 15).as_subclass(Counted), Counted.reads
+    assert [prepare.bounds_of(x) for _ in range(3)] == [(0, 7, 15, N)] * 3
+    assert Counted.reads == before + 1
+    x[1] = 9
+    assert prepare.document_ranges(x, N) == ((0, 9), (9, 15), (15, N))
+    assert Counted.reads == before + 2
+    with torch.inference_mode():
+        y = bounds(5).as_subclass(Counted)
+    assert prepare.bounds_of(y) == prepare.bounds_of(y) == (0, 5, N)
+    assert Counted.reads == before + 4
+
+
+def test_few_tensors_of_bounds_are_remembered() -> None:
+    kept = [bounds(1 + i % 20) for i in range(prepare.MOST_BOUNDS + 5)]
+    assert all(prepare.bounds_of(x) == tuple(x.tolist()) for x in kept)
+    assert len(prepare._bounds) <= prepare.MOST_BOUNDS

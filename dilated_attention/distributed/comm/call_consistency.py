@@ -17,6 +17,7 @@ from dilated_attention.distributed.comm.session import session_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
+from dilated_attention.engine.ops.prepare import bounds_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH
 
@@ -122,9 +123,9 @@ def keep(known: dict[Any, Any], key: object, found: Any) -> None:
 def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
     """Returns the bounds of the packed documents, for comparison between ranks.
 
-    A single process compares nothing, so it returns None and does not synchronize with the GPU that holds ``cu_seqlens``.
+    A single process compares nothing, so it returns None and does not read ``cu_seqlens``.
     """
-    return None if cu_seqlens is None or members.size == 1 else tuple(cu_seqlens.tolist())
+    return None if cu_seqlens is None or members.size == 1 else bounds_of(cu_seqlens)
 
 
 def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: tuple[int, ...] | None) -> dict[str, object]:

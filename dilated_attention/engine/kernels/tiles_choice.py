@@ -36,8 +36,10 @@ _MEMORY = 2e12
 # measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
 # on H200s (benchmarks/results/2026-11-23-h200x2-rings.md)
 _CUT = 1.6
-# the same where all segments are gathered into one launch (engine/branches/packed.py)
-_GATHERED = {False: 1.2, True: 1.2}
+# the same where all segments are gathered into one launch (engine/branches/packed.py): GigaPath's and LongNet's segments, 25,000 to
+# 131,072 queries, on an H200; and host time of such a call in ms
+_GATHERED = 1.45
+_PACKED_MS = {False: 0.3, True: 0.5}
 # kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
@@ -191,9 +193,7 @@ def _library_ms(
     capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
     masked = request.key_mask or request.dropout or detached
     if not masked and is_packed(pattern, shape, capabilities, *size, request.needs_grad):
-        launches = 1 if reads_in_place(pattern, shape) else 2
-        kernels *= 1 if launches == 1 else _GATHERED[request.needs_grad]
-        return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
+        return max(kernels if reads_in_place(pattern, shape) else kernels * _GATHERED, _PACKED_MS[request.needs_grad] + host_ms)
     launches = _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches

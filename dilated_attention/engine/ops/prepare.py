@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ from dilated_attention.pattern import DilatedPattern
 # queries per windowed problem on a backend that masks keys instead of skipping them
 WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
+# tensors of bounds whose values are remembered; at this many, all are forgotten
+MOST_BOUNDS = 64
+_bounds: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
 
 
 def prepare(
@@ -153,12 +157,29 @@ def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:
-    """Returns (start, end) of each document that is not empty. It reads the values, so it synchronizes with the GPU if they are on one."""
-    bounds = cu_seqlens.tolist()
+    """Returns (start, end) of each document that is not empty. It reads the values: see ``bounds_of``."""
+    bounds = list(bounds_of(cu_seqlens))
     if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
         shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
         raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
     return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
+
+
+def bounds_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Returns the values of ``cu_seqlens``.
+
+    Reading synchronizes with the GPU that holds them, and the layers of a model share them. So a tensor is read once for each version.
+    """
+    if cu_seqlens.is_inference():
+        return tuple(cu_seqlens.tolist())
+    key = id(cu_seqlens), cu_seqlens._version
+    known = _bounds.get(key)
+    if known is None or known[0]() is not cu_seqlens:
+        known = weakref.ref(cu_seqlens), tuple(cu_seqlens.tolist())
+        if len(_bounds) >= MOST_BOUNDS:
+            _bounds.clear()
+        _bounds[key] = known
+    return known[1]
 
 
 def segment_extent(x: torch.Tensor, length: int) -> int:
