@@ -138,7 +138,7 @@ BRANCHES = (
 )
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpus")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpu/test_packed.py")
 @pytest.mark.parametrize("seed", range(24))
 def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All segments of branches with dilation take one launch, in one group of heads or in several."""
@@ -179,6 +179,26 @@ def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, 
     assert by_bounds.launches == 2 * (groups + direct)
     for a, b in zip(grads, (wanted[0][:, first:last], *wanted[1:]), strict=True):
         torch.testing.assert_close(a.double(), b, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpu/test_packed.py")
+@pytest.mark.parametrize(("lengths", "rates", "launches"), [((9,), (5,), 0), ((9, 9), (5, 1), 2), ((9, 9), (5, 4), 2)], ids=str)
+def test_queries_in_no_branch(
+    by_bounds: ByBounds, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], rates: tuple[int, ...], launches: int
+) -> None:
+    """A last query that no head's branches take, where other positions are taken."""
+    monkeypatch.setattr(packed, "has_kernels", lambda q: True)
+    q, k, v, dout = (x.detach().float().requires_grad_() for x in drawn(9, 2, 2, 0))
+    results = []
+    for name in ("by_bounds", "math"):
+        x = [q[:, 8:].detach().requires_grad_(), k, v]
+        out, lse = dilated_attention(
+            *x, list(lengths), list(rates), head_offsets="zero", is_causal=True, query_offset=8, return_lse=True, backend=name
+        )
+        results.append([out, lse, *torch.autograd.grad((out * dout[:, 8:]).sum(), x)])
+    assert by_bounds.launches == launches
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
 
 
 def test_calls_that_take_more_than_one_launch(by_bounds: ByBounds) -> None:

@@ -100,8 +100,10 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
 
     count = _heads_at_once(walk, shape, D, q.dtype, is_backward)
     groups = [(first, min(first + count, H)) for first in range(0, H, count)]
-    gathered = tuple(gathered_heads(pattern, shape, options.scale, heads, D, q.dtype, q.device) for heads in groups)
-    return PackedLaunches(pattern, shape, options, direct, gathered)
+    gathered = [gathered_heads(pattern, shape, options.scale, heads, D, q.dtype, q.device) for heads in groups]
+    some = tuple(x for x in gathered if x is not None)
+    # rows of heads without a sequence are written by nothing here, unless the direct branch has them
+    return PackedLaunches(pattern, shape, options, direct, some) if direct is not None or len(some) == len(gathered) else None
 
 
 def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:

@@ -79,9 +79,9 @@ class _Rows:
 class GatheredHeads:
     """Query heads [first, last) of a pattern whose gathered rows are in memory at the same time; it is built once for calls alike."""
 
-    def __init__(self, pattern: DilatedPattern, shape: Shape, heads: Range, prepared_call: Prepared) -> None:
+    def __init__(self, heads: Range, prepared_call: Prepared, sequences: tuple[torch.Tensor, ...]) -> None:
         self.prepared, self.heads = prepared_call, heads
-        head, first, rate, place, count, first_key, key_place, seen = _sequences(pattern, shape, prepared_call)
+        head, first, rate, place, count, first_key, key_place, seen = sequences
         num_heads, device = prepared_call.num_heads, prepared_call.device
         self.queries = _Rows((head, first, rate, place, count), prepared_call.part_rows * num_heads, device)
         self.keys = _Rows((head, first_key, rate, key_place, seen), prepared_call.key_part_rows * num_heads, device)
@@ -171,7 +171,8 @@ def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[torc
 @functools.lru_cache(maxsize=32)
 def gathered_heads(
     pattern: DilatedPattern, shape: Shape, scale: float, heads: Range, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> GatheredHeads:
-    """Returns what the launches of some heads have in common."""
+) -> GatheredHeads | None:
+    """Returns what the launches of some heads have in common; None if these heads have no query in any of the branches."""
     made = prepared(tile_call(pattern, shape, scale, False, "ieee", heads), 1, heads[1] - heads[0], head_dim, dtype, device)
-    return GatheredHeads(pattern, shape, heads, made)
+    sequences = _sequences(pattern, shape, made)
+    return GatheredHeads(heads, made, sequences) if len(sequences[0]) else None
