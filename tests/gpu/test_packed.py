@@ -54,6 +54,7 @@ def test_a_range_of_queries(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, dout = drawn(*[(1, N, H, D)] * 4)
     x = [y.double().requires_grad_() for y in (q, k, v)]
     options: dict[str, Any] = {"is_causal": is_causal, "head_offsets": pattern.head_offsets, "return_lse": True, "backend": "math"}
+    options["mixture_grad"] = mixing = rng.choice(("exact", "detached"))
     out, lse = dilated_attention(*x, list(lengths), list(rates), **options)
     wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), x)
     if seed % 3 == 0:
@@ -62,7 +63,9 @@ def test_a_range_of_queries(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = torch.cat((k, v), -1).chunk(2, -1)
     some_dout, some_q, some_out = (y[:, first:last].to(BF16).contiguous() for y in (dout, q, out.detach()))
     given = arguments.Options(is_causal, True, False, 0, 0.0, None, "flash3")
-    settings = arguments.checked_settings(some_q, *kv, (None, None), arguments.DENSE, None, (), given)._replace(query_offset=first)
+    settings = arguments.checked_settings(some_q, *kv, (None, None), arguments.DENSE, None, (), given)._replace(
+        query_offset=first, detached=mixing == "detached"
+    )
     shape, call = prepare(False, (some_q, *kv), pattern, settings, None, ((0, N),), None, N)
     forward: Any = strategy.choose_forward(pattern, shape, (some_q, *kv), call)
     assert forward.func is packed.forward

@@ -64,7 +64,7 @@ def reads_in_place(pattern: DilatedPattern, shape: Shape) -> bool:
 def is_packed(
     pattern: DilatedPattern, shape: Shape, capabilities: Capabilities, batch: int, head_dim: int, dtype: torch.dtype, is_backward: bool
 ) -> bool:
-    """Whether a call runs here if it has neither masks by position nor detached mixing, and its backward no gradient of lse."""
+    """Whether a call runs here if it has no mask by position, no saved outputs of its branches, and its backward no gradient of lse."""
     if not capabilities.documents or batch != 1 or shape.window is not None or shape.heads is not None:
         return False
     if pattern.tail != "mask" and not shape.is_causal:
@@ -85,7 +85,7 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
     """Returns how a call on q, k, v like these ``tensors`` runs; None if it does not run here."""
     q = tensors[0]
     B, _, H, D = q.shape
-    if call.padding is not None or call.dropout_p or (call.detached and pattern.num_branches > 1):
+    if call.padding is not None or call.dropout_p:
         return None
     if not is_packed(pattern, shape, call.backend.capabilities, B, D, q.dtype, is_backward):
         return None
@@ -156,20 +156,26 @@ def forward(
 def backward(
     launches: PackedLaunches, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``."""
+    """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``.
+
+    With detached mixing each branch has its own output in place of the merged one, which is recomputed.
+    """
     if dlse is not None:
         # its share of the gradients is computed problem by problem
         return sequential.backward(make_plan(launches.pattern, launches.shape), tensors, call, dlse, saved)
     assert saved is None
     dout, q, k, v, out, lse = tensors
-    direct = launches.direct
+    direct, own = launches.direct, call.detached and launches.pattern.num_branches > 1
     # rows that no query of the direct branch sees
     make = torch.empty if direct is None or (direct.rows.start, direct.rows.stop) == (0, k.shape[1]) else torch.zeros
     dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if direct is not None:
         k_, v_, dk_, dv_ = (x[:, direct.rows] for x in (k, v, dk, dv))
+        if own:
+            out = torch.empty_like(out)
+            call.backend.forward_packed(q, k_, v_, direct.bounds, launches.options, out)
         call.backend.backward_packed(dout, q, k_, v_, out, lse, direct.bounds, launches.options, (dq, dk_, dv_))
     for heads in launches.gathered:
-        heads.backward(call.backend, launches.options, tensors, (dq, dk, dv))
+        heads.backward(call.backend, launches.options, tensors, (dq, dk, dv), own)
     return dq, dk, dv

@@ -114,15 +114,28 @@ class GatheredHeads:
             tensors = out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets
             self._combine(("merge", out.stride()), lambda: merge_launch(p, out), tensors)
 
-    def backward(self, backend: Backend, options: Options, tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
-        """Adds the branches' shares to dq, dk, dv, which hold those of the direct branch, if any. ``tensors``: dout, q, k, v, out, lse."""
+    def backward(
+        self, backend: Backend, options: Options, tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], own: bool
+    ) -> None:
+        """Adds the branches' shares to dq, dk, dv, which hold those of the direct branch, if any.
+
+        Args:
+            tensors: dout, q, k, v, out, lse.
+            own: each branch has its own output in place of ``out`` (detached mixing).
+        """
         p = self.prepared
         *given, lse = tensors
         dout, q, k, v, out, *grads_ = self._narrow(*given, *grads)
         with on_device(q.device):
             p.here()
-            dout, q, out = (self.queries.gather(x, p.index) for x in (dout, q, out))
+            dout, q = (self.queries.gather(x, p.index) for x in (dout, q))
             k, v = (self.keys.gather(x, p.index) for x in (k, v))
+            if own:
+                # a kernel reads whole tiles, as in _Rows.gather
+                out = torch.zeros_like(q)
+                backend.forward_packed(q, k, v, self.bounds, options, out)
+            else:
+                out = self.queries.gather(out, p.index)
             # (1, H, n) → (1, n, H, 1)
             lse = self.queries.gather(lse[:, slice(*self.heads), :, None].transpose(1, 2), p.index)
             # the sum reads every place of a key

@@ -159,7 +159,7 @@ def _is_faster(
             return True
         own = _tiles_ms(pattern, shape, request, batch, host_ms)
         mine += own
-        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms, library is None)
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms)
     return mine <= theirs
 
 
@@ -179,19 +179,12 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
 
 
 def _library_ms(
-    pattern: DilatedPattern,
-    shape: Shape,
-    request: AttentionRequest,
-    batch: int,
-    library: str,
-    nested: bool,
-    host_ms: float = 0.0,
-    detached: bool = False,
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool, host_ms: float = 0.0
 ) -> float:
     rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
-    masked = request.key_mask or request.dropout or detached
+    masked = request.key_mask or request.dropout
     if not masked and is_packed(pattern, shape, capabilities, *size, request.needs_grad):
         return max(kernels if reads_in_place(pattern, shape) else kernels * _GATHERED, _PACKED_MS[request.needs_grad] + host_ms)
     launches = _launches(pattern, shape, request, batch)
