@@ -24,6 +24,7 @@ from _ring_cases import Problem
 
 import dilated_attention
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
+from dilated_attention.backends.base import Bounds
 
 HOW_TO_GET_IT = "other projects' sources are not in this repository: git clone https://github.com/zhuzilin/ring-flash-attention"
 
@@ -176,6 +177,29 @@ def ring_flash_attention(problem: Problem, group: Any, *, schedule: str, kernel:
     return [Contender(f"rfa {schedule} ({kernel})", attend, kernel, layout, functools.partial(_stand_in, kernel))]
 
 
+def packed_ring_flash_attention(
+    path: str, bounds: torch.Tensor, heads: int, group: Any, kernel: str
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """ring-flash-attention's llama3 form on causal packed documents, q, k, v (1, n, H, D) of equal contiguous shards.
+
+    Args:
+        heads: key/value heads that are gathered at a time (heads_k_stride).
+        kernel: a backend that takes boundaries.
+    """
+    package = _import_ring_flash_attention(path)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    *of_rank, rows = package.llama3_flash_attn_prepare_cu_seqlens(bounds, True, rank, size)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with _stand_in(kernel):
+            out = package.llama3_flash_attn_varlen_func(
+                q[0], k[0], v[0], *of_rank, heads_k_stride=heads, local_k_slice=rows, causal=True, group=group
+            )
+        return out[None]  # type: ignore[no-any-return]
+
+    return attend
+
+
 @functools.cache
 def _import_ring_flash_attention(path: str) -> Any:
     folder = Path(path).expanduser().resolve()
@@ -186,8 +210,8 @@ def _import_ring_flash_attention(path: str) -> Any:
     interface.__dict__.update(
         _flash_attn_forward=_flash_attn_forward,
         _flash_attn_backward=_flash_attn_backward,
-        _flash_attn_varlen_forward=_no_varlen,
-        _flash_attn_varlen_backward=_no_varlen,
+        _flash_attn_varlen_forward=_flash_attn_varlen_forward,
+        _flash_attn_varlen_backward=_flash_attn_varlen_backward,
     )
     parent.__dict__.update(flash_attn_interface=interface, __path__=[])
     # its adapter for transformers imports names that transformers 5 has no more
@@ -270,3 +294,54 @@ def _flash_attn_backward(
 
 def _no_varlen(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError("not stood in for: ring.py calls the fixed-length functions only")
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    options = _options(softmax_scale, causal, (dropout_p, window_size, softcap, alibi_slopes))
+    out = torch.empty_like(q)
+    bounds = Bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lse = registry.get(_kernel).forward_packed(q[None], k[None], v[None], bounds, options, out[None])
+    return out, lse[0], None, None
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> None:
+    options = _options(softmax_scale, causal, (dropout_p, window_size, softcap, alibi_slopes))
+    bounds = Bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    given = [x[None] for x in (dout, q, k, v, out, softmax_lse)]
+    registry.get(_kernel).backward_packed(*given, bounds, options, (dq[None], dk[None], dv[None]))

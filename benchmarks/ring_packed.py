@@ -7,6 +7,9 @@ on the whole sequence. *called*: calls back to back over their number, the slowe
 dense row is one causal document, whose rate is the one to compare with. Imbalance: the most pairs of a rank over the mean. FLASH3_LIBRARY
 (and FLASH3_CUDART) in the environment load FlashAttention-3's library. Without a GPU everything runs over gloo, on a sequence a hundredth
 as long, for a try.
+
+--ring-flash-attention PATH compares with the llama3 form of zhuzilin's ring-flash-attention, from a copy of your own and on the same
+kernel, with all key/value heads at a time and with one. torch's context_parallel has no form for packed documents.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ring_competitors import packed_ring_flash_attention
 from _ring_world import World, freed
 from ring_called import called, step_of
 
@@ -72,6 +76,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--ring-flash-attention", metavar="PATH")
     args = parser.parse_args()
     if "FLASH3_LIBRARY" in os.environ:
         flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
@@ -80,10 +85,13 @@ def main() -> None:
     packed = drawn(tokens, args.seed)
     world.say(f"{tokens} tokens in {len(packed) - 1} documents, the longest {max(b - a for a, b in itertools.pairwise(packed))}")
     cases = [("dense", [0, tokens], "zigzag"), *(("packed", packed, name) for name in args.layouts)]
+    if args.ring_flash_attention:
+        cases += [("llama3", packed, str(heads)) for heads in (KV_HEADS, 1)]
     for what, bounds, name in cases:
         cu_seqlens = None if what == "dense" else torch.tensor(bounds, dtype=torch.int32, device=world.device)
         begun = time.perf_counter()
         layout: Any = balanced_layout(None, tokens, world.size, is_causal=True, cu_seqlens=bounds) if name == "balanced" else name
+        layout = "contiguous" if what == "llama3" else layout
         dealt = time.perf_counter() - begun
         rows = [spans(tokens, rank, world.size, layout) for rank in range(world.size)]
         held = [sum(pairs_of(bounds, start, stop) for start, stop, _ in mine) for mine in rows]
@@ -91,6 +99,9 @@ def main() -> None:
 
         def ring(*x: torch.Tensor, layout: Any = layout, options: dict[str, Any] = options) -> Any:
             return da.ring_attention(*x, layout=layout, seq_len=tokens, **options)
+
+        if what == "llama3":
+            ring = packed_ring_flash_attention(args.ring_flash_attention, cu_seqlens, int(name), None, "flash3")
 
         def alone(*x: torch.Tensor, options: dict[str, Any] = options) -> Any:
             return da.attention(*x, **options)
