@@ -174,28 +174,26 @@ def ring_flash_attention(problem: Problem, group: Any, *, schedule: str, kernel:
         return function(q, k, v, causal=problem.is_causal, group=group)
 
     layout = "zigzag" if schedule == "zigzag" else "contiguous"
-    return [Contender(f"rfa {schedule} ({kernel})", attend, kernel, layout, functools.partial(_stand_in, kernel))]
+    return [Contender(f"rfa {schedule} ({kernel})", attend, kernel, layout, functools.partial(stand_in, kernel))]
 
 
 def packed_ring_flash_attention(
-    path: str, bounds: torch.Tensor, heads: int, group: Any, kernel: str
+    path: str, bounds: torch.Tensor, heads: int, group: Any
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """ring-flash-attention's llama3 form on causal packed documents, q, k, v (1, n, H, D) of equal contiguous shards.
 
+    Forward and backward run in ``stand_in``, with a backend that takes boundaries.
+
     Args:
         heads: key/value heads that are gathered at a time (heads_k_stride).
-        kernel: a backend that takes boundaries.
     """
     package = _import_ring_flash_attention(path)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     *of_rank, rows = package.llama3_flash_attn_prepare_cu_seqlens(bounds, True, rank, size)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with _stand_in(kernel):
-            out = package.llama3_flash_attn_varlen_func(
-                q[0], k[0], v[0], *of_rank, heads_k_stride=heads, local_k_slice=rows, causal=True, group=group
-            )
-        return out[None]  # type: ignore[no-any-return]
+        options = {"heads_k_stride": heads, "local_k_slice": rows, "causal": True, "group": group}
+        return package.llama3_flash_attn_varlen_func(q[0], k[0], v[0], *of_rank, **options)[None]  # type: ignore[no-any-return]
 
     return attend
 
@@ -237,7 +235,7 @@ _kernel = "auto"
 
 
 @contextlib.contextmanager
-def _stand_in(kernel: str) -> Iterator[None]:
+def stand_in(kernel: str) -> Iterator[None]:
     """The backend behind flash-attn's functions meanwhile."""
     global _kernel
     before, _kernel = _kernel, kernel
