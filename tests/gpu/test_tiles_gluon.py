@@ -72,7 +72,7 @@ def test_as_the_triton_kernels(name: str, dtype: torch.dtype, batch: int, monkey
             masks["words"] = dropout_words(7, batch, heads, p.num_keys, device)
         for _ in range(repeats):
             run.forward(p, q, k, v, out, lse, parts=parts, **masks)
-            run.backward(p, dout, q, k, v, out, lse, dlse, grads, parts=parts, **masks)
+            run.backward(p, (dout, q, k, v, out, lse), dlse, grads, parts=parts, **masks)
         taken = [launch.kernel.__module__ for launches in p.launches.values() for launch in launches]
         assert any("hopper" in module for module in taken) == is_hopper, taken
         return [out, lse, *grads]
