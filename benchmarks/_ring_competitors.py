@@ -214,7 +214,7 @@ def _import_ring_flash_attention(path: str) -> Any:
     parent.__dict__.update(flash_attn_interface=interface, __path__=[])
     # its adapter for transformers imports names that transformers 5 has no more
     adapters = types.ModuleType("ring_flash_attn.adapters")
-    adapters.__dict__.update(substitute_hf_flash_attn=_no_varlen, update_ring_flash_attn_params=_no_varlen)
+    adapters.__dict__.update(substitute_hf_flash_attn=_no_adapter, update_ring_flash_attn_params=_no_adapter)
     stands = {"flash_attn": parent, "flash_attn.flash_attn_interface": interface, "ring_flash_attn.adapters": adapters}
     # FlashAttention-4 lives in a package of the same name: it gets its place back
     kept = {name: module for name, module in sys.modules.items() if name == "flash_attn" or name.startswith("flash_attn.")}
@@ -290,8 +290,8 @@ def _flash_attn_backward(
     registry.get(_kernel).backward_into(dout.contiguous(), q, k, v, out, softmax_lse.contiguous(), options, (dq, dk, dv))
 
 
-def _no_varlen(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError("not stood in for: ring.py calls the fixed-length functions only")
+def _no_adapter(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("not stood in for: the adapters for transformers are not used here")
 
 
 def _flash_attn_varlen_forward(

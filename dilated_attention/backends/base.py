@@ -160,7 +160,7 @@ class Options:
 
 
 class Bounds(NamedTuple):
-    """Boundaries of S sequences that lie one after the other: int32 (S + 1,) among the queries and among the keys.
+    """Boundaries of S sequences, one after the other: int32 (S + 1,) among the queries and among the keys.
 
     Args:
         most_queries, most_keys: the most rows of a sequence.

@@ -3,7 +3,7 @@
 A call whose queries are a range of the sequence, as on a rank of a ring, has segments of unequal lengths, and so has a call over documents.
 The library computes all of them at once:
 
-- the *direct* branch, of rate 1, whose segments lie one after the other in q, k and v, in one launch on these tensors;
+- the *direct* branch, of rate 1, whose segments follow each other in q, k and v, in one launch on these tensors;
 - all segments and heads of the other branches in one launch, on rows gathered in this order (``kernels/packed_rows.py``). Their results
   are merged into those of the direct branch, or summed, by the kernels of the tiles.
 
@@ -69,7 +69,7 @@ def is_packed(
         return False
     if pattern.tail != "mask" and not shape.is_causal:
         return False
-    # keys of a part of the sequence, as of one rank, have others; self-attention of one document is folded into a batch
+    # keys of a part of the sequence, like those of one rank, have other positions; self-attention of one document is folded into a batch
     if shape.keys != (0, shape.documents[-1][1]) or shape.queries[1] > shape.keys[1] or (len(shape.documents) < 2 and not shape.is_cut):
         return False
     if reads_in_place(pattern, shape):

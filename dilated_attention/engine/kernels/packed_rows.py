@@ -1,6 +1,6 @@
 """Branches with dilation in a cut call: the rows of all segments and heads one after the other, for one launch of a library.
 
-A *sequence* is a segment of one head of a branch: its rows lie at the places where the tiles keep a branch's results
+A *sequence* is a segment of one head of a branch: its rows are stored at the places where the tiles keep a branch's results
 (``backends/tiles/table.py``), so the library's results are what ``combine.py`` merges and sums.
 """
 

@@ -9,8 +9,9 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -29,7 +30,10 @@ WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
 # tensors of bounds whose values are remembered; at this many, all are forgotten
 MOST_BOUNDS = 64
-_bounds: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
+T = TypeVar("T")
+# by address, version and kind
+Versions: TypeAlias = dict[tuple[int, int, object], tuple["weakref.ref[torch.Tensor]", T]]
+_bounds: Versions[tuple[int, ...]] = {}
 
 
 def prepare(
@@ -170,16 +174,28 @@ def bounds_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
     Reading synchronizes with the GPU that holds them, and the layers of a model share them. So a tensor is read once for each version.
     """
-    if cu_seqlens.is_inference():
-        return tuple(cu_seqlens.tolist())
-    key = id(cu_seqlens), cu_seqlens._version
-    known = _bounds.get(key)
-    if known is None or known[0]() is not cu_seqlens:
-        known = weakref.ref(cu_seqlens), tuple(cu_seqlens.tolist())
-        if len(_bounds) >= MOST_BOUNDS:
-            _bounds.clear()
-        _bounds[key] = known
-    return known[1]
+    return once_a_version(_bounds, MOST_BOUNDS, cu_seqlens, None, lambda: tuple(cu_seqlens.tolist()))
+
+
+def once_a_version(known: Versions[T], most: int, x: torch.Tensor, kind: object, make: Callable[[], T]) -> T:
+    """Returns what ``make`` returns, which is called once for each kind and version of exactly this tensor.
+
+    A tensor made in inference mode has no version counter, so nothing is remembered for it.
+
+    Args:
+        known: what is remembered; with ``most`` entries, all of it is forgotten.
+    """
+    if x.is_inference():
+        return make()
+    key = id(x), x._version, kind
+    found = known.get(key)
+    if found is not None and found[0]() is x:
+        return found[1]
+    made = make()
+    if len(known) >= most:
+        known.clear()
+    known[key] = weakref.ref(x), made
+    return made
 
 
 def segment_extent(x: torch.Tensor, length: int) -> int:

@@ -7,7 +7,6 @@ chooses its backend and the way it runs (``branches/strategy.py``) the first tim
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,16 @@ from dilated_attention.engine.oom.requirement import MemoryRequirement
 from dilated_attention.engine.oom.requirements import dilated_requirement
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, new_like, new_lse, prepare, saved_elements
+from dilated_attention.engine.ops.prepare import (
+    Versions,
+    document_ranges,
+    kernel_ready,
+    new_like,
+    new_lse,
+    once_a_version,
+    prepare,
+    saved_elements,
+)
 from dilated_attention.engine.ops.settings import CallSettings
 
 Optional = torch.Tensor | None
@@ -62,7 +70,7 @@ class ResolvedCall(ABC):
     documents: tuple[Range, ...] | None = None
     saves_documents: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
-    packed: dict[tuple[int, int, bool], tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
+    packed: Versions[Any] = field(default_factory=dict)
     alive: Any = None
 
     @staticmethod
@@ -126,17 +134,12 @@ class ResolvedCall(ABC):
         """
         if cu_seqlens is None or self.documents is not None:
             return self
-        key = (id(cu_seqlens), -1 if cu_seqlens.is_inference() else cu_seqlens._version, saves)
-        known = self.packed.get(key)
-        if known is not None and known[0]() is cu_seqlens:
-            return known[1]  # type: ignore[no-any-return]
-        found = replace(self, documents=document_ranges(cu_seqlens, num_keys), saves_documents=saves, passes={}, packed={})
-        # a tensor made in inference mode has no version counter
-        if not cu_seqlens.is_inference():
-            if len(self.packed) >= _MOST_PACKED:
-                self.packed.clear()
-            self.packed[key] = weakref.ref(cu_seqlens), found
-        return found
+        tensor = cu_seqlens
+
+        def make() -> Self:
+            return replace(self, documents=document_ranges(tensor, num_keys), saves_documents=saves, passes={}, packed={})
+
+        return once_a_version(self.packed, _MOST_PACKED, tensor, saves, make)
 
     def known_pass(self, tensors: Tensors) -> Any:
         """Returns what ``passes`` holds for tensors like these, or None. Strides do not include addresses, which must be aligned too."""
