@@ -37,7 +37,8 @@ from dilated_attention.modules import (
     RingMultiheadBlockSparseDilatedAttention,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern.checks import one_of, shown
+from dilated_attention.pattern import geometric_branches
+from dilated_attention.pattern.checks import as_int, one_of, shown
 
 # a new kind of attention needs one line here
 KINDS: dict[str, type[nn.Module]] = {
@@ -78,7 +79,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
         ValueError: an unknown kind, or a value that the module refuses.
         TypeError: an argument that the module does not accept, or a missing required one; the message lists the accepted ones.
 
-    >>> create_attention("multihead_dilated", embed_dim=256, num_heads=8, segment_lengths=[512, 2048], dilation_rates=[1, 4])
+    >>> create_attention("multihead_dilated", embed_dim=256, num_heads=8,
+    ...                  segment_lengths=[512, 2048], dilation_rates=[1, 4])
     """
     if not isinstance(kind, str):
         raise TypeError(f"kind is {shown(kind)} ({type(kind).__name__}); expected one of {_listed(KINDS)}")
@@ -93,12 +95,15 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     return module(**config)
 
 
-def create_model(preset: str, **overrides: Any) -> Pretrained:
+def create_model(preset: str, *, context_length: int | None = None, **overrides: Any) -> Pretrained:
     """Creates a model from its preset, with fields of its configuration replaced.
 
     Args:
         preset: a name of ``factory.presets.MODEL_PRESETS``, such as ``"longnet-tiny"``. The class of its configuration determines the
             model: ``LongNetConfig`` → ``LongNetLM`` · ``SlideEncoderConfig`` → ``SlideEncoder`` · ``VisionConfig`` → ``LongViT``.
+        context_length: positions that the branches shall reach, in place of the preset's segments and rates: those of
+            ``geometric_branches(context_length, first)``, ``first`` being the preset's shortest segment. None for the preset's own. The
+            model takes sequences of any length either way.
         overrides: fields of that configuration (``num_layers=6``), or of the encoder's configuration within it; and options of the model:
             ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
             ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``,
@@ -109,10 +114,13 @@ def create_model(preset: str, **overrides: Any) -> Pretrained:
         The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
 
     Raises:
-        ValueError: an unknown preset, or a configuration that cannot be built.
+        ValueError: an unknown preset, or a configuration that cannot be built; a context_length where attention is not dilated, or with
+            segments or rates.
         TypeError: an override that is not a field; the message lists the existing fields.
 
     >>> create_model("longnet-tiny", mesh=mesh["cp"], layout="contiguous")
+    >>> # segments 2048, 8192, 32768, 131072 with rates 1, 4, 16, 64
+    >>> create_model("longnet-15m", context_length=131072)
     """
     if not isinstance(preset, str):
         raise TypeError(f"preset is {preset!r} ({type(preset).__name__}); expected one of {_listed(MODEL_PRESETS)}")
@@ -122,13 +130,32 @@ def create_model(preset: str, **overrides: Any) -> Pretrained:
     model = MODELS[type(config)]
     options = [name for name in inspect.signature(model).parameters if name != "config"]
     outer, inner = _names(config), _names(getattr(config, "encoder", None))
-    _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options)))
+    _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options, "context_length")))
+    if context_length is not None:
+        overrides |= _branches_of(preset, config, context_length, overrides)
     # where the model and its encoder have a field of the same name, the model's takes precedence
     within = {name: value for name, value in overrides.items() if name in inner and name not in outer}
     if within:
         overrides["encoder"] = _replaced(overrides.get("encoder", getattr(config, "encoder", None)), within)
     config = _replaced(config, {name: value for name, value in overrides.items() if name in outer})
     return model(config, **{name: value for name, value in overrides.items() if name in options})
+
+
+def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides that ``context_length`` means, which others may not contradict."""
+    stack = getattr(config, "encoder", config)
+    attention = overrides.get("attention", stack.attention)
+    if not stack.segment_lengths or RING_KINDS.get(attention, attention) != "dilated":
+        raise ValueError(
+            f"context_length is {shown(context_length)} and attention is {shown(attention)}, which has no branches that could follow it: "
+            "leave context_length out"
+        )
+    given = [name for name in ("segment_lengths", "dilation_rates", "encoder") if name in overrides]
+    if given:
+        raise ValueError(f"context_length and {' and '.join(given)} are given; each says what the branches are: leave out either")
+    context_length = as_int("context_length", context_length, minimum=1)
+    branches = geometric_branches(context_length, min(stack.segment_lengths))
+    return dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
 
 
 def _names(config: ModelConfig | None) -> list[str]:

@@ -93,28 +93,42 @@ class Explanation:
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
-    def __str__(self) -> str:
-        needs_grad = self.request.needs_grad
-        lines = [f"{replace(self.request, needs_grad=False).describe().replace(', forward', '')}{', with gradients' if needs_grad else ''}"]
-        lines.append(
-            f"forward: {self.forward or 'no backend can'}" + (f" · backward: {self.backward or 'no backend can'}" if needs_grad else "")
-        )
-        bases = dict.fromkeys(basis for basis in (self.forward_basis, self.backward_basis) if basis)
-        if len(bases) == 1:
-            lines.append(f"order: {next(iter(bases))}")
-        elif bases:
-            lines.append(f"order: forward {self.forward_basis} · backward {self.backward_basis}")
+    @property
+    def what(self) -> str:
+        """Returns the call in words."""
+        gradients = ", with gradients" if self.request.needs_grad else ""
+        return replace(self.request, needs_grad=False).describe().replace(", forward", "") + gradients
+
+    def lines(self) -> list[tuple[str, tuple[str, ...], str]]:
+        """Returns (mark, reasons against it, line) of each backend and of ``nested``, as ``str()`` prints them.
+
+        The mark is ``→`` for a backend that is taken, ``·`` for one that can, and ``✗`` for one that cannot.
+        """
         width = max(len(row.name) for row in self.rows)
+        lines = []
         for row in self.rows:
             passes = [name for name, taken in (("forward", self.forward), ("backward", self.backward)) if taken == row.name]
             mark = "→" if passes else ("·" if row.usable else "✗")
             text = "; ".join(row.reasons) if row.reasons else (row.source or "usable")
             if passes and row.reasons:
                 text = f"{' and '.join(passes)} only: {text}"
-            lines.append(f"  {mark} {row.name:<{width}}  {text}")
-        nested = "; ".join(self.nested_reasons)
+            lines.append((mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
         can = "can: auto takes it in the forward of long sequences whose branches nest, and visits the pairs they share once"
-        lines.append(f"  {'✗' if nested else '·'} {NESTED:<{width}}  {nested or can}")
+        mark, text = ("✗", "; ".join(self.nested_reasons)) if self.nested_reasons else ("·", can)
+        return [*lines, (mark, self.nested_reasons, f"  {mark} {NESTED:<{width}}  {text}")]
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        lines.append(
+            f"forward: {self.forward or 'no backend can'}"
+            + (f" · backward: {self.backward or 'no backend can'}" if self.request.needs_grad else "")
+        )
+        bases = dict.fromkeys(basis for basis in (self.forward_basis, self.backward_basis) if basis)
+        if len(bases) == 1:
+            lines.append(f"order: {next(iter(bases))}")
+        elif bases:
+            lines.append(f"order: forward {self.forward_basis} · backward {self.backward_basis}")
+        lines += [line for _, _, line in self.lines()]
         if self.tiles:
             lines.append(f"tiles: {self.tiles}")
         lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilated_attention.models import LongNetConfig, ModelConfig, SlideEncoderConfig, VisionConfig
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, geometric_branches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,9 @@ _LONGNET: dict[str, Any] = {
     "positions": "xpos",
 }
 
+# bytes, for a context of 32,768: the branches of geometric_branches, heads of 64
+_BYTES: dict[str, Any] = dict(zip(("segment_lengths", "dilation_rates"), geometric_branches(32768), strict=True)) | {"vocab_size": 256}
+
 MODEL_PRESETS: dict[str, ModelConfig] = {
     # bytes in, bytes out; trains to below the bigram entropy of source text in under three minutes on two CPU cores
     "longnet-tiny": LongNetConfig(
@@ -61,6 +64,8 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
         segment_lengths=(512, 2048, 8192),
         dilation_rates=(1, 4, 16),
     ),
+    "longnet-15m": LongNetConfig(**_BYTES, num_layers=8, embed_dim=384, num_heads=6),
+    "longnet-50m": LongNetConfig(**_BYTES, num_layers=10, embed_dim=640, num_heads=10),
     "longnet-125m": LongNetConfig(**_LONGNET, num_layers=12, embed_dim=768, num_heads=12),
     "longnet-350m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1024, num_heads=16),
     "longnet-760m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1536, num_heads=16),

@@ -2,7 +2,8 @@
 
 from dilated_attention.models.blocks import Block, FeedForward
 from dilated_attention.models.config import LongNetConfig, ModelConfig
-from dilated_attention.models.generation import Sampling, Stepper, generate, prefill
+from dilated_attention.models.evaluation import Bucket, Evaluation, evaluate
+from dilated_attention.models.generation import Sampling, Stepper, generate, generate_stream, prefill
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.slides import collate_slides
@@ -13,11 +14,20 @@ from dilated_attention.models.language_model import LongNetLM
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
+from dilated_attention.models.text.fasta import read_fasta
+from dilated_attention.models.text.kmer_embedding import KmerEmbedding
+from dilated_attention.models.text.kmers import kmers
+from dilated_attention.models.text.vocabulary import BASES, BYTES, Vocabulary, other_strand, vocabulary_of
 
 __all__ = [
+    "BASES",
+    "BYTES",
     "Block",
+    "Bucket",
+    "Evaluation",
     "FeedForward",
     "KVCache",
+    "KmerEmbedding",
     "LongNetConfig",
     "LongNetDecoder",
     "LongNetEncoder",
@@ -31,10 +41,17 @@ __all__ = [
     "SlideEncoderConfig",
     "Stepper",
     "VisionConfig",
+    "Vocabulary",
     "average_gradients",
     "collate_slides",
+    "evaluate",
     "generate",
+    "generate_stream",
+    "kmers",
+    "other_strand",
     "prefill",
+    "read_fasta",
     "sharded_cross_entropy",
     "sharded_mean",
+    "vocabulary_of",
 ]

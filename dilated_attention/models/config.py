@@ -26,6 +26,8 @@ TORCHSCALE_ENCODER: dict[str, Any] = {
     "tail": "zero_keys",
 }
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
+# A, C, G, T, N; and the longest k-mers whose 5^k codes are a size (as_size)
+NUM_BASES, MAX_KMER = 5, 13
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 
@@ -119,7 +121,7 @@ class LongNetConfig(ModelConfig):
     """Everything that defines a stack of blocks and its language model. The choice of kernels is not part of it; see ``backend=``.
 
     Args:
-        vocab_size: number of tokens; 256 for bytes. None for a stack without embeddings.
+        vocab_size: number of tokens; 256 for bytes, 5 for bases. None for a stack without embeddings.
         embed_dim: E, width of the residual stream; a multiple of num_heads, and of 2·num_heads with rotary or XPOS positions.
         num_layers: M, the number of blocks.
         num_heads: H, the number of query heads.
@@ -149,6 +151,9 @@ class LongNetConfig(ModelConfig):
         tie_embeddings: use the embedding as the output layer.
         scale_embedding: multiply embeddings by sqrt(E).
         layer_norm_eps: ε of every norm.
+        kmer: k, for bases (``vocab_size=5``, ``tie_embeddings=False``): an input token is a base with its k − 1 nearest, as
+            ``models.kmers(bases, k, both_sides=not is_causal)`` codes them, below 5^k; targets and logits stay the 5 bases. 1 (a token is
+            a base) to 13.
 
     Raises:
         ValueError, TypeError: if the model cannot be built; the message names the field, its value and what is allowed.
@@ -183,6 +188,7 @@ class LongNetConfig(ModelConfig):
     tie_embeddings: bool = True
     scale_embedding: bool = True
     layer_norm_eps: float = 1e-5
+    kmer: int = 1
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
@@ -206,10 +212,26 @@ class LongNetConfig(ModelConfig):
         self._check_positions()
         for name in ("dropout", "attention_dropout", "drop_path"):
             self._set(name, check_probability(name, getattr(self, name)))
+        self._check_kmer()
         self._check_pattern()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_kmer(self) -> None:
+        self._set("kmer", as_int("kmer", self.kmer, minimum=1, maximum=MAX_KMER))
+        if self.kmer == 1:
+            return
+        if self.vocab_size != NUM_BASES:
+            raise ValueError(
+                f"kmer is {self.kmer} and vocab_size is {self.vocab_size}; k-mers are of the bases A, C, G, T and N: use "
+                f"vocab_size={NUM_BASES}, or leave kmer out"
+            )
+        if self.tie_embeddings:
+            raise ValueError(
+                f"kmer is {self.kmer} and tie_embeddings is True; an embedding of 5^{self.kmer} codes is no output layer for {NUM_BASES} "
+                "bases: use tie_embeddings=False"
+            )
 
     def _check_positions(self) -> None:
         unused = {"none": ("rotary_base", "xpos_scale_base"), "rotary": ("xpos_scale_base",), "xpos": ()}[self.positions]

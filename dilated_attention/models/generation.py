@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from dilated_attention.models.kv_cache.cache import Cache, KVCache, Requests
 from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.tokens import check_range, check_tokens, num_ids
+from dilated_attention.models.text.kmer_embedding import KmerEmbedding, following_codes
+from dilated_attention.models.tokens import check_ids, check_tokens
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, shown
 
@@ -25,7 +27,7 @@ class LanguageModel(Protocol):
 
     config: Any
     ring: RingSettings | None
-    embedding: nn.Embedding
+    embedding: nn.Embedding | KmerEmbedding
     decoder: LongNetDecoder | LongNetEncoder
 
     @property
@@ -119,7 +121,7 @@ class Stepper:
         cuda_graph: whether to capture a CUDA graph; no effect on other devices.
 
     >>> step = Stepper(model, cache)
-    >>> logits = step(tokens)                  # (B, 1) → (B, V); overwritten by the next call
+    >>> logits = step(tokens)  # (B, 1) → (B, V); overwritten by the next call
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, *, cuda_graph: bool = True) -> None:
@@ -135,7 +137,7 @@ class Stepper:
         check_tokens("tokens", tokens)
         if tokens.shape != self.tokens.shape:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected one token for each request, {tuple(self.tokens.shape)}")
-        check_range("tokens", tokens, num_ids(self.model.embedding))
+        check_ids("tokens", tokens, self.model.embedding)
         generation = self.cache.prepare_step()
         self.tokens.copy_(tokens)
         if not self.uses_graph:
@@ -188,7 +190,7 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: Any, *, chunk: in
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
-    check_range("tokens", tokens, num_ids(model.embedding))
+    check_ids("tokens", tokens, model.embedding)
     *parts, last = tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1)
     with cache.as_one():
         for part in parts:
@@ -218,18 +220,74 @@ def generate(
 
     For arguments, results and errors see ``LongNetLM.generate``.
     """
-    sampling = Sampling() if sampling is None else sampling
-    rows = _checked(model, prompts)
-    max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
-    if stop_token is not None:
-        stop_token = as_int("stop_token", stop_token, minimum=0)
-        if stop_token >= model.config.vocab_size:
-            raise ValueError(f"stop_token is {stop_token}; expected a token below vocab_size = {model.config.vocab_size}")
+    rows, max_new_tokens = _checked(model, prompts, max_new_tokens, stop_token)
     if max_new_tokens == 0 or not rows:
         return prompts
+    # nothing waits for the device before the end: the draws of all steps are checked together
+    steps = _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=False)
+    new = torch.cat(list(steps), 1)
+    if isinstance(prompts, torch.Tensor):
+        return torch.cat([prompts, new.to(prompts.dtype)], 1)
+    ends = None if stop_token is None else new % model.config.vocab_size == stop_token
+    return [
+        torch.cat([row, (added if ends is None else _until(added, ends[i])).to(row.dtype)])
+        for i, (row, added) in enumerate(zip(rows, new, strict=True))
+    ]
+
+
+def generate_stream(
+    model: LanguageModel,
+    prompts: Any,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+    prefill_chunk: int = 8192,
+    cuda_graph: bool = True,
+) -> Iterator[torch.Tensor]:
+    """Yields the tokens that ``generate`` adds, (B, 1) of each step, as soon as they are drawn; the same for the same random generator.
+
+    Arguments are checked at the call. The model is in eval mode from the first token until the iterator ends, is closed or collected. A
+    request that has ended yields ``stop_token`` while others go on. Each step waits for the device, to check that its logits are finite.
+
+    For arguments and errors see ``LongNetLM.generate``.
+
+    >>> sampling = Sampling(temperature=0.8)
+    >>> for token in generate_stream(model, prompt, 100, sampling=sampling):
+    ...     print(BYTES.decode(token[0]), end="", flush=True)
+    """
+    rows, max_new_tokens = _checked(model, prompts, max_new_tokens, stop_token)
+    if max_new_tokens == 0 or not rows:
+        return iter(())
+    return _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=True)
+
+
+@contextlib.contextmanager
+def eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Puts the model in eval mode; at the end every module is in its former mode again."""
     in_training = [module for module in model.modules() if module.training]
     try:
         model.eval()
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
+
+
+@torch.no_grad()
+def _steps(
+    model: LanguageModel,
+    rows: list[torch.Tensor],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    stop_token: int | None,
+    prefill_chunk: int,
+    cuda_graph: bool,
+    *,
+    waits: bool,
+) -> Iterator[torch.Tensor]:
+    """Yields the input tokens (B, 1) of each step, at most max_new_tokens; ``waits``: their logits are checked before they are yielded."""
+    with eval_mode(model):
         weight = model.output_weight
         lengths = [len(row) for row in rows]
         place: dict[str, Any] = {"device": weight.device, "dtype": _dtype_of_keys(weight)}
@@ -241,39 +299,53 @@ def generate(
         else:
             cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
             logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
-        new = _decode(Stepper(model, cache, cuda_graph=cuda_graph), logits, max_new_tokens, sampling, stop_token)
-    finally:
-        for module in in_training:
-            module.training = True
-    if isinstance(prompts, torch.Tensor):
-        return torch.cat([prompts, new.to(prompts.dtype)], 1)
-    return [torch.cat([row, _until(added, stop_token).to(row.dtype)]) for row, added in zip(rows, new, strict=True)]
+        last = torch.stack([row[-1:] for row in rows])
+        step = Stepper(model, cache, cuda_graph=cuda_graph)
+        yield from _decode(step, last, logits, max_new_tokens, sampling or Sampling(), stop_token, waits or weight.device.type == "cpu")
 
 
-def _decode(step: Stepper, logits: torch.Tensor, max_new_tokens: int, sampling: Sampling, stop_token: int | None) -> torch.Tensor:
-    """Returns the drawn tokens, (B, at most max_new_tokens), padded with ``stop_token`` after the end of a request."""
+def _decode(
+    step: Stepper,
+    last: torch.Tensor,
+    logits: torch.Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_token: int | None,
+    waits: bool,
+) -> Iterator[torch.Tensor]:
+    """Yields the drawn tokens, (B, 1) a step. A request that has ended gets ``stop_token`` again and again.
+
+    Args:
+        last: the last input tokens, (B, 1); of a k-mer model codes, from which the next codes follow.
+        logits: those of the next token, (B, V).
+        waits: check at each step that logits are finite, not only at the first and the last.
+    """
     token, highest = sampling.pick(logits)
-    drawn, found = [token], [highest]
+    found, count = [highest], 1
     # detect NaN weights at once
     _check_finite(step.model, found)
     ended = torch.zeros_like(token, dtype=torch.bool)
     while True:
         if stop_token is not None:
-            drawn[-1] = drawn[-1].masked_fill(ended, stop_token)
-            ended = drawn[-1] == stop_token
+            token = token.masked_fill(ended, stop_token)
+            ended = token == stop_token
             # the host has to know whether to continue; without a stop token no step waits for the device
             for request in ended[:, 0].nonzero()[:, 0].tolist():
                 if step.cache.active[request]:
                     step.cache.finish(request)
-        if len(drawn) == max_new_tokens or not any(step.cache.active):
+        last = token if step.model.config.kmer == 1 else following_codes(last, token, step.model.config.kmer)
+        is_last = count == max_new_tokens or not any(step.cache.active)
+        if is_last:
             _check_finite(step.model, found)
-            return torch.cat(drawn, 1)
-        token, highest = sampling.pick(step(drawn[-1]))
-        drawn.append(token)
+        yield last
+        if is_last:
+            return
+        token, highest = sampling.pick(step(last))
+        count += 1
         # ignore requests that have ended: their tokens are not read
         found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
-        if token.device.type == "cpu":
-            _check_finite(step.model, found[-1:], len(drawn) - 1)
+        if waits:
+            _check_finite(step.model, found[-1:], count - 1)
 
 
 def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int = 0) -> None:
@@ -297,11 +369,9 @@ def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int
     )
 
 
-def _until(tokens: torch.Tensor, stop_token: int | None) -> torch.Tensor:
-    """Returns tokens (n,) up to and including the first ``stop_token``."""
-    if stop_token is None:
-        return tokens
-    found = (tokens == stop_token).nonzero()
+def _until(tokens: torch.Tensor, is_end: torch.Tensor) -> torch.Tensor:
+    """Returns tokens (n,) up to and including the first that ``is_end``, (n,) bool."""
+    found = is_end.nonzero()
     return tokens[: int(found[0]) + 1] if len(found) else tokens
 
 
@@ -313,8 +383,8 @@ def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-def _checked(model: LanguageModel, prompts: Any) -> list[torch.Tensor]:
-    """Checks the prompts and returns them as rows."""
+def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int]:
+    """Checks arguments of ``generate``; returns the prompts as rows, and the number of new tokens."""
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:
@@ -327,13 +397,16 @@ def _checked(model: LanguageModel, prompts: Any) -> list[torch.Tensor]:
             check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
             if row.ndim != 1:
                 raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
-            check_range(f"prompt[{i}]", row, num_ids(model.embedding), waits=True)
+            check_ids(f"prompt[{i}]", row, model.embedding, waits=True)
         rows = list(prompts)
     else:
         check_tokens("prompt", prompts)
-        check_range("prompt", prompts, num_ids(model.embedding), waits=True)
+        check_ids("prompt", prompts, model.embedding, waits=True)
         rows = list(prompts.unbind(0))
     for row in rows:
         if len(row) < 1:
             raise ValueError(f"prompt has shape {tuple(row.shape)}; expected at least one token to continue from")
-    return rows
+    max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
+    if stop_token is not None and as_int("stop_token", stop_token, minimum=0) >= model.config.vocab_size:
+        raise ValueError(f"stop_token is {stop_token}; expected a token below vocab_size = {model.config.vocab_size}")
+    return rows, max_new_tokens

@@ -17,7 +17,8 @@ from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.tokens import check_range, check_tokens, num_ids
+from dilated_attention.models.text.kmer_embedding import KmerEmbedding
+from dilated_attention.models.tokens import check_ids, check_range, check_tokens
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import shown
 
@@ -25,7 +26,8 @@ from dilated_attention.pattern.checks import shown
 class LongNetLM(Pretrained):
     """Language model: logits = stack(embedding[tokens]) · Wᵀ. W is the embedding or, if they are not tied, a separate matrix.
 
-    A causal model predicts the next token; with ``config.is_causal=False`` it sees both sides, for masked tokens.
+    A causal model predicts the next token; with ``config.is_causal=False`` it sees both sides, for masked tokens. With ``config.kmer`` a
+    token is the code of a base with its nearest (``models.kmers``), and embedding[tokens] a ``KmerEmbedding``.
 
     Args:
         config: the model configuration.
@@ -42,8 +44,9 @@ class LongNetLM(Pretrained):
     without these, call ``average_gradients``. See ``models.sharded``. The first process draws drop path for all; dropout uses
     each process's own random generator.
 
-    >>> model = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
-    ...                                 segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
+    >>> model = LongNetLM(LongNetConfig(
+    ...     vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
+    ...     segment_lengths=(1024, 8192), dilation_rates=(1, 8)))
     >>> loss = model(tokens[:, :-1], targets=tokens[:, 1:])
     """
 
@@ -72,23 +75,27 @@ class LongNetLM(Pretrained):
         self.config = config
         is_spread = group is not None or mesh is not None or config.is_ring
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding: nn.Embedding | KmerEmbedding
+        if config.kmer > 1:
+            self.embedding = KmerEmbedding(config.kmer, config.embed_dim, **factory)
+        else:
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
         self.dropout = nn.Dropout(config.dropout)
         stack = LongNetDecoder if config.is_causal else LongNetEncoder
-        self.decoder = stack(
-            config, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, device=device, dtype=dtype
-        )
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.decoder = stack(config, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory)
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
         # std E^-1/2: as the output layer, it gives logits of a normalised hidden state an initial variance near 1
         for layer in (self.embedding, self.output):
-            if layer is not None:
+            if isinstance(layer, (nn.Embedding, nn.Linear)):
                 nn.init.normal_(layer.weight, std=config.embed_dim**-0.5)
 
     @property
     def output_weight(self) -> torch.Tensor:
         """The weight of the output layer, (vocab_size, E)."""
-        return self.embedding.weight if self.output is None else self.output.weight
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     def forward(
         self,
@@ -102,7 +109,8 @@ class LongNetLM(Pretrained):
         """Computes the logits, or the loss if ``targets`` are given.
 
         Args:
-            tokens: (B, N) integers below vocab_size; for a sharded model this process's shard (B, n), like all tensors here.
+            tokens: (B, N) integers below vocab_size, with ``config.kmer`` codes below 5^k; for a sharded model this process's shard (B, n),
+                like all tensors here.
             targets: (B, N), for each position the token that follows it, or with ``is_causal=False`` the token itself; −100 for positions
                 that do not count. Shift first, then shard.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
@@ -120,7 +128,7 @@ class LongNetLM(Pretrained):
                 restarted.
         """
         check_tokens("tokens", tokens)
-        check_range("tokens", tokens, num_ids(self.embedding))
+        check_ids("tokens", tokens, self.embedding)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
         if targets is not None:
@@ -150,7 +158,7 @@ class LongNetLM(Pretrained):
         cache: Cache | Requests | CachePass | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
-        check_range("tokens", tokens, num_ids(self.embedding))
+        check_ids("tokens", tokens, self.embedding)
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the small initial values of the output layer, so that the residual stream starts at variance 1
@@ -173,21 +181,23 @@ class LongNetLM(Pretrained):
     ) -> Any:
         """Continues the prompt: each token is drawn as a forward over the whole sequence before it would give it.
 
-        See ``models.generation.generate``.
+        See ``models.generation.generate``; ``models.generate_stream`` yields each token as soon as it is drawn.
 
         Args:
-            prompt: (B, N) integers, N ≥ 1; or a list of B prompts (N_i,) of unequal length.
+            prompt: (B, N) integers, N ≥ 1; or a list of B prompts (N_i,) of unequal length. With ``config.kmer`` codes, like ``tokens``.
             max_new_tokens: number of tokens to add, ≥ 0.
             temperature: temperature of the softmax that tokens are drawn from; 0 takes the likeliest token.
             top_k: draw only from the k likeliest tokens.
             top_p: draw only from the smallest set of likeliest tokens whose probabilities sum to this, (0, 1].
-            stop_token: the token that ends a sequence.
+            stop_token: the token that ends a sequence; with ``config.kmer`` a base, 0 to 4.
             generator: the random generator of the draws, on the model's device; None for torch's default.
             prefill_chunk: number of positions of a prompt that are computed at a time.
             cuda_graph: on a GPU, capture a step once and replay it.
 
         Returns:
-            (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; for a list, a list of (N_i + tokens added,).
+            (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; for a list, a list of (N_i + tokens added,). With
+            ``config.kmer`` the added tokens are codes, too, so that what is returned can be continued again: the code of a drawn base is
+            base + 5·(code before it mod 5^(k−1)), and the bases are ``codes % 5``.
 
         Raises:
             ValueError, TypeError: if arguments do not fit, a prompt has tokens out of range (checked on a GPU, too), logits are not finite,

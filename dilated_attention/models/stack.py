@@ -144,6 +144,45 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
+        attention, x = self._reach(layer, x, cu_seqlens)
+        return attention.attention_map(
+            x,
+            query_rows=query_rows,
+            is_causal=self.is_causal,
+            cu_seqlens=cu_seqlens,
+            average_heads=average_heads,
+            chunk=chunk,
+        )
+
+    @torch.no_grad()
+    def attention_received(
+        self,
+        x: torch.Tensor,
+        *,
+        layer: int = -1,
+        query_weights: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = False,
+    ) -> torch.Tensor:
+        """Returns how much attention each position receives from all queries in one block, (B, H, N), or (B, N) with ``average_heads``.
+
+        Set eval mode first.
+
+        Args:
+            x, cu_seqlens: see ``forward``.
+            layer: index of the block, from 0; negative values count from the end. Only the blocks before it run.
+            query_weights, average_heads: see ``dilated_attention.functional.attention_received``.
+
+        Raises:
+            ValueError, TypeError: if the layer does not exist, weights do not fit, or processes share the stack's sequence.
+        """
+        attention, x = self._reach(layer, x, cu_seqlens)
+        return attention.attention_received(
+            x, query_weights=query_weights, is_causal=self.is_causal, cu_seqlens=cu_seqlens, average_heads=average_heads
+        )
+
+    def _reach(self, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """Runs the blocks before a layer; returns its attention, and that attention's input."""
         self.check_whole()
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
@@ -152,14 +191,7 @@ class LongNetStack(nn.Module):
         for block in self.blocks[:layer]:
             x = block(x, cu_seqlens=cu_seqlens)
         chosen: Any = self.blocks[layer]
-        return chosen.attention.attention_map(
-            chosen.attention_norm(x),
-            query_rows=query_rows,
-            is_causal=self.is_causal,
-            cu_seqlens=cu_seqlens,
-            average_heads=average_heads,
-            chunk=chunk,
-        )
+        return chosen.attention, chosen.attention_norm(x)
 
 
 class LongNetDecoder(LongNetStack):

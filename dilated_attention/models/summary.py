@@ -20,7 +20,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of memory for training with 16-bit activations and no dropout, as functions of the number of positions.
+    """Bytes of memory for training without dropout, as functions of the number of positions.
 
     Args:
         fixed: bytes of weights, gradients and AdamW's moments, in float32.
@@ -40,23 +40,30 @@ class Footprint:
         return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
-def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, residual_bytes: int = 4) -> Footprint:
+def footprint(
+    config: LongNetConfig,
+    num_parameters: int,
+    *,
+    checkpoint_activations: bool = False,
+    residual_bytes: int = 4,
+    activation_bytes: int = 2,
+) -> Footprint:
     """Estimates the footprint of a stack whose blocks save what ``functional.fused_norm_linear`` saves for the backward.
 
-    This is x, q, k, v, out and its lse, x after attention, W_1 x. With ``checkpoint_activations`` a block only saves its input, with
-    ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast unless it is cast. The rest
-    exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured
-    peaks.
+    This is x, q, k, v, out and its lse, x after attention, W_1 x, with ``activation_bytes`` per element. With ``checkpoint_activations`` a
+    block only saves its input, with ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast
+    unless it is cast. The rest exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md
+    compares it with measured peaks.
     """
     embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
-    block = 2 * (4 * embed + keys + wide) + 4 * heads
+    block = activation_bytes * (4 * embed + keys + wide) + 4 * heads
     if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
         # on a GPU the branches' own outputs are saved, up to about 10^5 positions; beyond that they are recomputed
-        block += int(2 * embed * sum(1 / rate for rate in config.dilation_rates))
+        block += int(activation_bytes * embed * sum(1 / rate for rate in config.dilation_rates))
     # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
-    passing = 2 * (3 * inner + 2 * embed)
+    passing = activation_bytes * (3 * inner + 2 * embed)
     if checkpoint_activations:
         kept, passing = config.num_layers * residual_bytes * embed, passing + block
     else:
@@ -84,6 +91,8 @@ class Summary:
     lengths: tuple[int, ...]
     memory: int
     device: str
+    # of an element of an activation: 2 on a GPU, in training under autocast; 4 on a CPU, which computes in float32
+    activation_bytes: int = 2
 
     def keys_per_query(self, num_positions: int) -> float:
         """Returns the mean number of keys per query and head, with multiplicity."""
@@ -98,8 +107,9 @@ class Summary:
         looked_up = 0 if config.tie_embeddings else self.embedding_parameters
         return 6 * (self.num_parameters - looked_up) + attended
 
-    def cache_bytes(self, num_positions: int, itemsize: int = 2) -> int | None:
-        """Returns the bytes of one sequence's keys and values, with ``itemsize`` bytes per element; None if decoding has no cache."""
+    def cache_bytes(self, num_positions: int, itemsize: int | None = None) -> int | None:
+        """Returns the bytes of one sequence's keys and values; None if decoding has no cache. ``itemsize``: None for the activations'."""
+        itemsize = self.activation_bytes if itemsize is None else itemsize
         config, kept = self.config, cache_rows(self.config, num_positions)
         if kept is None:
             return None
@@ -112,8 +122,8 @@ class Summary:
                 "positions": n,
                 "keys_per_query": round(self.keys_per_query(n), 1),
                 "training_flops_per_position": round(self.training_flops(n)),
-                "training_bytes": footprint(self.config, self.num_parameters).total(n),
-                "training_bytes_checkpointed": footprint(self.config, self.num_parameters, checkpoint_activations=True).total(n),
+                "training_bytes": self._footprint(False).total(n),
+                "training_bytes_checkpointed": self._footprint(True).total(n),
             }
             | ({} if self.cache_bytes(n) is None else {"cache_bytes": self.cache_bytes(n)})
             for n in self.lengths
@@ -125,11 +135,15 @@ class Summary:
             "lengths": rows,
             "memory": self.memory,
             "device": self.device,
+            "activation_bytes": self.activation_bytes,
             "fits": {"kept": self._fits(False), "checkpointed": self._fits(True)},
         }
 
     def _fits(self, checkpointed: bool) -> int:
-        return footprint(self.config, self.num_parameters, checkpoint_activations=checkpointed).fits(self.memory)
+        return self._footprint(checkpointed).fits(self.memory)
+
+    def _footprint(self, checkpointed: bool) -> Footprint:
+        return footprint(self.config, self.num_parameters, checkpoint_activations=checkpointed, activation_bytes=self.activation_bytes)
 
     def __str__(self) -> str:
         config = self.config
@@ -142,8 +156,7 @@ class Summary:
             f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  "
             f"{'KV cache':>9}",
         ]
-        plain = footprint(config, self.num_parameters)
-        saved = footprint(config, self.num_parameters, checkpoint_activations=True)
+        plain, saved = self._footprint(False), self._footprint(True)
         for n in self.lengths:
             dense = (n + 1) / 2 if config.is_causal else n
             cache_bytes = self.cache_bytes(n)
@@ -156,9 +169,14 @@ class Summary:
             "",
             f"{self.device} with {readable(self.memory)} trains {self._fits(False):,} positions at once, {self._fits(True):,} with "
             "checkpoint_activations=True",
-            "(an estimate: 16-bit activations, float32 weights and AdamW, no dropout; one sequence or several)",
+            f"(an estimate: {8 * self.activation_bytes}-bit activations, float32 weights and AdamW, no dropout; one sequence or several)",
         ]
         return "\n".join(lines)
+
+
+def embedding_parameters(parameters: dict[str, int]) -> int:
+    """Returns how many parameters are of embeddings of tokens, those of k-mers included."""
+    return sum(size for key, size in parameters.items() if key.endswith("embedding.weight") or ".embedding.tables." in f".{key}")
 
 
 def summarise(
@@ -167,7 +185,7 @@ def summarise(
     """Makes the summary of a model whose parameters have these names and sizes."""
     chosen = tuple(as_int("positions", n, minimum=1) for n in (lengths if lengths is not None else _usual_lengths(config)))
     here, device = _this_machine()
-    embeddings = sum(size for key, size in parameters.items() if key.endswith("embedding.weight"))
+    embeddings = embedding_parameters(parameters)
     return Summary(
         name=name,
         config=config,
@@ -176,6 +194,7 @@ def summarise(
         lengths=chosen,
         memory=here if memory is None else as_int("memory", memory, minimum=1),
         device=device if memory is None else "a device",
+        activation_bytes=2 if memory is not None or torch.cuda.is_available() else 4,
     )
 
 

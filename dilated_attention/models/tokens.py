@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.models.text.kmer_embedding import KmerEmbedding
+
 
 def check_tokens(name: str, tokens: Any) -> None:
     if not isinstance(tokens, torch.Tensor):
@@ -17,25 +19,46 @@ def check_tokens(name: str, tokens: Any) -> None:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 
 
-def num_ids(embedding: nn.Module) -> int | None:
-    """Returns how many ids a model's embedding has; None if it is not torch's, as it may then accept ids outside the vocabulary."""
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False) -> None:
+    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``.
+
+    Never for an embedding that is not of this library or torch, as it may accept ids outside the vocabulary.
+    """
+    if isinstance(embedding, KmerEmbedding):
+        limit, way_out = f"5^{embedding.k} − 1", f"tokens of this model are codes, kmers(bases, {embedding.k}, both_sides)"
+        check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=limit, way_out=way_out)
+    elif isinstance(embedding, nn.Embedding):
+        check_range(name, tokens, embedding.num_embeddings, waits=waits)
 
 
-def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, ignore_index: int | None = None, waits: bool = False) -> None:
+def has_values(tensor: torch.Tensor, *, waits: bool = False) -> bool:
+    """Whether the host can read a tensor's values: on the CPU, or on any device if ``waits`` allows waiting for it.
+
+    Compiled, mapped and fake tensors have no values to read, nor have those of a CUDA graph that is being captured.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    if tensor.device.type == "cpu":
+        return True
+    return waits and tensor.device.type != "meta" and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_range(
+    name: str,
+    tokens: torch.Tensor,
+    vocab_size: int | None,
+    *,
+    ignore_index: int | None = None,
+    waits: bool = False,
+    limit: str = "vocab_size − 1",
+    way_out: str = "check the tokenizer, or make the model with a larger vocab_size",
+) -> None:
     """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; never if ``vocab_size`` is None.
 
-    Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it. Compiled, mapped and
-    fake tensors have no values to check.
+    Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it; see ``has_values``.
+    ``limit`` and ``way_out`` are parts of the message.
     """
-    if (
-        vocab_size is None
-        or torch.compiler.is_compiling()
-        or type(tokens) is not torch.Tensor
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return
-    if tokens.device.type == "meta" or not (waits or tokens.device.type == "cpu") or not tokens.numel():
+    if vocab_size is None or not has_values(tokens, waits=waits) or not tokens.numel():
         return
     low, high = (int(x) for x in torch.aminmax(tokens))
     if low >= 0 and high < vocab_size:
@@ -48,7 +71,4 @@ def check_range(name: str, tokens: torch.Tensor, vocab_size: int | None, *, igno
         if low >= 0 and high < vocab_size:
             return
     but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")
-    raise ValueError(
-        f"{name} reach from {low} to {high}; expected 0 to vocab_size − 1 = {vocab_size - 1}{but}: "
-        "check the tokenizer, or make the model with a larger vocab_size"
-    )
+    raise ValueError(f"{name} reach from {low} to {high}; expected 0 to {limit} = {vocab_size - 1}{but}: {way_out}")

@@ -13,6 +13,7 @@ from dilated_attention.pattern.blocks.whole_blocks import Axial, BlockTensor, Di
 from dilated_attention.pattern.blocks.window import Causal, Document, LocalWindow
 from dilated_attention.pattern.checks import MAX_LENGTH
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
+from dilated_attention.pattern.geometric import geometric_branches
 
 __all__ = [
     "MAX_LENGTH",
@@ -39,6 +40,7 @@ __all__ = [
     "TopBlocks",
     "Union",
     "from_block_mask",
+    "geometric_branches",
     "pattern_from_spec",
     "taken",
     "to_block_mask",

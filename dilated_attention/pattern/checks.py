@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+from dilated_attention.parsing import MAX_LENGTH as MAX_LENGTH
+from dilated_attention.parsing import shown as shown
 
-class _Short(reprlib.Repr):
-    """Writes Python's own ``repr`` of what fits into a line, and the beginning and end of anything larger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdict = 16
-        self.maxstring = self.maxother = 160
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write an integer of more than 4,300 digits
-        if x.bit_length() > 2**13:
-            return f"about {'-' if x < 0 else ''}2**{x.bit_length() - 1}"
-        text = repr(x)
-        return text if len(text) <= 40 else f"{text[:20]}… ({len(text.lstrip('-'))} digits)"
-
-
-shown = _Short().repr
-
-# lengths pass through custom ops as 64-bit integers; this is longer than any sequence
-MAX_LENGTH = 2**62
 # limits on the heads that a pattern's counts may enumerate, and on its branches
 MAX_HEADS, MAX_BRANCHES = 2**20, 1024
 # elements of a mask of all pairs

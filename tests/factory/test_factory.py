@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.summary import footprint
-from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks
+from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks, geometric_branches
 
 SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 
@@ -77,6 +78,41 @@ def test_the_papers_models_have_about_the_papers_sizes(name: str, parameters: fl
     # the paper's names count an embedding of 32k to 50k tokens; its tokeniser has 100,277
     assert blocks < parameters < model.num_parameters * 1.05
     assert model.config.positions == "xpos" and model.config.dilation_rates == (1, 2, 4, 6, 12)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("longnet-15m", 15e6), ("longnet-50m", 50e6)])
+def test_models_of_bytes_have_about_their_size_and_branches_of_their_context(name: str, parameters: float) -> None:
+    model = create_model(name, device="meta")
+    assert isinstance(model, LongNetLM)
+    assert 0.95 * parameters < model.num_parameters < 1.05 * parameters
+    assert (model.config.vocab_size, model.config.head_dim, model.config.is_causal) == (256, 64, True)
+    assert (model.config.segment_lengths, model.config.dilation_rates) == geometric_branches(32768)
+    assert create_model(name, device="meta", context_length=32768).config == model.config
+
+
+def test_branches_follow_the_context() -> None:
+    def branches(preset: str, **overrides: Any) -> Any:
+        config = create_model(preset, device="meta", **overrides).config
+        stack = getattr(config, "encoder", config)
+        return stack.segment_lengths, stack.dilation_rates
+
+    assert branches("longnet-15m", context_length=2**20) == geometric_branches(2**20, 2048)
+    assert branches("longnet-tiny", context_length=16_384, num_layers=1) == ((512, 2048, 8192, 16_384), (1, 4, 16, 32))
+    assert branches("longnet-tiny", context_length=100) == ((100,), (1,))
+    assert branches("longnet-125m", context_length=2**17) == ((2048, 8192, 32_768, 131_072), (1, 4, 16, 64))
+    assert branches("gigapath-12l768d", context_length=100_000) == ((1024, 4096, 16_384, 65_536, 100_000), (1, 4, 16, 64, 97))
+    assert branches("longnet-tiny", context_length=None) == ((512, 2048, 8192), (1, 4, 16))
+    for overrides, text in (
+        ({"attention": "dense"}, "context_length is 4096 and attention is 'dense', which has no branches"),
+        ({"segment_lengths": (64,)}, "context_length and segment_lengths are given"),
+        ({"dilation_rates": (1,)}, "context_length and dilation_rates are given"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            branches("longnet-tiny", context_length=4096, **overrides)
+    with pytest.raises(ValueError, match="context_length is 0; expected an integer ≥ 1"):
+        branches("longnet-tiny", context_length=0)
+    with pytest.raises(TypeError, match=r"context_length is 4096\.0"):
+        branches("longnet-tiny", context_length=4096.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,133 @@ def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tenso
         collate_slides(slides)
 
 
+def grid_of(side: int, step: int = 256) -> torch.Tensor:
+    return torch.cartesian_prod(torch.arange(side), torch.arange(side)) * step
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_features_of_any_floating_dtype(dtype: torch.dtype) -> None:
+    model = model_of(tiny()).eval()
+    tiles, coords = slide(40, 0)[0][None].to(dtype), grid_of(7)[None, :40]
+    assert torch.equal(model(tiles, coords), model(tiles.float(), coords))
+    assert model_of(tiny(), dtype=torch.bfloat16).eval()(tiles, coords).dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(tiles, coords), model(tiles.float(), coords))
+    with pytest.raises(TypeError, match=r"tiles has dtype torch.int64; expected features of a floating dtype"):
+        model(tiles.long(), coords)
+
+
+def test_features_that_are_not_finite_are_refused() -> None:
+    model = model_of(tiny())
+    slides = [(tiles, grid_of(7)[: len(tiles)]) for tiles in (slide(n, n)[0] for n in (20, 30))]
+    batch = collate_slides(slides)
+    batch[0][0, 24, 3], batch[0][0, 41, 0] = float("nan"), float("inf")
+    text = "slide 1 has 2 of 30 tiles with NaN or infinite features in torch.float32, the first is tile 4"
+    for call in (model, model.embed, model.attention_map, model.attention_received):
+        with pytest.raises(ValueError, match=text):
+            call(*batch[:2], cu_seqlens=batch[2])
+    with pytest.raises(ValueError, match="slide 0 has 2 of 50 tiles"):
+        model(*batch[:2])
+    with pytest.raises(ValueError, match=text):
+        collate_slides([slides[0], (batch[0][0, 20:], slides[1][1])])
+    # float64 features beyond float32's range
+    with pytest.raises(ValueError, match="1 of 4 tiles with NaN or infinite features"):
+        model(torch.tensor([[0.0] * 12] * 3 + [[1e300] * 12], dtype=torch.float64)[None], grid_of(2)[None])
+    with pytest.raises(ValueError, match="slide 1 has NaN or infinite coords"):
+        collate_slides([(torch.zeros(4, 12), grid_of(2).float()), (torch.zeros(4, 12), torch.full((4, 2), float("nan")))])
+
+
+@pytest.mark.parametrize(("step", "crowded"), [(1, 256), (64, 256), (192, 192), (224, 112), (256, 0), (512, 0)])
+def test_tiles_that_share_cells_are_warned_of_once(step: int, crowded: int) -> None:
+    """Tile indices, a level reduced four times, and overlaps of a quarter; not an overlap of an eighth: 44 % are less than half."""
+    model, tiles = model_of(tiny(grid_size=64)).eval(), torch.zeros(1, 256, 12)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(tiles, grid_of(16, step)[None])
+    assert len(found) == (crowded > 128)
+    if found:
+        text = f"{crowded} of the 256 tiles of slide 0 share a cell of 256 × 256 pixels with another tile and get the same position. "
+        assert str(found[0].message).startswith(f"{text}coords are in steps of {step} ")
+        assert "multiply indices by tile_size" in str(found[0].message)
+
+
+def test_slides_share_no_cells_with_each_other() -> None:
+    model = model_of(tiny()).eval()
+    slides = [(torch.zeros(n * n, 12), grid_of(n)) for n in (5, 6)]
+    tiles, coords, bounds = collate_slides(slides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tiles, coords, cu_seqlens=bounds)
+        model(torch.zeros(3, 25, 12), grid_of(5).expand(3, 25, 2))
+    with pytest.warns(UserWarning, match="36 of the 36 tiles of slide 1"):
+        model(tiles, torch.cat((coords[:, :25], coords[:, 25:] // 256), 1), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_a_head_of_classes(global_pool: bool, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = model_of(tiny(num_classes=3, global_pool=global_pool)).eval()
+    tiles, coords, bounds = collate_slides([slide(n, n) for n in (20, 30)])
+    logits, vectors = model(tiles, coords, cu_seqlens=bounds), model.embed(tiles, coords, cu_seqlens=bounds)
+    assert logits.shape == (2, 3) and vectors.shape == (2, 32)
+    assert model.head is not None
+    torch.testing.assert_close(logits, vectors @ model.head.weight.T + model.head.bias)
+    assert model(tiles, coords, cu_seqlens=bounds, all_layers=True)[-1].shape == (2, 32)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(SlideEncoder.from_pretrained(tmp_path)(tiles, coords, cu_seqlens=bounds), logits)
+    with pytest.raises(ValueError, match="num_classes"):
+        tiny(num_classes=0)
+
+
+def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
+    """Its configuration has no num_classes, nor has the one stored with its weights."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = model_of(tiny()).eval()
+    fields = model.config.to_dict()
+    assert fields.pop("num_classes") is None
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    again = SlideEncoder.from_pretrained(tmp_path)
+    assert again.config == model.config
+    batch = [x[None] for x in slide(30, 0)]
+    assert torch.equal(again(*batch), model(*batch))
+
+
+def test_collating_arrays_and_labels() -> None:
+    np = pytest.importorskip("numpy")
+    slides = [
+        (x.numpy().astype(np.float16), places.numpy().astype(kind))
+        for (x, places), kind in zip((slide(4, 0), slide(7, 1)), ("<u4", "<i4"), strict=True)
+    ]
+    tiles, coords, bounds = collate_slides(slides)
+    assert tiles.dtype is torch.float16 and coords.dtype is torch.int64 and bounds.tolist() == [0, 4, 11]
+    assert torch.equal(coords[0, :4], slide(4, 0)[1])
+    for labels, dtype in (
+        ((1, 0), torch.int64),
+        ((np.int64(1), np.int64(0)), torch.int64),
+        ((True, False), torch.int64),
+        ((1.0, 0.0), torch.float32),
+    ):
+        found = collate_slides([(*one, label) for one, label in zip(slides, labels, strict=True)])
+        assert len(found) == 4 and torch.equal(found[3], torch.tensor([1, 0]).to(dtype))
+        assert torch.equal(found[0], tiles)
+    rows = collate_slides([(*one, torch.tensor([1.0, float(i)])) for i, one in enumerate(slides)])[3]
+    assert rows.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    for labels, error, text in (
+        (("a", "b"), TypeError, "expected numbers"),
+        ((torch.zeros(2), torch.zeros(3)), ValueError, "expected one shape"),
+    ):
+        with pytest.raises(error, match=text):
+            collate_slides([(*one, label) for one, label in zip(slides, labels, strict=True)])
+    with pytest.raises(ValueError, match="slides have 2, 3 parts"):
+        collate_slides([(*slides[0], 1), slides[1]])
+    with pytest.raises(TypeError, match="tiles of slide 1 is a list"):
+        collate_slides([slides[0], ([[1.0] * 12], slides[1][1])])
+    with pytest.raises(ValueError, match=r"widths \[11, 12\]"):
+        collate_slides([(torch.zeros(3, 12), grid_of(2)[:3]), (torch.zeros(3, 11), grid_of(2)[:3])])
+
+
 # attention maps
 
 
@@ -287,6 +416,28 @@ def test_maps_of_a_batch_are_those_of_its_slides() -> None:
         model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows="class")
     with pytest.raises(ValueError, match="layer is 2"):
         model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_the_attention_that_tiles_receive(layer: int, global_pool: bool) -> None:
+    model = model_of(tiny(max_wsi_size=256 * 8, global_pool=global_pool)).eval()
+    slides = [slide(n, seed) for seed, n in enumerate((90, 5))]
+    true = weights_of(model, *slides[0], layer)
+    wanted = true[:, 1:, 1:].mean(1) if global_pool else true[:, 0, 1:]
+    alone = [x[None] for x in slides[0]]
+    each = model.attention_received(*alone, layer=layer, average_heads=False)
+    assert each.shape == (1, 4, 90)
+    torch.testing.assert_close(each[0], wanted, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(model.attention_received(*alone, layer=layer)[0], wanted.mean(0), atol=1e-6, rtol=1e-4)
+    tiles, coords, bounds = collate_slides(slides)
+    for heads in (False, True):
+        packed = model.attention_received(tiles, coords, cu_seqlens=bounds, layer=layer, average_heads=heads)
+        for mine, (one, places) in zip(packed, slides, strict=True):
+            other = model.attention_received(one[None], places[None], layer=layer, average_heads=heads)[0]
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="layer is 7"):
+        model.attention_received(*alone, layer=7)
 
 
 @pytest.mark.slow

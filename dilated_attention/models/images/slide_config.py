@@ -39,6 +39,7 @@ class SlideEncoderConfig(ModelConfig):
         tile_size: side of a tile in pixels, by which coordinates are divided.
         global_pool: represent the slide by the mean of its tiles. False: by the class token.
         norm_eps: ε of the last norm.
+        num_classes: number of outputs of a linear layer on the slide's vector; None for the vector itself.
 
     Raises:
         ValueError, TypeError: if the model cannot be built.
@@ -50,6 +51,7 @@ class SlideEncoderConfig(ModelConfig):
     tile_size: int = 256
     global_pool: bool = False
     norm_eps: float = 1e-6
+    num_classes: int | None = None
 
     def __post_init__(self) -> None:
         # in a configuration read from a file, this is a dict
@@ -58,8 +60,9 @@ class SlideEncoderConfig(ModelConfig):
         check_encoder(self.encoder, "a slide encoder")
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
-        for name in ("in_dim", "grid_size", "tile_size"):
-            object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        for name in ("in_dim", "grid_size", "tile_size", "num_classes"):
+            if name != "num_classes" or self.num_classes is not None:
+                object.__setattr__(self, name, as_size(name, getattr(self, name)))
         check_bool("global_pool", self.global_pool)
         object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
 

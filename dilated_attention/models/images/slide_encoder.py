@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,18 @@ from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
-from dilated_attention.models.images.slides import bounds_of, check_bounds, check_tiles, device_bounds, rows_of_slides
+from dilated_attention.models.images.slides import (
+    bounds_of,
+    check_bounds,
+    check_finite,
+    check_tiles,
+    device_bounds,
+    rows_of_slides,
+    shared_cells,
+)
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.models.tokens import has_values
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
 
@@ -23,6 +33,8 @@ class SlideEncoder(Pretrained):
     """Computes one vector per slide: embedded tiles with their grid positions, after a class token, through LongNet's encoder and a norm.
 
         x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
+
+    With ``config.num_classes`` a linear layer, ``head``, makes logits of it.
 
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
@@ -42,11 +54,13 @@ class SlideEncoder(Pretrained):
     length run in one batch; processes can share a slide.
 
     >>> model = SlideEncoder(SlideEncoderConfig.gigapath()).eval()
-    >>> tiles, coords, cu_seqlens = collate_slides([(tiles_a, coords_a), (tiles_b, coords_b)])
-    >>> slides = model(tiles, coords, cu_seqlens=cu_seqlens)     # (2, 768)
+    >>> tiles, coords, cu_seqlens = collate_slides(
+    ...     [(tiles_a, coords_a), (tiles_b, coords_b)])
+    >>> slides = model(tiles, coords, cu_seqlens=cu_seqlens)  # (2, 768)
 
-    >>> model = SlideEncoder(config, mesh=mesh)                  # on each process
-    >>> slide = model(*shard_sequence(mesh, [tiles, coords], [1, 1]))     # (1, 768), on every process
+    >>> model = SlideEncoder(config, mesh=mesh)  # on each process
+    >>> tiles, coords = shard_sequence(mesh, [tiles, coords], [1, 1])
+    >>> slide = model(tiles, coords)  # (1, 768), on every process
     """
 
     config_class = SlideEncoderConfig
@@ -82,9 +96,14 @@ class SlideEncoder(Pretrained):
             config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
         )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
+        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
+        self._has_warned = False
         nn.init.xavier_uniform_(self.tile_embedding.weight)
         nn.init.zeros_(self.tile_embedding.bias)
         nn.init.normal_(self.class_token, std=0.02)
+        if self.head is not None:
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
 
     def forward(
         self,
@@ -95,12 +114,14 @@ class SlideEncoder(Pretrained):
         seq_len: int | None = None,
         all_layers: bool = False,
     ) -> Any:
-        """Embeds slides.
+        """Computes the slides' vectors, or their logits if the model has ``num_classes``.
 
         Args:
             tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim). For a
-                sharded model this process's shard of the L tiles.
-            coords: (B, L, 2), each tile's position in pixels; float32, float64 or integers. For a sharded model those of its tiles.
+                sharded model this process's shard of the L tiles. Any floating dtype, converted to that of the parameters; then autocast
+                applies as to any module.
+            coords: (B, L, 2), each tile's position in pixels at level 0; float32, float64 or integers. For a sharded model those of its
+                tiles. If more than half of a slide's tiles share a cell of the grid with another, a UserWarning says so, once for a model.
             cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as returned by ``collate_slides``. Slides do not attend to
                 each other. For a sharded model they are bounds in the whole sequence.
             seq_len: L, for a sharded model. None: the processes ask each other once per call, and compare their arguments; inside
@@ -108,18 +129,24 @@ class SlideEncoder(Pretrained):
             all_layers: return the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
 
         Returns:
-            (slides, E); with ``all_layers`` [M + 1 tensors (slides, E)].
+            (slides, E), or logits (slides, num_classes); with ``all_layers`` [M + 1 tensors (slides, E)].
 
         Raises:
-            ValueError, TypeError: if tensors do not fit, or a tile is outside the grid. Of a sharded model only the process that has such a
-                tile raises this.
+            ValueError, TypeError: if tensors do not fit, a tile is outside the grid, or tiles on the CPU have NaN or infinite features
+                (reading a GPU's would make the host wait; ``collate_slides`` checks them anywhere). Of a sharded model only the process
+                that has such a tile raises this.
         """
-        x, bounds = self._embed(tiles, coords, cu_seqlens, seq_len)
-        options: dict[str, Any] = {"cu_seqlens": None if cu_seqlens is None else device_bounds(bounds, x)}
-        if self._shared is not None and bounds is not None:
-            options["seq_len"] = bounds[-1]
-        if all_layers:
-            return [self._pool(state, bounds) for state in self.encoder(x, all_layers=True, **options)[1]]
+        if not all_layers:
+            vectors = self.embed(tiles, coords, cu_seqlens=cu_seqlens, seq_len=seq_len)
+            return vectors if self.head is None else self.head(vectors)
+        x, bounds, options = self._begin(tiles, coords, cu_seqlens, seq_len)
+        return [self._pool(state, bounds) for state in self.encoder(x, all_layers=True, **options)[1]]
+
+    def embed(
+        self, tiles: torch.Tensor, coords: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None
+    ) -> torch.Tensor:
+        """Computes the slides' vectors (slides, E), without the head of a model with ``num_classes``. For arguments see ``forward``."""
+        x, bounds, options = self._begin(tiles, coords, cu_seqlens, seq_len)
         return self._pool(self.encoder(x, **options), bounds)
 
     def attention_map(
@@ -150,11 +177,12 @@ class SlideEncoder(Pretrained):
         Raises:
             ValueError, TypeError: if tensors do not fit, the layer or rows do not exist, or processes share the slide.
 
-        >>> heat = model.attention_map(tiles, coords, average_heads=True)[:, 0, 1:]     # (B, L), one weight for each tile
+        >>> rows = model.attention_map(tiles, coords, query_rows=[0, 17])
+        >>> rows.shape  # class token and 17th tile: (B, H, 2, 1 + L)
         """
         self.encoder.check_whole()
         with torch.no_grad():
-            x, bounds = self._embed(tiles, coords, cu_seqlens)
+            x, bounds = self._input(tiles, coords, cu_seqlens)
         options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
         if bounds is None:
             return self.encoder.attention_map(x, query_rows=query_rows, **options)
@@ -164,12 +192,68 @@ class SlideEncoder(Pretrained):
         parts = enumerate(itertools.pairwise(bounds))
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
+    def attention_received(
+        self,
+        tiles: torch.Tensor,
+        coords: torch.Tensor,
+        *,
+        layer: int = -1,
+        cu_seqlens: torch.Tensor | None = None,
+        average_heads: bool = True,
+    ) -> Any:
+        """Returns one weight for each tile, for a heat map: what the slide's vector averages in one block's attention.
+
+            a(t) = p(0, t) of the class token, or with ``global_pool`` the mean over the slide's tiles i of p(i, t)
+
+        p are the weights of ``attention_map``. The weights of a slide sum to 1 minus those of its class token and of zero keys. Set eval
+        mode first. They depend on the order of the tiles, since segments and dilation cut the sequence: see docs/heatmap.md.
+
+        Args:
+            tiles, coords, cu_seqlens: see ``forward``.
+            layer: index of the block, from 0; negative values count from the end.
+            average_heads: return the mean over heads; False: each head's weights.
+
+        Returns:
+            (B, L), or (B, H, L) without ``average_heads``. With ``cu_seqlens`` a list of such tensors without the batch dimension, one for
+            each slide.
+
+        Raises:
+            ValueError, TypeError: if tensors do not fit, the layer does not exist, or processes share the slide.
+
+        >>> weights = model.attention_received(tiles, coords)[0]
+        >>> heat = weights * tiles.shape[1]  # (L,); 1 where a tile has an even share
+        """
+        if not self.config.global_pool:
+            found = self.attention_map(tiles, coords, layer=layer, cu_seqlens=cu_seqlens, average_heads=average_heads)
+            return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
+        self.encoder.check_whole()
+        with torch.no_grad():
+            x, bounds = self._input(tiles, coords, cu_seqlens)
+        shares = torch.zeros(x.shape[:2], device=x.device)
+        slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
+        for start, end in slides:
+            shares[:, start + 1 : end] = 1 / (end - start - 1)
+        received = self.encoder.attention_received(
+            x, layer=layer, query_weights=shares, cu_seqlens=device_bounds(bounds, x), average_heads=average_heads
+        )
+        return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
+
     @property
     def _shared(self) -> RingSettings | None:
         """How several processes share a slide; None for one process."""
         return self.ring if self.ring is not None and self.ring.group_name else None
 
-    def _embed(
+    def _begin(
+        self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None
+    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
+        """Returns the blocks' input, the bounds of slides in it, and the encoder's arguments that say so."""
+        x, bounds = self._input(tiles, coords, cu_seqlens, seq_len)
+        options: dict[str, Any] = {"cu_seqlens": None if cu_seqlens is None else device_bounds(bounds, x)}
+        if self._shared is not None and bounds is not None:
+            options["seq_len"] = bounds[-1]
+        return x, bounds, options
+
+    def _input(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
     ) -> tuple[torch.Tensor, list[int] | None]:
         """Returns the input of the blocks, class tokens included, and the bounds of slides in it: None for plain batches on one process."""
@@ -184,6 +268,9 @@ class SlideEncoder(Pretrained):
         )
         whole = self._whole_length(tiles, bounds, seq_len)
         check_bounds(bounds, whole, global_pool=self.config.global_pool)
+        tiles = tiles.to(places.dtype)
+        check_finite(tiles, bounds, is_shard=self._shared is not None)
+        self._warn_of_shared_cells(coords, bounds)
         x = self.tile_embedding(tiles) + places.to(tiles.device)
         token = self.class_token.to(x.dtype)
         if self._shared is not None:
@@ -195,6 +282,16 @@ class SlideEncoder(Pretrained):
             parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
             x = torch.cat(parts)[None]
         return self.dropout(x), None if bounds is None else [bound + slide for slide, bound in enumerate(bounds)]
+
+    def _warn_of_shared_cells(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
+        # of a shard of packed slides it is not known here which tile is of which slide; positions have made the host wait already
+        is_known = self._shared is None or bounds is None
+        if self._has_warned or not is_known or not has_values(coords, waits=True):
+            return
+        found = shared_cells(coords, bounds, self.config.tile_size)
+        if found is not None:
+            self._has_warned = True
+            warnings.warn(found, stacklevel=2)
 
     def _whole_length(self, tiles: torch.Tensor, bounds: list[int] | None, seq_len: int | None) -> int:
         """Returns the number of tiles of the whole sequence."""

@@ -1,13 +1,15 @@
-"""Packed slides of unequal length: collation, checks of their bounds, and row indices."""
+"""Packed slides of unequal length: collation, checks of features, coordinates and bounds, and row indices."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dilated_attention.models.tokens import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 
@@ -16,6 +18,8 @@ def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
         raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
     if tiles.ndim != 3 or tiles.shape[2] != in_dim:
         raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {in_dim}")
+    if not tiles.is_floating_point():
+        raise TypeError(f"tiles has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
     if tuple(coords.shape) != (*tiles.shape[:2], 2):
         raise ValueError(
             f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
@@ -67,26 +71,125 @@ def device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | N
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=x.device)
 
 
-def collate_slides(slides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def check_finite(tiles: torch.Tensor, bounds: list[int] | None, *, is_shard: bool = False, waits: bool = False) -> None:
+    """Raises ValueError if features (B, L, in_dim) are NaN or infinite; only on the CPU, unless ``waits`` allows waiting for the device."""
+    if not tiles.numel() or not has_values(tiles, waits=waits) or all(math.isfinite(x) for x in torch.stack(torch.aminmax(tiles)).tolist()):
+        return
+    bad = ~tiles.isfinite().all(dim=-1)
+    runs = [row.tolist() for row in bad] if bounds is None or is_shard else [bad[0, a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    slide, found = next((slide, run) for slide, run in enumerate(runs) if any(run))
+    name = f"this process's shard of row {slide}" if is_shard else f"slide {slide}"
+    raise ValueError(
+        f"{name} has {sum(found):,} of {len(found):,} tiles with NaN or infinite features in {tiles.dtype}, the first is tile "
+        f"{found.index(True)}; leave such tiles out together with their coords, or embed them again"
+    )
+
+
+def shared_cells(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -> str | None:
+    """Describes the first slide more than half of whose tiles share a cell of the grid with another tile; None if there is none.
+
+    Tiles in steps of ``tile_size`` share none. In a regular grid of steps 7/8 · tile_size 44 % share one, of 3/4 · tile_size 75 %, and
+    tile indices and pixels of a level reduced twice or more 100 %. So half separates small overlaps from other units.
+    """
+    L = coords.shape[1]
+    if not coords.numel():
+        return None
+    cells = coords.div(tile_size, rounding_mode="floor").long()
+    if bounds is None:
+        slides = torch.arange(coords.shape[0], device=cells.device).repeat_interleave(L)
+    else:
+        slides = torch.arange(len(bounds) - 1, device=cells.device).repeat_interleave(torch.tensor(bounds, device=cells.device).diff())
+    side = cells.max() + 1
+    keys = (slides * side + cells[..., 0].flatten()) * side + cells[..., 1].flatten()
+    _, cell, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    if len(counts) == len(keys):
+        return None
+    # on the CPU also because there bincount with weights is deterministic
+    slides, cell, counts, coords = (x.cpu() for x in (slides, cell, counts, coords))
+    totals = torch.bincount(slides)
+    shared = torch.bincount(slides, weights=(counts[cell] > 1).float())
+    crowded = (2 * shared > totals).nonzero()
+    if not len(crowded):
+        return None
+    slide = int(crowded[0])
+    own = coords.flatten(0, 1)[slides == slide]
+    steps = torch.cat([axis.unique().diff() for axis in own.unbind(-1)])
+    step = f"in steps of {steps.min():g}" if len(steps) else "all the same"
+    return (
+        f"{int(shared[slide]):,} of the {int(totals[slide]):,} tiles of slide {slide} share a cell of {tile_size} × {tile_size} pixels "
+        f"with another tile and get the same position. coords are {step} and look like tile indices, or like pixels of a lower level; "
+        "expected pixels at level 0: multiply indices by tile_size, or set tile_size to the step between tiles"
+    )
+
+
+def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
     """Packs slides of unequal length into one batch, for a DataLoader's ``collate_fn`` or by hand.
 
     Args:
-        slides: (tiles (L, in_dim), coords (L, 2)) of each slide, all with the same dtype and device.
+        slides: (tiles (L, in_dim), coords (L, 2)) or (tiles, coords, label) of each slide. Tiles and coords are tensors or numpy arrays,
+            all with the same dtype and device. Labels are numbers, or tensors or arrays of one shape; all slides have one, or none has.
 
     Returns:
-        tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``.
+        tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``; with labels also
+        labels (slides, …), int64 for integers and float32 for floats.
+
+    Raises:
+        ValueError, TypeError: if slides do not fit each other, or a tile has NaN or infinite features or coordinates, wherever the tensors
+            are: on a GPU the host waits for it.
+
+    >>> loader = DataLoader(slides, batch_size=4, collate_fn=collate_slides)
+    >>> tiles, coords, cu_seqlens, labels = next(iter(loader))
     """
     if not slides:
         raise ValueError("slides is empty; expected at least one (tiles, coords)")
-    for index, (tiles, coords) in enumerate(slides):
+    sizes = {len(slide) for slide in slides}
+    if not sizes <= {2, 3} or len(sizes) > 1:
+        raise ValueError(
+            f"slides have {', '.join(map(str, sorted(sizes)))} parts; expected (tiles, coords) of each, or (tiles, coords, label)"
+        )
+    packed: list[list[torch.Tensor]] = [[], []]
+    for index, slide in enumerate(slides):
+        tiles, coords = (_as_tensor(f"{name} of slide {index}", x) for name, x in zip(("tiles", "coords"), slide, strict=False))
         if tiles.ndim != 2 or tuple(coords.shape) != (tiles.shape[0], 2):
             raise ValueError(
                 f"slide {index} has tiles {tuple(tiles.shape)} and coords {tuple(coords.shape)}; expected (tiles, in_dim) and (tiles, 2)"
             )
-    for name, tensors in zip(("tiles", "coords"), zip(*slides, strict=True), strict=True):
+        packed[0].append(tiles)
+        packed[1].append(coords)
+    for name, tensors in zip(("tiles", "coords"), packed, strict=True):
         kinds = {(x.dtype, x.device) for x in tensors}
         if len(kinds) > 1:
             raise ValueError(f"{name} of these slides have different dtypes or devices: {sorted(map(str, kinds))}; convert them with .to()")
-    lengths = [tiles.shape[0] for tiles, _ in slides]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=slides[0][0].device)
-    return torch.cat([tiles for tiles, _ in slides])[None], torch.cat([coords for _, coords in slides])[None], bounds
+    widths = {tiles.shape[1] for tiles in packed[0]}
+    if len(widths) > 1:
+        raise ValueError(f"tiles of these slides have widths {sorted(widths)}; expected one, that of one tile encoder")
+    bounds = [0, *itertools.accumulate(tiles.shape[0] for tiles in packed[0])]
+    tiles, coords = (torch.cat(tensors)[None] for tensors in packed)
+    check_finite(tiles, bounds, waits=True)
+    if not coords.isfinite().all():
+        first = next(index for index, places in enumerate(packed[1]) if not places.isfinite().all())
+        raise ValueError(f"slide {first} has NaN or infinite coords; expected pixels at level 0")
+    batch = (tiles, coords, torch.tensor(bounds, dtype=torch.int32, device=tiles.device))
+    return batch if sizes == {2} else (*batch, _stack_labels([slide[2] for slide in slides]).to(tiles.device))
+
+
+def _as_tensor(name: str, x: Any) -> torch.Tensor:
+    """Returns a tensor, of a numpy array as a copy: integers as int64, since torch's operations do not know all unsigned dtypes."""
+    if isinstance(x, torch.Tensor):
+        return x
+    # numpy is no dependency, so its class is not at hand
+    if type(x).__module__.partition(".")[0] != "numpy":
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor or a numpy array")
+    return torch.tensor(x, dtype=torch.int64 if x.dtype.kind in "iu" else None)
+
+
+def _stack_labels(labels: Sequence[Any]) -> torch.Tensor:
+    try:
+        values = [torch.as_tensor(label) for label in labels]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"labels of these slides are {list(labels)[:4]!r}; expected numbers, such as the index of a class") from error
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise ValueError(f"labels of these slides have shapes {sorted(shapes)}; expected one shape")
+    stacked = torch.stack(values)
+    return stacked.float() if stacked.is_floating_point() else stacked.long()

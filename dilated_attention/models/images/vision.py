@@ -127,7 +127,7 @@ class LongViT(Pretrained):
     Gradients and random draws are those of a sharded ``SlideEncoder``; for a loss of rows use ``models.sharded_mean``.
 
     >>> model = LongViT(VisionConfig.longvit(4096, num_classes=2))
-    >>> logits = model(images)     # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
+    >>> logits = model(images)  # (B, 3, 4096, 4096) → (B, 2): 16,384 patches each
     """
 
     config_class = VisionConfig

@@ -98,7 +98,8 @@ class KVCache(Cache):
     Raises:
         ValueError: if a block pattern is not ``is_prefix_stable``, or sizes are invalid.
 
-    >>> cache = KVCache(model.config, 1, 2**20, device="cuda", dtype=torch.bfloat16)
+    >>> cache = KVCache(
+    ...     model.config, 1, 2**20, device="cuda", dtype=torch.bfloat16)
     >>> logits = model(prompt, cache=cache)
     >>> logits = model(next_token, cache=cache)
     >>> print(cache)

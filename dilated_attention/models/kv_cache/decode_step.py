@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -160,15 +159,8 @@ class Chunk(CachePass):
         # for each layer, keys and values that can only be written at the end of the pass
         self._late: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._late_from = start + count
-        self.needed = cache.row_keys.needed(start)
-        # where each stretch begins among the keys of this pass, and how many keys come before the chunk's own
-        if cache.row_keys.closes_up:
-            places = [0, *itertools.accumulate(high - low for low, high in self.needed)]
-            self.places, self.before = places[:-1], places[-1]
-        else:
-            # these queries see the same pattern if positions are counted from here on; keys that they do not need are zeros
-            origin = min([cache.row_keys.align(start), *(low for low, _ in self.needed)])
-            self.places, self.before = [low - origin for low, _ in self.needed], start - origin
+        # keys in between that no row needs are zeros
+        self.needed, self.places, self.before = cache.row_keys.before(start)
 
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)

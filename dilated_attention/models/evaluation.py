@@ -1,0 +1,200 @@
+"""Bits per token of a model on held-out sequences, read in windows that overlap."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.models.config import NUM_BASES, LongNetConfig
+from dilated_attention.models.generation import LanguageModel, eval_mode
+from dilated_attention.models.loss import CHUNK_BYTES
+from dilated_attention.models.text.kmers import kmers
+from dilated_attention.models.text.vocabulary import UNKNOWN
+from dilated_attention.pattern.checks import as_int
+
+# positions of a window where the attention has no longest segment
+_CONTEXT = 8192
+_NOT_SCORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The targets of all windows that have between ``least`` and ``most`` positions to see, the window's first ones included."""
+
+    least: int
+    most: int
+    bits: float
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What ``evaluate`` found.
+
+    Args:
+        bits: mean of −log2 p(target) over the scored targets.
+        scored: their number.
+        context, stride: of the windows, in positions.
+        windows: how many were read.
+        positions: inputs of all windows.
+        seconds: time of all windows.
+        by_position: mean bits by the number of inputs that a target could see, in powers of two; empty if attention is not causal.
+    """
+
+    bits: float
+    scored: int
+    context: int
+    stride: int
+    windows: int
+    positions: int
+    seconds: float
+    by_position: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Inputs first … end − 1 of a record, and the targets scored … scored_end − 1 that count, as positions of the record."""
+
+    first: int
+    end: int
+    scored: int
+    scored_end: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    records: Sequence[torch.Tensor],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    num_windows: int | None = None,
+) -> Evaluation:
+    """Computes the mean of −log2 p(token) in windows that overlap, so that every token is scored once, with much before it.
+
+    A causal model: the first window of a record scores all of its targets; each further window moves on by ``stride`` and scores the
+    targets that are new, which have at least ``context − stride`` positions before them. A record's first token is no target. A model
+    that sees both sides, of bases: the same 15 % of each record in every call are replaced with N and scored, each in the window whose
+    middle it is nearest to. N itself is never scored where tokens are bases (``vocab_size=5``).
+
+    Args:
+        model: a ``LongNetLM`` on one device. It computes in the dtype of its weights, or autocast's where that is enabled.
+        records: sequences (N_i,) of tokens; bases for a model with ``config.kmer``, whose codes are made here, for each window.
+        context: positions of a window; None for the model's longest segment, or 8,192 if it has none; at most the longest record.
+        stride: from window to window, at most ``context``; None for half of it.
+        num_windows: read only so many windows, at equal distances among all of them; None for all.
+
+    Raises:
+        ValueError, TypeError: if numbers do not fit, if nothing can be scored, if the model sees both sides and its tokens are no bases
+            (there is no token for what is hidden), or if its loss is not finite.
+    """
+    config: LongNetConfig = model.config
+    if not config.is_causal and config.vocab_size != NUM_BASES:
+        raise ValueError(
+            f"is_causal is False and vocab_size is {config.vocab_size}; such a model fills in hidden tokens, and only bases "
+            f"(vocab_size={NUM_BASES}) have one that hides, N: compute model(tokens, targets=…) with your own mask"
+        )
+    longest = max((len(record) for record in records), default=0)
+    if context is None:
+        context = min(max(config.segment_lengths) if config.kind == "dilated" else _CONTEXT, max(longest, 1))
+    context = as_int("context", context, minimum=1)
+    stride = max(1, context // 2) if stride is None else as_int("stride", stride, minimum=1)
+    if stride > context:
+        raise ValueError(f"stride is {stride}; expected at most context = {context}, or tokens between windows would not be scored")
+    windows = [(i, window) for i, record in enumerate(records) for window in _windows(len(record), context, stride, config.is_causal)]
+    if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
+        windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
+    hidden = None if config.is_causal else [_hidden(record) for record in records]
+    device = model.output_weight.device
+    # by the power of two of the inputs that a target could see: nats and targets
+    sums = torch.zeros(2, context.bit_length(), dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    start = time.perf_counter()
+    with eval_mode(model):
+        for i, window in windows:
+            symbols = records[i][window.first : window.end + int(config.is_causal)].to(device).long()
+            mask = None if hidden is None else hidden[i][window.first : window.end].to(device)
+            inputs, targets, scored = _tensors(config, symbols, mask, window)
+            nats = _nats(model, inputs, targets)
+            power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
+            sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
+            total += torch.stack([nats[scored].sum(), scored.sum().double()])
+    nats_in_all, count = total.tolist()
+    seconds = time.perf_counter() - start
+    if not count:
+        raise ValueError(f"the longest record has {longest} tokens, and none of all is scored; expected more, and known, tokens")
+    if not math.isfinite(nats_in_all):
+        raise ValueError(f"the loss is {nats_in_all}; expected a finite number: load weights without NaN and inf, or compute in float32")
+    return Evaluation(
+        bits=nats_in_all / count / math.log(2),
+        scored=round(count),
+        context=context,
+        stride=stride,
+        windows=len(windows),
+        positions=sum(window.end - window.first for _, window in windows),
+        seconds=seconds,
+        by_position=tuple(_buckets(sums.tolist(), context)) if config.is_causal else (),
+    )
+
+
+def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[_Window]:
+    """Yields the windows of one record; every target is scored in one of them."""
+    if not is_causal:
+        for start in range(0, length, stride):
+            scored_end = min(start + stride, length)
+            first = max(0, min((start + scored_end - context) // 2, length - context))
+            yield _Window(first, min(first + context, length), start, scored_end)
+        return
+    scored, scored_end = 1, min(length, context + 1)
+    while scored < scored_end:
+        yield _Window(max(0, scored_end - context - 1), scored_end - 1, scored, scored_end)
+        scored, scored_end = scored_end, min(length, scored_end + stride)
+
+
+def _hidden(record: torch.Tensor) -> torch.Tensor:
+    """Which 15 % of a record a model that sees both sides has to fill in, (N,) bool: the same at every call."""
+    return torch.rand(len(record), generator=torch.Generator().manual_seed(15)) < 0.15
+
+
+def _tensors(
+    config: LongNetConfig, symbols: torch.Tensor, hidden: torch.Tensor | None, window: _Window
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(inputs, targets, which targets this window scores), (n,) each, from the record's symbols from the first input to the last target."""
+    n = window.end - window.first
+    # a target is the token after its input, or with attention to both sides the token itself
+    shift = int(config.is_causal)
+    inputs, targets = symbols[:n], symbols[shift:]
+    if config.vocab_size == NUM_BASES:
+        targets = targets.where(targets != UNKNOWN, _NOT_SCORED)
+    if hidden is not None:
+        inputs, targets = inputs.where(~hidden, UNKNOWN), targets.where(hidden, _NOT_SCORED)
+    if config.kmer > 1:
+        inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
+    scored = torch.zeros(n, dtype=torch.bool, device=symbols.device)
+    scored[window.scored - window.first - shift : window.scored_end - window.first - shift] = True
+    return inputs, targets, scored & (targets != _NOT_SCORED)
+
+
+def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """−log p of each target, float64 (n,); 0 where it is not scored. The logits of a chunk of positions exist at a time."""
+    weight: Any = model.output_weight
+    hidden = model.hidden(inputs[None])[0]
+    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    parts = [
+        F.cross_entropy(F.linear(h, weight).float(), wanted, ignore_index=_NOT_SCORED, reduction="none")
+        for h, wanted in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat(parts).double()
+
+
+def _buckets(sums: list[list[float]], context: int) -> Iterator[Bucket]:
+    for power, (nats, count) in enumerate(zip(*sums, strict=True)):
+        if count:
+            most = min(2 ** (power + 1) - 1, context)
+            yield Bucket(least=2**power, most=most, bits=nats / count / math.log(2), targets=round(count))

@@ -1,0 +1,199 @@
+"""Models that read k-mers: codes, the embedding, saving, processes that share a sequence, and generation from the last code."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dilated_attention import shard_sequence
+from dilated_attention.models import (
+    BASES,
+    KmerEmbedding,
+    LongNetConfig,
+    LongNetLM,
+    Sampling,
+    average_gradients,
+    generate_stream,
+    kmers,
+)
+from dilated_attention.models.summary import embedding_parameters
+from dilated_attention.models.text.kmer_embedding import following_codes
+from tests.helpers.pool import pool_of
+
+SHAPE: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 4, "tie_embeddings": False}
+SHAPE |= {"segment_lengths": (8, 24), "dilation_rates": (1, 3), "kmer": 4}
+
+
+def model(**changes: Any) -> LongNetLM:
+    """All tables with values: those of neighbours begin at 0."""
+    torch.manual_seed(1)
+    lm = LongNetLM(LongNetConfig(**{**SHAPE, **changes}))
+    if isinstance(lm.embedding, KmerEmbedding):
+        for table in lm.embedding.tables:
+            torch.nn.init.normal_(table.weight, std=0.3)  # type: ignore[arg-type]
+    return lm.eval()
+
+
+def bases(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", [1, 2, 50])
+def test_codes_are_digits_of_the_nearest(n: int) -> None:
+    generator = random.Random(0)
+    symbols = torch.tensor([[generator.randrange(5) for _ in range(n)] for _ in range(2)])
+    for both_sides, offsets in ((False, [0, -1, -2, -3, -4, -5]), (True, [0, -1, 1, -2, 2, -3])):
+        for k in (1, 2, 6):
+            codes = kmers(symbols, k, both_sides)
+            for row, expected in zip(codes.tolist(), symbols.tolist(), strict=True):
+                known = dict(enumerate(expected))
+                assert row == [sum(known.get(t + o, 4) * 5**j for j, o in enumerate(offsets[:k])) for t in range(n)]
+            assert torch.equal(codes % 5, symbols)
+            assert torch.equal(kmers(symbols[0], k, both_sides), codes[0])
+
+
+def test_what_is_no_base_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"symbols reach from 0 to 5; expected 0 to the number of bases − 1 = 4: use BASES.encode"):
+        kmers(torch.tensor([0, 5]), 3, False)
+    with pytest.raises(TypeError, match=r"symbols has dtype torch\.float32"):
+        kmers(torch.zeros(3), 3, False)
+    with pytest.raises(TypeError, match="symbols is a str"):
+        kmers("ACGT", 3, False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k is 14"):
+        kmers(torch.tensor([0]), 14, False)
+
+
+def test_the_embedding_is_a_sum_over_suffixes_of_the_code() -> None:
+    lm = model(kmer=3)
+    assert isinstance(lm.embedding, KmerEmbedding) and lm.embedding.num_embeddings == 125
+    code = 2 + 5 * 4 + 25 * 1
+    one, two, three = (table.weight for table in lm.embedding.tables)
+    torch.testing.assert_close(lm.embedding(torch.tensor([[code]]))[0, 0], one[2] + two[2 + 20] + three[code])  # type: ignore[operator, index]
+    fresh = LongNetLM(lm.config).embedding
+    assert [bool(table.weight.any()) for table in fresh.tables] == [True, False, False]  # type: ignore[operator, union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lm.embedding(torch.tensor([[code]])).dtype is torch.bfloat16
+
+
+def test_configurations_without_the_field_are_of_plain_models() -> None:
+    values = {key: value for key, value in LongNetConfig(**{**SHAPE, "kmer": 1}).to_dict().items() if key != "kmer"}
+    config = LongNetConfig.from_dict(values)
+    assert config.kmer == 1 and type(LongNetLM(config).embedding) is torch.nn.Embedding
+    for changes, text in (
+        ({"vocab_size": 256}, "kmer is 4 and vocab_size is 256; .* use vocab_size=5"),
+        ({"vocab_size": None}, "kmer is 4 and vocab_size is None"),
+        ({"tie_embeddings": True}, "kmer is 4 and tie_embeddings is True; .* use tie_embeddings=False"),
+        ({"kmer": 0}, "kmer is 0"),
+        ({"kmer": 14}, "kmer is 14"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            LongNetConfig(**{**SHAPE, **changes})
+
+
+def test_codes_out_of_range_are_refused() -> None:
+    lm = model()
+    lm(torch.tensor([[624]]))
+    for call in (lambda: lm(torch.tensor([[625, 3]])), lambda: lm.generate(torch.tensor([[625, 3]]), 2)):
+        with pytest.raises(ValueError, match=r"reach from 3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model are codes, kmers"):
+            call()
+    with pytest.raises(ValueError, match="targets reach from 5 to 5; expected 0 to vocab_size − 1 = 4"):
+        lm(torch.tensor([[624]]), targets=torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_saved_model_is_loaded_with_its_embedding(tmp_path: Path, is_causal: bool) -> None:
+    lm = model(is_causal=is_causal)
+    lm.save_pretrained(tmp_path)
+    again = LongNetLM.from_pretrained(tmp_path)
+    codes = kmers(bases(2, 60), 4, both_sides=not is_causal)
+    with torch.no_grad():
+        assert torch.equal(again(codes), lm(codes))
+    assert lm(codes).shape == (2, 60, 5)
+    sizes = {name: p.numel() for name, p in lm.named_parameters()}
+    assert embedding_parameters(sizes) == 32 * (5 + 25 + 125 + 625)
+    assert "24,960" not in str(again.summary()) and f"({lm.num_parameters - 24_960:,} without embeddings)" in str(again.summary())
+
+
+def loss_and_gradients(rank: int, world: int, layout: str, is_causal: bool) -> tuple[float, float, float]:
+    lm = model(is_causal=is_causal)
+    symbols = bases(1, 97)
+    codes = kmers(symbols, 4, both_sides=not is_causal)
+    inputs, targets = (codes[:, :-1], symbols[:, 1:]) if is_causal else (codes[:, :96], symbols[:, :96])
+    whole = lm(inputs, targets=targets)
+    whole.backward()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    shared = LongNetLM(lm.config, mesh=mesh, layout=layout)
+    shared.load_state_dict(lm.state_dict())
+    parts = shard_sequence(mesh, [inputs, targets], [1, 1], layout=layout)
+    loss = shared(parts[0], targets=parts[1], seq_len=96)
+    loss.backward()
+    average_gradients(shared, mesh=mesh)
+    errors = [float((p.grad - q.grad).abs().max()) for p, q in zip(lm.parameters(), shared.parameters(), strict=True)]  # type: ignore[operator]
+    assert isinstance(shared.embedding, KmerEmbedding)
+    return float(whole), float(loss), max(errors)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "is_causal"), [("contiguous", True), ("zigzag", True), ("contiguous", False)])
+def test_the_loss_of_shards_is_that_of_the_whole_sequence(layout: str, is_causal: bool) -> None:
+    for whole, loss, error in pool_of(2).run(loss_and_gradients, layout, is_causal):
+        assert loss == pytest.approx(whole, abs=1e-6)
+        assert error < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
+def test_generation_is_that_of_full_forwards(kind: str) -> None:
+    lm = model()
+    symbols = bases(2, 20)
+    prompts: Any = kmers(symbols, 4, False) if kind == "equal" else [kmers(symbols[0], 4, False), kmers(symbols[1, :7], 4, False)]
+    made = lm.generate(prompts, 30, temperature=0)
+    for row, first in zip(made, symbols if kind == "equal" else (symbols[0], symbols[1, :7]), strict=True):
+        sequence = first
+        for _ in range(30):
+            with torch.no_grad():
+                drawn = lm(kmers(sequence, 4, False)[None])[0, -1].argmax()
+            sequence = torch.cat([sequence, drawn[None]])
+        # the codes that were added are those of the bases
+        assert torch.equal(row, kmers(sequence, 4, False))
+        assert torch.equal(row % 5, sequence)
+    assert len(set((row % 5).tolist())) > 1
+
+
+def test_generation_stops_at_a_base() -> None:
+    lm, prompt = model(), kmers(bases(2, 9), 4, False)
+    free = lm.generate(prompt, 40, generator=torch.Generator().manual_seed(3))
+    stopped = lm.generate(prompt, 40, stop_token=2, generator=torch.Generator().manual_seed(3))
+    rows = lm.generate(list(prompt), 40, stop_token=2, generator=torch.Generator().manual_seed(3))
+    for i in range(2):
+        at = 9 + int((free[i, 9:] % 5 == 2).nonzero()[0])
+        assert torch.equal(stopped[i, : at + 1], free[i, : at + 1])
+        assert bool((stopped[i, at:] % 5 == 2).all())
+        assert torch.equal(rows[i], free[i, : at + 1])
+    with pytest.raises(ValueError, match="stop_token is 5; expected a token below vocab_size = 5"):
+        lm.generate(prompt, 3, stop_token=5)
+
+
+def test_a_stream_yields_what_generate_adds() -> None:
+    lm, prompt = model().train(), kmers(bases(2, 9), 4, False)
+    for stop in (None, 2):
+        seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
+        steps = list(generate_stream(lm, prompt, 12, sampling=Sampling(top_k=3, generator=seeds[0]), stop_token=stop))
+        assert torch.equal(torch.cat([prompt, *steps], 1), lm.generate(prompt, 12, top_k=3, stop_token=stop, generator=seeds[1]))
+    assert torch.equal(following_codes(prompt[:, -1:], steps[0] % 5, 4), steps[0])
+
+
+def test_a_stream_may_be_left_early() -> None:
+    lm = model().train()
+    stream = generate_stream(lm, kmers(bases(1, 9), 4, False), 10**6)
+    assert next(stream).shape == (1, 1) and not lm.training
+    stream.close()  # type: ignore[attr-defined]
+    assert lm.training and lm.decoder.training
+    assert list(generate_stream(lm, torch.tensor([[0]]), 0)) == []
+    with pytest.raises(ValueError, match="at least one token"):
+        generate_stream(lm, torch.empty(1, 0, dtype=torch.int64), 3)
+    assert BASES.decode(kmers(BASES.encode("GATTACA"), 4, False) % 5) == "GATTACA"
