@@ -165,6 +165,33 @@ def settings_of(name: str, config: Any) -> Settings:
     return _KNOWN[_resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))]
 
 
+def settings_to_save(name: str, config: Any) -> Any:
+    """Returns the settings that decide what a model of this config computes, as JSON values, for the config that is saved with it.
+
+    Names may be registered with other settings where the model is loaded. A pattern that holds a Python function cannot be saved.
+    """
+    told = getattr(config, CONFIG_KEY, None) or {}
+    kind = REGISTERED[name].kind
+    try:
+        settings = REGISTERED[name].with_options({option: value for option, value in told.items() if option in OPTIONS[kind]})
+    except (AttributeError, TypeError, ValueError):
+        # what the model refuses at its next forward; a config's repr comes here, too
+        return told
+    wanted: tuple[str, ...] = ("pattern",) if kind == "block_sparse" else _BRANCHES
+    if not settings.is_complete or (settings.pattern is not None and settings.pattern.lives_here):
+        wanted = ()
+    return settings.plain(dict.fromkeys(wanted)) | told
+
+
+def configs_of(config: Any) -> list[Any]:
+    """Returns a config and those nested in it."""
+    found = [config]
+    for name in getattr(config, "sub_configs", None) or ():
+        if getattr(config, name, None) is not None:
+            found += configs_of(getattr(config, name))
+    return found
+
+
 def _hashable(value: Any) -> Any:
     return tuple([_hashable(x) for x in value]) if isinstance(value, (list, tuple)) else value
 

@@ -33,6 +33,7 @@ def load_slide_encoder(
     dilation_rates: Any = TORCHSCALE_ENCODER["dilation_rates"],
     grid_size: int = 1000,
     global_pool: bool = False,
+    num_classes: int | None = None,
     norm_eps: float = 1e-6,
     layer_norm_eps: float = 1e-5,
     mixture_grad: str = "detached",
@@ -55,6 +56,7 @@ def load_slide_encoder(
         dilation_rates: 1, 2, 4, 8, 16 in all released models.
         grid_size: Prov-GigaPath's ``slide_ngrids``.
         global_pool: use the mean of the tiles instead of the class token.
+        num_classes: to start fine-tuning, a new head of this many classes.
         norm_eps, layer_norm_eps: ε of the last norm, and of the layers' norms.
         mixture_grad: see ``load_attention``.
         dropout, drop_path: for further training; Prov-GigaPath uses 0.25 and 0.1.
@@ -86,8 +88,16 @@ def load_slide_encoder(
         raise ValueError(f"cls_token has shape {tuple(token.shape)}; expected (1, 1, {encoder.embed_dim})")
     weights.taken["class_token"] = token.flatten()
     weights.take_norm("norm", "norm")
+    if num_classes is not None:
+        _add_head(weights, num_classes, encoder.embed_dim)
     config = SlideEncoderConfig(
-        encoder=encoder, in_dim=in_dim, grid_size=grid_size, tile_size=tile_size, global_pool=global_pool, norm_eps=norm_eps
+        encoder=encoder,
+        in_dim=in_dim,
+        grid_size=grid_size,
+        tile_size=tile_size,
+        global_pool=global_pool,
+        norm_eps=norm_eps,
+        num_classes=num_classes,
     )
     if "pos_embed" in weights:
         _check_table(weights.take("pos_embed", "pos_embed", 3), config)
@@ -195,8 +205,7 @@ def _take_pooling(weights: Weights, outer: str, num_classes: int | None, width: 
         weights.drop(f"{weights.prefix}{name}.{kind}" for name in ("fc_norm", "norm", "head") for kind in ("weight", "bias"))
         like = weights.taken["encoder.blocks.0.ffn_norm.weight"]
         weights.taken["norm.weight"], weights.taken["norm.bias"] = torch.ones_like(like), torch.zeros_like(like)
-        head = torch.nn.init.trunc_normal_(like.new_empty(num_classes, width, dtype=torch.float32), std=0.02)
-        weights.taken["head.weight"], weights.taken["head.bias"] = head.to(like.dtype), like.new_zeros(num_classes)
+        _add_head(weights, num_classes, width)
         return {"pooling": "mean_norm", "num_classes": num_classes}
     if norm is None:
         return {"pooling": "none"}
@@ -207,3 +216,10 @@ def _take_pooling(weights: Weights, outer: str, num_classes: int | None, width: 
         return {"pooling": "mean_norm"}
     weights.take_linear("head", "head")
     return {"pooling": "mean_norm", "num_classes": weights.taken["head.weight"].shape[0]}
+
+
+def _add_head(weights: Weights, num_classes: int, width: int) -> None:
+    """Adds a new head, as the models initialise theirs."""
+    like = weights.taken["norm.weight"]
+    head = torch.nn.init.trunc_normal_(like.new_empty(num_classes, width, dtype=torch.float32), std=0.02)
+    weights.taken["head.weight"], weights.taken["head.bias"] = head.to(like.dtype), like.new_zeros(num_classes)

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
-from dilated_attention.integrations import _hf_refusals
+from dilated_attention.integrations import _hf_refusals, _hf_saving
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, remember
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, configs_of, remember
 from dilated_attention.pattern.checks import one_of
 
 __all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
@@ -79,6 +79,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     # check all of them before registering any
     found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
     _hf_refusals.ignore(ignored)
+    _hf_saving.install()
     for each, settings in found.items():
         remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))
@@ -115,7 +116,7 @@ def configure(model_or_config: Any, **options: Any) -> None:
     for kind in KINDS:
         mine = {option: value for option, value in told.items() if option in OPTIONS[kind]}
         plain |= Settings(kind=kind).with_options(mine).plain(mine)
-    for each in _configs(config):
+    for each in configs_of(config):
         setattr(each, CONFIG_KEY, dict(plain))
 
 
@@ -166,15 +167,6 @@ def shard_inputs(
         # otherwise transformers would interpret jumps of positions as packed documents
         whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
     return whole
-
-
-def _configs(config: Any) -> list[Any]:
-    """Returns a config and those nested in it."""
-    found = [config]
-    for name in getattr(config, "sub_configs", None) or ():
-        if getattr(config, name, None) is not None:
-            found += _configs(getattr(config, name))
-    return found
 
 
 def _interfaces() -> tuple[Any, Any]:

@@ -51,9 +51,11 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
         ValueError, TypeError: if weights are missing, left over or refused, settings are missing or do not belong to this kind, or a file
             is damaged or holds more than tensors.
 
-    >>> model = load_torchscale("slide_encoder.pth")                                     # Prov-GigaPath
-    >>> model = load_torchscale("longvit.pth", image_size=4096)                          # LongViT
-    >>> model = load_torchscale(state, kind="encoder", num_heads=12, segment_lengths=[2048, 4096], dilation_rates=[1, 2])
+    >>> model = load_torchscale("slide_encoder.pth")             # Prov-GigaPath
+    >>> model = load_torchscale("longvit.pth", image_size=4096)  # LongViT
+    >>> model = load_torchscale(
+    ...     state, kind="encoder", num_heads=12,
+    ...     segment_lengths=[2048, 4096], dilation_rates=[1, 2])
     """
     weights = read_weights(source, part)
     if kind is None:

@@ -220,6 +220,14 @@ def test_a_slide_file_on_disk_with_its_position_table(tmp_path: Path) -> None:
         load_torchscale(weights | {"pos_embed": table}, **SLIDE | {"grid_size": 13})
 
 
+def test_a_loaded_slide_encoder_gets_a_new_head() -> None:
+    weights, _ = made(slide_weights())
+    model = load_torchscale(weights, **SLIDE, num_classes=3)
+    batch = [x[None] for x in slide(43, 1)]
+    assert model(*batch).shape == (1, 3) and model.head.weight.std() > 0 and not model.head.bias.any()
+    assert torch.equal(model.embed(*batch), load_torchscale(weights, **SLIDE)(*batch))
+
+
 def test_slide_settings_follow_from_the_sizes() -> None:
     maker = Maker(64)
     maker.slide_encoder(20, 1, ffn=64)
