@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from dilated_attention.cli.choices import DTYPES, PATTERN_KINDS
+from dilated_attention.parsing import MAX_LENGTH, UsageError, below, positive, shown, size
 
-from dilated_attention.bench.arguments import UsageError, below, positive, size
-from dilated_attention.pattern import MAX_LENGTH, BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
-from dilated_attention.pattern.checks import shown
+if TYPE_CHECKING:
+    import torch
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-PATTERN_KINDS = ("dense", "dilated", "block_sparse")
+    from dilated_attention.pattern import BlockPattern, DilatedPattern
+
 __all__ = [
     "DTYPES",
     "PATTERN_KINDS",
@@ -24,6 +24,7 @@ __all__ = [
     "add_tensors",
     "as_flags",
     "count",
+    "dtype_of",
     "gib",
     "gib_of",
     "pattern_from",
@@ -76,6 +77,14 @@ _FLAGS = {
 }
 
 
+def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+    """Returns torch's dtype of ``args.dtype``, a name of ``DTYPES``; None where it is not given."""
+    import torch
+
+    dtype: torch.dtype | None = getattr(torch, args.dtype) if args.dtype else None
+    return dtype
+
+
 def as_flags(text: str) -> str:
     """Rewrites a function's error in terms of the command line's options."""
     # these are also ordinary words, so they are replaced only at the start of an error
@@ -104,7 +113,7 @@ def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
     parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
     parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
     parser.add_argument("--batch", type=size, default=1, help="default: 1")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float16 or float32")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
 
 
 def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:
@@ -140,6 +149,8 @@ def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) 
     Raises:
         UsageError: an argument is missing, belongs to another kind, or has a value that the pattern refuses.
     """
+    from dilated_attention.pattern import DilatedPattern
+
     given = _given(args, *_OF_KIND[kind])
     wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
     if wrong:
@@ -156,6 +167,8 @@ def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) 
 
 
 def _dilated(given: dict[str, Any], asked: str) -> DilatedPattern:
+    from dilated_attention.pattern import DilatedPattern
+
     missing = [name for name in ("segment_lengths", "dilation_rates") if name not in given]
     if missing:
         raise UsageError(f"{asked} needs {_flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
@@ -177,6 +190,8 @@ def _offsets(words: list[str]) -> str | tuple[tuple[int, ...], ...]:
 
 
 def _block_sparse(given: dict[str, Any], asked: str) -> BlockPattern:
+    from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, with_sparsity
+
     if "density" in given:
         wrong = [name for name in given if name not in _WITH_DENSITY]
         if wrong:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dilated_attention.bench import Outcome, Session, Suite, run
-from dilated_attention.bench.arguments import UsageError, positive
-from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads.problem import DTYPES
+from dilated_attention import start
 from dilated_attention.cli import tune
+from dilated_attention.cli.choices import DTYPES, SUITES
+from dilated_attention.cli.console import console, put, put_json
+from dilated_attention.parsing import UsageError, positive
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dilated_attention.bench import Outcome, Session, Suite
 
 _OUTPUT = Path("bench-results")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure: suites of benchmarks, or which backend is fastest here (tune)")
-    suites = parser.add_subparsers(dest="suite", required=True)
+    suites = parser.add_subparsers(dest="suite", required=True, parser_class=_Parser)
     tuning = suites.add_parser(
         "tune",
         usage="%(prog)s [options]",
@@ -34,8 +38,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run, parser=tuning)
-    for name, suite in SUITES.items():
-        _add_suite(suites.add_parser(name, usage="%(prog)s [options]", help=suite.about, description=f"{suite.about}."), suite())
+    for name, about in SUITES.items():
+        suite = suites.add_parser(name, usage="%(prog)s [options]", help=about, description=f"{about}.")
+        suite.complete = functools.partial(_add_suite, suite, name)
     everything = suites.add_parser(
         "all", usage="%(prog)s [options]", help=("every suite above except tune and regression, one after another, each with its defaults")
     )
@@ -43,7 +48,24 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
 
 
-def _add_suite(parser: argparse.ArgumentParser, suite: Suite) -> None:
+class _Parser(argparse.ArgumentParser):
+    """A parser to which ``complete`` adds what takes time to import, if this parser is the one that is used."""
+
+    complete: Callable[[], None] | None = None
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if self.complete is not None:
+            complete, self.complete = self.complete, None
+            complete()
+        return super().parse_known_args(args, namespace)
+
+
+def _add_suite(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of a suite, whose choices are the contenders, backends and presets that it can measure."""
+    start.load()
+    from dilated_attention.bench import suites
+
+    suite = suites.SUITES[name]()
     _add_common(parser)
     suite.add_arguments(parser)
     parser.set_defaults(run=lambda args: _ended(functools.partial(_run_one, suite), args), parser=parser)
@@ -54,9 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what DIR already holds")
     parser.add_argument("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument(
-        "--dtypes", choices=list(DTYPES), nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU"
-    )
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU")
     parser.add_argument("--seconds", type=positive, help="of timing for each contender and pass; default 0.2")
     parser.add_argument("--minutes", type=float, help="start nothing after this time; the same command continues later")
     parser.add_argument("--no-plots", action="store_true", help="JSON and Markdown only")
@@ -66,6 +86,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _ended(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Calls ``run``, then ends the process group that it started; a group whose exchanges failed is left until the process exits."""
+    import torch
+
     began = not torch.distributed.is_initialized()
     # garbage collection between groups then skips everything that PyTorch has imported, which would take half a second each time
     gc.freeze()
@@ -79,6 +101,8 @@ def _ended(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -
 
 
 def _run_all(args: argparse.Namespace) -> int:
+    from dilated_attention.bench.suites import SUITES
+
     codes = []
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     able = [suite() for suite in SUITES.values() if suite.in_all]
@@ -94,17 +118,19 @@ def _run_all(args: argparse.Namespace) -> int:
 
 
 def _run_one(suite: Suite, args: argparse.Namespace) -> int:
+    from dilated_attention.bench import run
+
     session = _session(args)
-    progress = _Progress(suite.name, quiet=args.quiet or session.rank > 0)
-    outcome = run(
-        suite,
-        session,
-        output=args.output,
-        minutes=args.minutes,
-        fresh=args.fresh,
-        plots=not args.no_plots,
-        started=progress,
-    )
+    with _Progress(suite.name, quiet=args.quiet or session.rank > 0) as progress:
+        outcome = run(
+            suite,
+            session,
+            output=args.output,
+            minutes=args.minutes,
+            fresh=args.fresh,
+            plots=not args.no_plots,
+            started=progress,
+        )
     if session.rank == 0:
         _tell(suite, outcome, args.json)
     if outcome.broken:
@@ -114,6 +140,10 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
 
 def _session(args: argparse.Namespace) -> Session:
     """Creates the session. Raises UsageError where the device cannot be used."""
+    import torch
+
+    from dilated_attention.bench import Session
+
     # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     named = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,45 +160,46 @@ def _session(args: argparse.Namespace) -> Session:
     if world_size > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    dtypes = tuple(DTYPES[name] for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
+    dtypes = tuple(getattr(torch, name) for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
     full = args.size == "full" if args.size else on_gpu
     seconds = args.seconds or 0.2
     return Session(device=device, full=full, dtypes=dtypes, seconds=seconds, options=args, rank=rank, world_size=world_size)
 
 
-class _Progress:
-    """A progress bar on stderr, one step per group; plain lines without a terminal or without tqdm."""
+class _Progress(contextlib.AbstractContextManager["_Progress"]):
+    """A progress bar on stderr, one step per group; plain lines without a terminal."""
 
     def __init__(self, name: str, *, quiet: bool) -> None:
         self._name = name
         self._quiet = quiet
-        self._bar: Any = None
+        self._bar: Progress | None = None
         self._begun = time.monotonic()
 
     def __call__(self, done: int, total: int, label: str) -> None:
         if self._quiet:
             return
-        if not sys.stderr.isatty() or not _has_tqdm():
-            if label:
-                passed = time.monotonic() - self._begun
-                print(f"{self._name} {done + 1}/{total}, {passed:.0f} s: {label}", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            from tqdm import tqdm
+        stderr = console(stderr=True)
+        if stderr.is_interactive:
+            self._bar = self._bar or self._started(stderr, total)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=label, refresh=True)
+        elif label:
+            passed = time.monotonic() - self._begun
+            print(f"{self._name} {done + 1}/{total}, {passed:.0f} s: {label}", file=sys.stderr, flush=True)
 
-            self._bar = tqdm(total=total, desc=self._name, unit="group", file=sys.stderr)
-        self._bar.n = done
-        self._bar.set_postfix_str(label)
-        if not label:
-            self._bar.close()
+    def _started(self, stderr: Console, total: int) -> Progress:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+        columns = (TextColumn(self._name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        # drawn between groups only: a thread that draws would take time from what is measured
+        bar = Progress(*columns, TextColumn("{task.description}"), console=stderr, auto_refresh=False)
+        bar.add_task("", total=total)
+        bar.start()
+        return bar
 
-def _has_tqdm() -> bool:
-    try:
-        import tqdm  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    return True
+    def __exit__(self, *error: object) -> None:
+        # also after an error: the bar hides the cursor
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
@@ -176,11 +207,11 @@ def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
     if as_json:
         rows = [row.as_dict() for row in results.rows]
         whole = {"suite": suite.name, "machine": results.machine, "settings": results.settings, "rows": rows, "left_out": outcome.left_out}
-        print(json.dumps(whole | {"written": [str(path) for path in outcome.written]}, indent=1, ensure_ascii=False))
+        put_json(whole | {"written": [str(path) for path in outcome.written]}, indent=1)
     else:
         for table in suite.tables(outcome.together):
-            print(table.text())
-        print("written: " + ", ".join(str(path) for path in outcome.written))
+            put(table.text())
+        put("written: " + ", ".join(str(path) for path in outcome.written))
     if outcome.broken:
         print(
             f"processes could not continue together ({outcome.broken}); {len(outcome.left_out)} groups are left: "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, gib, pattern_from, size
-from dilated_attention.factory import MODEL_PRESETS
-from dilated_attention.planning import AttentionPlan, ModelPlan, plan_attention, plan_model
-from dilated_attention.planning.estimate.attention_plan import attention_table
-from dilated_attention.planning.estimate.problem import KINDS
-from dilated_attention.planning.whole_models.model_plan import model_table
+from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, dtype_of, gib, pattern_from, size
+from dilated_attention.cli.choices import MODEL_PRESETS, PLAN_KINDS
+from dilated_attention.cli.console import put, put_json
+
+if TYPE_CHECKING:
+    from dilated_attention.planning import AttentionPlan, ModelPlan
+    from dilated_attention.planning.whole_models.hub_config import HubModel
 
 _Commands = argparse._SubParsersAction
 # options for attention only, and for models only: None unless they are given
@@ -33,14 +34,16 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         ),
         description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
     )
-    names = ", ".join((*KINDS, *MODEL_PRESETS))
-    parser.add_argument("what", choices=(*KINDS, *MODEL_PRESETS), metavar="what", help=f"a kind of attention or a model preset: {names}")
+    names = ", ".join((*PLAN_KINDS, *MODEL_PRESETS))
+    parser.add_argument(
+        "what", help=f"a kind of attention, a model preset, or the config.json of a transformers model: {names}, FILE.json"
+    )
     parser.add_argument(
         "--length", type=size, nargs="+", required=True, metavar="N", help="positions: 65536, 64k, 1M; several give a table"
     )
     parser.add_argument("--batch", type=size, default=1, help="sequences at a time; default: 1")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, float16 on an older one, else float32"
+        "--dtype", choices=DTYPES, help="default: bfloat16 on a GPU that supports it, float16 on an older one, else float32"
     )
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--train", action="store_true", help="forward and backward; the default")
@@ -64,23 +67,83 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    import torch
+
+    from dilated_attention.factory.hardware import torch_wheels
+    from dilated_attention.pattern.checks import shown
+    from dilated_attention.planning import AttentionPlan, ModelPlan
+    from dilated_attention.planning.estimate.attention_plan import attention_table
+    from dilated_attention.planning.estimate.plan import machine_of
+    from dilated_attention.planning.whole_models.model_plan import model_table
+
     made: Sequence[AttentionPlan | ModelPlan]
-    if args.what in MODEL_PRESETS:
-        made = [_model(args, n, last=n == args.length[-1]) for n in args.length]
+    if args.what.endswith(".json"):
+        model = _hub_model(args)
+        made = [_model(args, model, n, last=n == args.length[-1]) for n in args.length]
+    elif args.what in MODEL_PRESETS:
+        _refuse(args, _OF_PATTERNS, "of a kind of attention")
+        made = [_model(args, args.what, n, last=n == args.length[-1]) for n in args.length]
+    elif args.what not in PLAN_KINDS:
+        raise UsageError(
+            f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
+            "or a transformers model's config.json"
+        )
     else:
         made = [_attention(args, n, last=n == args.length[-1]) for n in args.length]
     if args.json:
         found = [plan.as_dict() for plan in made]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+        put_json(found[0] if len(found) == 1 else found)
     elif len(made) == 1:
-        print(made[0])
+        put(made[0])
     else:
         attention = [plan for plan in made if isinstance(plan, AttentionPlan)]
-        print(attention_table(attention) if attention else model_table([plan for plan in made if isinstance(plan, ModelPlan)]))
+        put(attention_table(attention) if attention else model_table([plan for plan in made if isinstance(plan, ModelPlan)]))
+    if not args.json:
+        last = made[-1]
+        for settings, _ in last.suggestions if isinstance(last, ModelPlan) else ():
+            put(f"try: {_command(args, settings)}")
+        gpu = machine_of(args.gpu, args.memory).gpu
+        if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
+            put(f"{gpu.name}: {wheels}")
     return 0
 
 
+def _command(args: argparse.Namespace, changes: dict[str, int | bool]) -> str:
+    """Returns the command that plans the last length with changed settings."""
+    settings = {
+        name: getattr(args, name)
+        for name in ("batch", "dtype", "gpu", "world_size", "checkpoint", "weight_shards", *_OF_PATTERNS)
+        if getattr(args, name) not in (None, False)
+    }
+    settings |= {"checkpoint" if name == "checkpoint_activations" else name: value for name, value in changes.items()}
+    words = ["python", "-m", "dilated_attention", "plan", args.what, "--length", str(args.length[-1])]
+    for name, value in settings.items():
+        if (name == "batch" or name == "world_size") and value == 1:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    if args.memory is not None:
+        words += ["--memory", f"{args.memory / 2**30:g}"]
+    return shlex.join([*words, *(["--infer"] if args.infer else [])])
+
+
+def _hub_model(args: argparse.Namespace) -> HubModel:
+    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.planning.whole_models.hub_config import read_hub_config
+
+    of_dilated = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
+    _refuse(args, [name for name in _OF_PATTERNS if name not in of_dilated], "of a kind of attention")
+    dilated = any(getattr(args, name) is not None for name in of_dilated)
+    pattern = pattern_from(args, "dilated", args.what) if dilated else None
+    assert pattern is None or isinstance(pattern, DilatedPattern)
+    return read_hub_config(args.what, pattern)
+
+
 def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> AttentionPlan:
+    from dilated_attention.planning import plan_attention
+    from dilated_attention.planning.estimate.problem import KINDS
+
     _refuse(args, _OF_MODELS, "of models")
     computes = KINDS[args.what]
     pattern = pattern_from(args, computes, args.what)
@@ -100,10 +163,12 @@ def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> A
     )
 
 
-def _model(args: argparse.Namespace, num_positions: int, *, last: bool) -> ModelPlan:
-    _refuse(args, (*_OF_ATTENTION, *_OF_PATTERNS), "of a kind of attention")
+def _model(args: argparse.Namespace, model: str | HubModel, num_positions: int, *, last: bool) -> ModelPlan:
+    from dilated_attention.planning import plan_model
+
+    _refuse(args, _OF_ATTENTION, "of a kind of attention")
     return plan_model(
-        args.what,
+        model,
         num_positions=num_positions,
         checkpoint_activations=bool(args.checkpoint),
         weight_shards=args.weight_shards or 1,
@@ -115,7 +180,7 @@ def _model(args: argparse.Namespace, num_positions: int, *, last: bool) -> Model
 def _shared(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "batch_size": args.batch,
-        "dtype": DTYPES[args.dtype] if args.dtype else None,
+        "dtype": dtype_of(args),
         "world_size": args.world_size,
         "training": not args.infer,
         "gpu": args.gpu,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from dilated_attention.cli.arguments import add_json, gib_of, size
-from dilated_attention.pattern.checks import shown
-from dilated_attention.planning import USE_CASES, recommend
-from dilated_attention.planning.advice.use_case import KINDS
+from dilated_attention.cli.arguments import PATTERN_KINDS, add_json, gib_of, size
+from dilated_attention.cli.choices import USE_CASES
+from dilated_attention.cli.console import put, put_json, width
+from dilated_attention.parsing import shown
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -33,7 +32,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--batch", type=size, help="sequences of a training step over all GPUs; default: 1")
     parser.add_argument("--users", type=size, help="requests at a time over all GPUs; default: 32")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, except for encoders")
-    parser.add_argument("--attention", choices=KINDS, help="which the model has or must have; default: chosen by rules")
+    parser.add_argument("--attention", choices=PATTERN_KINDS, help="which the model has or must have; default: chosen by rules")
     add_json(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -51,6 +50,8 @@ def parameters(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dilated_attention.planning import recommend
+
     answer = recommend(
         args.use_case,
         args.length,
@@ -65,5 +66,9 @@ def run(args: argparse.Namespace) -> int:
         causal=args.causal,
         attention=args.attention,
     )
-    print(json.dumps(answer.as_dict(), indent=2, ensure_ascii=False) if args.json else answer)
+    if args.json:
+        put_json(answer.as_dict())
+    else:
+        columns = width()
+        put(answer if columns is None else answer.text(columns), wrap=False)
     return 0 if answer.forward is not None else 1

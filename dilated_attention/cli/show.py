@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, add_shape, count, gib, pattern_from, size
-from dilated_attention.cli.terminal import drawing
-from dilated_attention.factory import MODEL_PRESETS, create_model
-from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.cells import cell_size, draw_cells
-from dilated_attention.pattern.checks import as_int
-from dilated_attention.pattern.dilated import pairs_of_at_least
+from dilated_attention.cli.choices import MODEL_PRESETS
+from dilated_attention.cli.console import NARROWEST, put, put_json, width
+
+if TYPE_CHECKING:
+    from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 _Commands = argparse._SubParsersAction
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
-_NARROWEST_TERMINAL = 24
+# of a drawing where the output is no terminal
+_WIDTH = 100
 _PICTURED_HEADS = 8
 # limits, because every position and every head is examined
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
@@ -70,20 +68,28 @@ def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> 
 
 
 def _model(args: argparse.Namespace) -> int:
+    from dilated_attention.factory import create_model
+
     summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=args.memory)
-    print(json.dumps(summary.as_dict(), indent=2) if args.json else summary)
+    if args.json:
+        put_json(summary.as_dict())
+    else:
+        put(summary)
     return 0
 
 
 def _pattern(args: argparse.Namespace) -> int:
+    from dilated_attention.cli.terminal import drawing
+    from dilated_attention.pattern.checks import as_int
+
     as_int("--length", args.length, maximum=_MOST_LENGTH)
     as_int("--heads", args.heads, maximum=_MOST_HEADS)
     pattern = pattern_from(args, args.kind)
     heads = tuple(range(args.heads)) if args.head is None else tuple(args.head)
     if any(head >= args.heads for head in heads):
         raise UsageError(f"--head is {' '.join(map(str, heads))}; expected heads below --heads, which is {args.heads}")
-    if args.width is not None and args.width < _NARROWEST_TERMINAL:
-        raise UsageError(f"--width is {args.width}; expected at least {_NARROWEST_TERMINAL} characters")
+    if args.width is not None and args.width < NARROWEST:
+        raise UsageError(f"--width is {args.width}; expected at least {NARROWEST} characters")
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if args.image is not None:
         if args.head is not None or args.width is not None:
@@ -94,15 +100,16 @@ def _pattern(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 1
     if args.json:
-        print(json.dumps(told | ({} if args.image is None else {"image": str(args.image)}), indent=2))
+        put_json(told | ({} if args.image is None else {"image": str(args.image)}))
         return 0
     if args.image is None:
-        width = args.width or max(_NARROWEST_TERMINAL, shutil.get_terminal_size((100, 24)).columns)
-        print("\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=width)))
-        print()
-    print("\n".join(_lines(told)))
+        columns = args.width or width() or _WIDTH
+        lines = drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=columns)
+        put("\n".join(lines), wrap=args.width is None)
+        put("")
+    put("\n".join(_lines(told)))
     if args.image is not None:
-        print(f"picture written to {args.image}")
+        put(f"picture written to {args.image}")
     return 0
 
 
@@ -112,6 +119,9 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
     Pairs are counted over all heads. ``density`` and ``coverage`` are relative to dense attention with the same causality;
     ``keys_per_query`` is the mean over heads and queries.
     """
+    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.pattern.dilated import pairs_of_at_least
+
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads
     dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
@@ -163,6 +173,8 @@ def _lines(told: dict[str, Any]) -> list[str]:
 
 
 def _write_picture(pattern: DilatedPattern | BlockPattern, args: argparse.Namespace) -> None:
+    from dilated_attention.pattern.cells import cell_size, draw_cells
+
     if args.image.suffix.lower() != ".png":
         raise UsageError(f"--image is {args.image}; expected a file that ends in .png")
     if not args.image.parent.is_dir():

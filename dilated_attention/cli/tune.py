@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dilated_attention.backends import tuning_table
 from dilated_attention.cli.arguments import UsageError, positive, size
-from dilated_attention.factory import detect, list_backends, tune
+from dilated_attention.cli.console import put, put_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dilated_attention.backends import tuning_table
+    from dilated_attention.factory import detect, list_backends, tune
+
     try:
         hardware = detect(args.device)
     except (RuntimeError, AssertionError) as error:
@@ -50,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     tuning_table.refresh()
     if args.json:
         rows = [tuning_table.as_dict(row) for row in table.rows]
-        print(json.dumps({"file": str(path), "source": table.source, "date": table.date, "rows": rows}, indent=2, ensure_ascii=False))
+        put_json({"file": str(path), "source": table.source, "date": table.date, "rows": rows})
         return 0
-    print(tune.winners(table))
-    print(f"written to {path}")
+    put(tune.winners(table))
+    put(f"written to {path}")
     if path != tuning_table.cache_path(hardware):
-        print(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {tuning_table.cache_path(hardware)}")
+        put(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {tuning_table.cache_path(hardware)}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ import torch
 
 from dilated_attention.bench import Group, Results, Row, Session, Suite, run
 from dilated_attention.bench.accuracy.correctness import keys_of, sampled_error, whole_errors
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.measure import contest as measuring
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.skip import Refused, attempt
@@ -26,6 +26,7 @@ from dilated_attention.bench.report.tables import figure, pivot
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender, dense_pattern
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.cli import main
+from dilated_attention.parsing import size
 from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
 
 CPU = torch.device("cpu")
@@ -351,6 +352,24 @@ def test_plots_of_every_form_are_drawn(tmp_path: Path) -> None:
         pixels = imread(tmp_path / f"{plot.name}.png")
         assert pixels.shape[1] > 800 and pixels[..., :3].std() > 0.02
     assert [short(n) for n in (512, 4096, 3 * 2**19, 1000, 2**30)] == ["512", "4k", "1.5M", "1,000", "1G"]
+
+
+def test_lines_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By colour and dash, by marker, by width where they coincide; and the legend has the order of their ends."""
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: saved.append(figure) or save(figure, *args, **options))
+    ends = [5, 11, 2, 8, 1, 10, 4, 7, 3, 9, 6, 12]
+    lines = [Line(f"ends at {y}", [1, 2], [1, y], dashed=y == 8) for y in ends]
+    Plot(name="l", title="lines", x_label="positions", y_label="ms", lines=lines).draw(tmp_path / "l.png")
+    (axes,) = saved[0].axes
+    drawn = axes.get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == len({line.get_marker() for line in drawn}) == 12
+    widths = [line.get_linewidth() for line in drawn]
+    assert all(below > above for below, above in itertools.pairwise(widths))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"ends at {y}" for y in range(12, 0, -1)]
 
 
 def test_rows_and_machines_survive_their_file(tmp_path: Path) -> None:

@@ -213,3 +213,17 @@ def test_a_picture_without_matplotlib_names_the_extra(
         captured = capsys.readouterr()
         assert captured.out == "" and 'pip install "dilated-attention[plot]"' in captured.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_trains_in_float32(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = []
+    for memory in ([], ["--memory", "8"]):
+        assert main(["show", "longnet-tiny", "--positions", "4096", "--json", *memory]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    here, device = found
+    assert (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
+    assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
+    # weights, gradients and moments are float32 in both
+    fixed = 16 * here["parameters"]
+    assert 1.9 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) <= 2

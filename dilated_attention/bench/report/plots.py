@@ -12,25 +12,21 @@ from typing import Any
 
 from dilated_attention.files import replacing
 
-# one colour and one marker per contender, in the order of lines; distinguishable without colour, too
+# Okabe and Ito's colours without yellow, which people with any colour vision tell apart; a colour that comes again gets another dash
 _COLOURS = (
-    "#1b6ca8",
-    "#d1495b",
-    "#2e8b57",
-    "#edae49",
-    "#7b5ea7",
-    "#00798c",
-    "#8d6a4f",
-    "#5b5b5b",
-    "#c2185b",
-    "#6a994e",
-    "#3d405b",
-    "#e07a5f",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#000000",
+    "#cc79a7",
+    "#56b4e9",
+    "#e69f00",
 )
+_SOLID, _DASHED = ("-", "-."), ("--", ":")
+_MARKS = "osD^vP*X<>hd"
 # characters that fit below a picture
 _DPI, _SHADES = 110, 128
 _NOTE = 135
-_MARKS = "osD^vP*X<>hd"
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,8 @@ class Plot:
             axes.set_axisbelow(True)
             if len(self.lines) > 1:
                 # outside the axes: there are many contenders, and no corner is free in all plots
-                axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+                handles, labels = self._downwards(axes)
+                axes.legend(handles, labels, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, handlelength=3.4)
             if self.note:
                 figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,15 +94,25 @@ class Plot:
                 with replacing(path) as new:
                     picture.save(new, "PNG", optimize=True, dpi=(_DPI, _DPI))
 
+    def _downwards(self, axes: Any) -> tuple[list[Any], list[str]]:
+        """Returns the legend's handles and labels, those of lines in the order in which the lines end, the highest first."""
+        handles, labels = axes.get_legend_handles_labels()
+        order = list(range(len(self.lines)))
+        if self.bars is None:
+            order.sort(key=lambda i: -self.lines[i].y[-1] if len(self.lines[i].y) else math.inf)
+        return [handles[i] for i in order], [labels[i] for i in order]
+
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
-            # a colour that is used again gets a different marker
-            mark = _MARKS[(i + i // len(_COLOURS)) % len(_MARKS)] if line.marked else None
-            colour = _COLOURS[i % len(_COLOURS)]
-            style = "--" if line.dashed else "-" if line.joined else "none"
-            axes.plot(line.x, line.y, linestyle=style, color=colour, marker=mark, markersize=5, linewidth=1.6, label=line.label)
+            colour, again = _COLOURS[i % len(_COLOURS)], i // len(_COLOURS) % 2
+            style = _DASHED[again] if line.dashed else _SOLID[again] if line.joined else "none"
+            mark = _MARKS[i % len(_MARKS)] if line.marked else None
+            # the first is the widest: of lines that coincide, each shows below the next
+            width = 3.0 - 1.8 * i / max(1, len(self.lines) - 1)
+            look = {"linestyle": style, "color": colour, "marker": mark, "markersize": 3 + 1.6 * width, "linewidth": width}
+            axes.plot(line.x, line.y, label=line.label, **look)
             if line.low is not None and line.high is not None:
-                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.12, linewidth=0)
         if self.log_x:
             self._log_ticks(axes)
         if self.log_y:

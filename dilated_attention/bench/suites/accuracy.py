@@ -26,13 +26,13 @@ from dilated_attention.bench.accuracy.repeatability import (
     invariances,
     repeats,
 )
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.report.plots import Line, Plot, short
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, absent, figure, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.tiny_loss import losses
+from dilated_attention.parsing import size
 
 PARTS = ("error", "loss", "repeat", "invariance")
 GRADIENTS = ("dq", "dk", "dv")

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from dilated_attention.bench.arguments import UsageError, size
 from dilated_attention.bench.measure.max_length import KINDS, Limits, search
 from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.parsing import UsageError, size
 
 PASSES = ("forward", "both")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.arguments import UsageError, size
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.report.plots import Line, Plot
@@ -23,6 +22,7 @@ from dilated_attention.bench.workloads.contenders import MODULES, MULTIHEAD, SDP
 from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import RINGS
+from dilated_attention.parsing import UsageError, size
 
 ATTENTION = dense("auto", "this library's dense attention, on the backend that it prefers here")
 DENSE = (MULTIHEAD[0], SDPA, Contender(name="attention", what=ATTENTION.what, make=ATTENTION.make, pattern=ATTENTION.pattern))

@@ -17,7 +17,6 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.bench.accuracy.contender_check import check
 from dilated_attention.bench.accuracy.correctness import WHOLE, Attend, wrong
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.measure.skip import Attempt, attempt, release
 from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
 from dilated_attention.bench.report.plots import Plot
@@ -30,6 +29,7 @@ from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, S
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.models.summary import USABLE
+from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow
 from dilated_attention.planning import detected_gpu, find_gpu
 from dilated_attention.planning.estimate.memory import memory_of

@@ -18,7 +18,6 @@ import torch
 
 from dilated_attention.bench.accuracy.contender_check import check
 from dilated_attention.bench.accuracy.correctness import wrong
-from dilated_attention.bench.arguments import UsageError
 from dilated_attention.bench.measure.forward_backward import call_of
 from dilated_attention.bench.measure.reference_timing import Figures, change, sampled, verdict
 from dilated_attention.bench.measure.skip import attempt
@@ -38,6 +37,7 @@ from dilated_attention.bench.suites.speed import Speed
 from dilated_attention.bench.suites.train_infer import TrainInfer
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, Contender
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.parsing import UsageError
 
 CORE = "core"
 BASELINES = Path("benchmarks") / "baselines"

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.measure import contest, forward_backward
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import attempt
@@ -29,6 +28,7 @@ from dilated_attention.bench.workloads import sharded
 from dilated_attention.bench.workloads.contenders import Contender, block_sparse, dense
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.factory import create_attention
+from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.profiling import profile_memory
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.measure.contest import duration, measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
 from dilated_attention.bench.measure.utilization import explained, gpu_of, utilisation
@@ -19,6 +18,7 @@ from dilated_attention.bench.report.tables import Table, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.parsing import size
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD)}
 OURS = tuple(contender.name for contender in (*MODULES, *MULTIHEAD))

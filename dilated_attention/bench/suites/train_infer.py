@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from dilated_attention.bench.arguments import size
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
@@ -18,6 +17,7 @@ from dilated_attention.bench.workloads import generating, training
 from dilated_attention.bench.workloads.language import KINDS, Shape
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
+from dilated_attention.parsing import size
 
 MODELS = ("gpt2-124m", "llama-7b")
 TASKS = ("train", "generate")

@@ -70,7 +70,7 @@ def _run(kind: str, work: str, num_positions: int, layers: int, full: bool, devi
     training, checkpoints = WORK[work]
     half = device.type == "cuda"
     dtype = torch.float32 if training or not half else torch.bfloat16
-    options = {"checkpoint_activations": checkpoints, "device": device, "dtype": dtype}
+    options: dict[str, Any] = {"checkpoint_activations": checkpoints, "device": device, "dtype": dtype}
     model = create_model(_PRESET, **overrides_of(kind, full, layers), **options)
     assert isinstance(model, LongNetLM)
     tokens = torch.randint(model.config.vocab_size or 1, (1, num_positions + 1), device=device)

@@ -8,23 +8,22 @@ from typing import Any
 import torch
 
 from dilated_attention.fork import cached_property
+from dilated_attention.pattern import geometric_branches
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 # rows drawn at a time: float32 noise for a whole large tensor would need twice its memory
 _STRETCH = 2**22
 
 
-def geometric(num_positions: int, *, first: int = 2048, factor: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns LongNet's branches up to the whole sequence (arXiv 2307.02486, section 2.2): w = first · factor^i, r = factor^i, last w ≥ N.
+def geometric(num_positions: int, *, first: int = 2048) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns ``geometric_branches`` of the next context first · 4^i ≥ N, so that the rates of all lengths are powers of 4.
 
     For short sequences the first w is an eighth of the length, so that there are several branches.
     """
-    length = min(first, max(16, num_positions // 8))
-    lengths, rates = [length], [1]
-    while lengths[-1] < num_positions:
-        lengths.append(lengths[-1] * factor)
-        rates.append(rates[-1] * factor)
-    return tuple(lengths), tuple(rates)
+    length = first = min(first, max(16, num_positions // 8))
+    while length < num_positions:
+        length *= 4
+    return geometric_branches(length, first)
 
 
 @dataclass(frozen=True, kw_only=True)

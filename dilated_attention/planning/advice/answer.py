@@ -81,9 +81,16 @@ class Recommendation:
         return told | {name: list(told[name]) for name in ("segment_lengths", "dilation_rates", "settings", "setup")}
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = _WIDTH) -> str:
+        """Returns the answer in lines of at most ``width`` characters, except for the code."""
+        names = min(_NAMES, width // 3)
         lines = [f"{self.use_case}: {self.machine}", ""]
         for setting in self.settings:
             cited = "" if setting.source == "computed" else f" [{setting.source}]"
-            wrapped = textwrap.wrap(f"{setting.value}: {setting.reason}{cited}", _WIDTH - _NAMES, break_on_hyphens=False)
-            lines += [f"{setting.name if i == 0 else '':<{_NAMES}}{line}".rstrip() for i, line in enumerate(wrapped)]
+            wrapped = textwrap.wrap(f"{setting.value}: {setting.reason}{cited}", width - names, break_on_hyphens=False)
+            name = [setting.name] if len(setting.name) >= names else []
+            first = "" if name else setting.name
+            lines += [*name, *(f"{first if i == 0 else '':<{names}}{line}".rstrip() for i, line in enumerate(wrapped))]
         return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])

@@ -74,8 +74,9 @@ def plan_attention(
     Raises:
         ValueError, TypeError: arguments that are invalid or do not go together; an unknown GPU name.
 
-    >>> print(plan_attention("dilated", num_positions=2**20, num_heads=12, head_dim=64,
-    ...                      segment_lengths=[2048, 8192], dilation_rates=[1, 4], gpu="H200"))
+    >>> print(plan_attention(
+    ...     "dilated", num_positions=2**20, num_heads=12, head_dim=64, gpu="H200",
+    ...     segment_lengths=[2048, 8192], dilation_rates=[1, 4]))
     """
     check_bool("find_longest", find_longest)
     machine = machine_of(gpu, memory)

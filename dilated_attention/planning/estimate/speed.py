@@ -100,20 +100,10 @@ def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]
 def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass | str:
     if problem.kind == "standard":
         return _standard(problem, least_bytes, backward)
-    per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
-    seconds = flops = 0.0
-    rates: list[_Rate] = []
-    for pairs, length, nested in _work(problem, backward):
-        if nested:
-            rate = _nested_rate(problem)
-        else:
-            found = rate_of(problem, length, backward)
-            if isinstance(found, str):
-                return found
-            rate = found
-        rates.append(rate)
-        seconds += per_pair * pairs / rate.rate
-        flops += per_pair * pairs
+    arithmetic = _arithmetic(problem, _work(problem, backward), backward)
+    if isinstance(arithmetic, str):
+        return arithmetic
+    seconds, flops, rates = arithmetic
     several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
     if several and (backward or not any(nested for *_, nested in _work(problem, backward))):
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
@@ -144,6 +134,32 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         rate=flops / seconds if seconds else 0.0,
         source="; ".join(sources),
     )
+
+
+def branchwise_arithmetic(problem: Problem) -> tuple[float, str] | str:
+    """Returns (seconds of a forward's arithmetic, its source) if no pairs are shared between branches; else why the rate is not known."""
+    pattern = problem.pattern
+    if isinstance(pattern, DilatedPattern):
+        work = _branches(pattern, problem.num_positions, problem.num_heads, problem.is_causal)
+    else:
+        work = _work(problem, backward=False)
+    found = _arithmetic(problem, work, backward=False)
+    return found if isinstance(found, str) else (found[0], "; ".join(dict.fromkeys(rate.source for rate in found[2])))
+
+
+def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: bool) -> tuple[float, float, list[_Rate]] | str:
+    """Returns (seconds, FLOPs, the rates) of ``work``, or the reason why a rate is not known."""
+    per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
+    seconds = flops = 0.0
+    rates: list[_Rate] = []
+    for pairs, length, nested in work:
+        rate = _nested_rate(problem) if nested else rate_of(problem, length, backward)
+        if isinstance(rate, str):
+            return rate
+        rates.append(rate)
+        seconds += per_pair * pairs / rate.rate
+        flops += per_pair * pairs
+    return seconds, flops, rates
 
 
 def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:

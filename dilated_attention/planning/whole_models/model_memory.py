@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from dilated_attention.models.summary import cache_rows
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import Problem
+from dilated_attention.planning.whole_models.hub_config import HubModel
 from dilated_attention.planning.whole_models.timeline import DEPTHS, Point, Timeline, Traced, deepened, timeline
-from dilated_attention.planning.whole_models.trace import Tape, Unfilled, fake_tensors
+from dilated_attention.planning.whole_models.trace import FusedNorms, Tape, Unfilled, fake_tensors
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
@@ -30,7 +32,7 @@ _LENGTHS = (2048, 3072)
 class Run:
     """Everything that a trace depends on."""
 
-    preset: str
+    preset: str | HubModel
     overrides: tuple[tuple[str, Any], ...]
     batch_size: int
     training: bool
@@ -68,7 +70,7 @@ class Fixed:
 def fixed_of(model: nn.Module, run: Run, shards: int) -> Fixed:
     sizes = [parameter.numel() for parameter in model.parameters()]
     size = run.weight_dtype.itemsize
-    total = sum(sizes)
+    total = sum(sizes) + extra_parameters(run.preset)
     blocks = [
         sum(p.numel() for p in module.parameters()) for name, module in model.named_modules() if name.rpartition(".")[0].endswith("blocks")
     ]
@@ -164,9 +166,21 @@ def _kept_bytes(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
+def model_of(preset: str | HubModel, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
     with Unfilled():
-        return create_model(preset, **dict(overrides), device="meta")
+        return _created(preset, **dict(overrides), device="meta")
+
+
+def extra_parameters(preset: str | HubModel) -> int:
+    """Returns the number of parameters of a model that its blocks do not have."""
+    return 0 if isinstance(preset, str) else preset.extra_parameters
+
+
+def _created(preset: str | HubModel, **options: Any) -> Pretrained:
+    if isinstance(preset, str):
+        return create_model(preset, **options)
+    changes = {field.name: options.pop(field.name) for field in fields(LongNetConfig) if field.name in options}
+    return LongNetLM(replace(preset.config, **changes), **options)
 
 
 @functools.lru_cache(maxsize=32)
@@ -180,12 +194,14 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
     overrides = dict(run.overrides) | {"num_layers": blocks}
     with fake_tensors():
         with Unfilled():
-            model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
+            model = _created(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
         model.train(run.training)
         tape = Tape(on_gpu=run.on_gpu)
         tape.ignore(model.parameters())
         tape.watch(model.parameters())
-        with tape, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training):
+        # in training, norms before linear layers are this library's own operation
+        norms = FusedNorms() if run.on_gpu and not run.training else nullcontext()
+        with tape, norms, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training):
             # tokens, tiles or patches are created inside the tape: they live as long as the step
             out, given = _stack_forward(model, run.batch_size, rows, run.weight_dtype)
             if run.training:

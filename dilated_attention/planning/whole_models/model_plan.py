@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import USABLE, Summary, readable
+from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models.summary import USABLE, Summary, cache_rows, embedding_parameters, readable
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import machine_of, most_positions, pairs_of, search
 from dilated_attention.planning.estimate.problem import Problem, checked_sizes, make_problem
 from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, Exchange, exchange_of
-from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.estimate.speed import branchwise_arithmetic, passes_of
 from dilated_attention.planning.text import below_text, columns_text, fit_text, flops_text, seconds_text
-from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, trace_of
+from dilated_attention.planning.whole_models.decode_time import decode_seconds
+from dilated_attention.planning.whole_models.hub_config import HubModel
+from dilated_attention.planning.whole_models.model_memory import PREFILL, Run, extra_parameters, fixed_of, model_of, peak_of_step, trace_of
+from dilated_attention.planning.whole_models.prompt_time import prompt_time
+from dilated_attention.planning.whole_models.suggestions import fitting
 from dilated_attention.validation import check_bool
 
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
@@ -39,8 +43,12 @@ class ModelPlan:
         moment: when the highest point occurs.
         flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
         exchange: the exchange of each layer's attention.
-        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is based on.
+        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is based on. For a language model's
+            inference, of processing a prompt of N positions.
+        decode_seconds: of a step after these, which adds a token to every sequence; None in training, where no rate is known, or for a
+            model that does not generate from a cache. ``decode_source`` says what it is based on.
         fits, longest: see ``AttentionPlan``.
+        suggestions: if it does not fit, (settings, peak bytes with them) of those that make it fit, with the fewest processes: at most two.
     """
 
     preset: str
@@ -65,6 +73,9 @@ class ModelPlan:
     device_memory: int
     fits: bool
     longest: int
+    decode_seconds: float | None = None
+    decode_source: str = ""
+    suggestions: tuple[tuple[dict[str, int | bool], int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -97,10 +108,20 @@ def _text(plan: ModelPlan) -> str:
         lines.append(f"time         no estimate: {plan.no_time}")
     else:
         rate = plan.batch_size * plan.num_positions / plan.seconds
-        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {rate:,.0f} positions/s")
+        generates = plan.decode_seconds is not None
+        what = f"{rate:,.0f} tokens/s of the prompt" if generates else f"{rate:,.0f} positions/s"
+        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {what}")
         # one part per line; text in brackets stays together
         lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", plan.time_source)]
+    if plan.decode_seconds is not None:
+        lines.append(
+            f"generating   {seconds_text(plan.decode_seconds)} a step (an estimate), {plan.batch_size / plan.decode_seconds:,.0f} tokens/s"
+        )
+        lines.append(f"             {plan.decode_source}")
     lines.append(f"fits         {fit_text(plan.fits, plan.peak, plan.device_memory, plan.longest)}")
+    for settings, peak in plan.suggestions:
+        given = ", ".join(f"{name}={value}" for name, value in settings.items())
+        lines.append(f"             it fits with {given}: {readable(peak)} per process")
     return "\n".join(lines)
 
 
@@ -140,7 +161,7 @@ def model_table(plans: Sequence[ModelPlan]) -> str:
 
 
 def plan_model(
-    preset: str,
+    preset: str | HubModel,
     *,
     num_positions: int,
     batch_size: int = 1,
@@ -158,7 +179,7 @@ def plan_model(
     """Estimates what a model needs on one process, from fake tensors and formulas.
 
     Args:
-        preset: a name of ``factory.MODEL_PRESETS``.
+        preset: a name of ``factory.MODEL_PRESETS``, or what ``read_hub_config`` returns for a transformers model's ``config.json``.
         num_positions: N of each sequence; for a slide its tiles, for an image its patches.
         batch_size: sequences at a time.
         training: a step of forward, backward and AdamW in float32. False: a language model generates, with keys and values of N positions
@@ -174,7 +195,8 @@ def plan_model(
 
     Raises:
         ValueError, TypeError: see ``plan_attention`` and ``create_model``.
-    >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200", checkpoint_activations=True))
+    >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200",
+    ...                  checkpoint_activations=True))
     """
     flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
     for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
@@ -201,6 +223,9 @@ def plan_model(
         on_gpu=machine.gpu is not None,
         is_causal=config.is_causal,
     )
+    most = None if isinstance(preset, str) else preset.max_positions
+    if most is not None and num_positions > most:
+        raise ValueError(f"num_positions is {num_positions:,}; expected at most {most:,}, the length of the model's table of positions")
     fixed = fixed_of(model, run, sizes["weight_shards"])
     terms, moment = peak_of_step(run, fixed, problem)
     budget = int(USABLE * machine.memory)
@@ -211,13 +236,27 @@ def plan_model(
         def excess(n: int) -> int:
             return sum(size for _, size in peak_of_step(run, fixed, problem.of_length(n))[0]) - budget
 
-        longest = search(excess, world_size, most_positions(problem))
+        longest = search(excess, world_size, most_positions(problem) if most is None else most)
+
+    def peak_with(sizes: dict[str, int], checkpointed: bool) -> int:
+        changed = replace(run, checkpoint_activations=checkpointed)
+        attention = _attention_of(config, machine.gpu, sizes, dtype, training)
+        return sum(size for _, size in peak_of_step(changed, fixed_of(model, changed, sizes["weight_shards"]), attention)[0])
+
+    suggestions = fitting(peak_with, sizes, checkpoint_activations, training, budget) if find_longest and not fits else ()
     exchange = exchange_of(problem) if world_size > 1 else NO_EXCHANGE
     sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
     flops = _flops(config, sizes_of, problem)
-    seconds, source, why_not = _seconds(run, problem, exchange, flops)
+    if isinstance(model, LongNetLM) and not training and world_size == 1 and cache_rows(config, num_positions) is not None:
+        seconds, source, why_not = _prompt_seconds(run, problem, model)
+    else:
+        seconds, source, why_not = _seconds(run, problem, exchange, flops)
+    per_token, token_source = None, ""
+    if isinstance(model, LongNetLM) and not training and weight_shards == 1:
+        looked_up = 0 if config.tie_embeddings else sum(n for name, n in sizes_of.items() if name.endswith("embedding.weight"))
+        per_token, token_source = decode_seconds(config, problem, fixed.weights - looked_up * run.weight_dtype.itemsize)
     return ModelPlan(
-        preset=preset,
+        preset=preset if isinstance(preset, str) else preset.name,
         num_positions=num_positions,
         batch_size=batch_size,
         training=training,
@@ -226,7 +265,7 @@ def plan_model(
         world_size=world_size,
         weight_shards=weight_shards,
         checkpoint_activations=checkpoint_activations,
-        parameters=sum(sizes_of.values()),
+        parameters=sum(sizes_of.values()) + extra_parameters(preset),
         layers=config.num_layers,
         terms=terms,
         moment=moment,
@@ -239,6 +278,9 @@ def plan_model(
         device_memory=machine.memory,
         fits=fits,
         longest=longest,
+        decode_seconds=per_token,
+        decode_source=token_source,
+        suggestions=suggestions,
     )
 
 
@@ -264,9 +306,14 @@ def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int],
 
 
 def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> float:
-    embeddings = sum(size for key, size in sizes.items() if key.endswith("embedding.weight"))
     summary = Summary(
-        name="", config=config, num_parameters=sum(sizes.values()), embedding_parameters=embeddings, lengths=(), memory=1, device=""
+        name="",
+        config=config,
+        num_parameters=sum(sizes.values()),
+        embedding_parameters=embedding_parameters(sizes),
+        lengths=(),
+        memory=1,
+        device="",
     )
     each = (
         summary.training_flops(problem.num_positions) if not isinstance(problem.pattern, BlockPattern) else _block_flops(summary, problem)
@@ -302,14 +349,43 @@ def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tu
     )
     attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
     linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
-    rows = -(-problem.num_positions // problem.world_size)
-    moved = trace_of(run).moved.at(rows) / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    moved = trace_of(run).moved.at(-(-problem.num_positions // problem.world_size)) / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, "
         f"taken at {_LINEAR_SHARE:.0%} of the peak; what is read and written between {seconds_text(moved)}, "
         f"at {_BANDWIDTH_SHARE:.0%} of the bandwidth; without the CPU's own time, which short sequences wait for"
     )
     return attention + linear + moved, source, ""
+
+
+def _prompt_seconds(run: Run, problem: Problem, model: LongNetLM) -> tuple[float | None, str, str]:
+    """Returns what ``_seconds`` does, of a prompt that enters a cache in chunks; logits are only computed after its last position."""
+    gpu = problem.gpu
+    attention = branchwise_arithmetic(problem)
+    if isinstance(attention, str):
+        return None, "", attention
+    peak = None if gpu is None else gpu.peak(problem.dtype)
+    if gpu is None or peak is None or gpu.bandwidth is None:
+        return None, "", "rates of its linear layers were not measured"
+    looked_up = {id(model.embedding.weight), id(model.output_weight)}
+    weights = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in looked_up)
+    of_layer, rates = attention
+    time = prompt_time(
+        model.config,
+        problem,
+        attention=model.config.num_layers * of_layer,
+        linear=2 * problem.batch_size * weights / (peak * _LINEAR_SHARE),
+        moved=trace_of(run).moved,
+        bandwidth=gpu.bandwidth * _BANDWIDTH_SHARE,
+    )
+    source = (
+        f"chunks of {PREFILL:,} positions, each of which takes the CPU's time or the GPU's, whichever is longer; "
+        f"CPU {seconds_text(time.cpu)} ({time.cpu_source}); "
+        f"GPU {seconds_text(time.attention + time.linear + time.moved)}: attention {seconds_text(time.attention)} ({rates}); "
+        f"linear layers {seconds_text(time.linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
+        f"what is read and written between {seconds_text(time.moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth"
+    )
+    return time.seconds, source, ""
 
 
 def _frozen(value: Any) -> Any:

@@ -111,7 +111,9 @@ class Tape(TorchDispatchMode):
             self._kept += 1
             weakref.finalize(out[1].untyped_storage(), self._free_kept)
         if made and not attention:
-            self._moved += made + sum(x.numel() * x.element_size() for x in tree_iter(args) if isinstance(x, torch.Tensor))
+            # a lookup reads the rows that it returns, not the table
+            read = made if name == "aten.embedding.default" else _bytes_of(args)
+            self._moved += made + read
         inside = _inside(name, args, out, self.on_gpu)
         if made or inside or attention:
             # memory cannot be higher between two allocations
@@ -123,6 +125,26 @@ class Tape(TorchDispatchMode):
 
     def _free_kept(self) -> None:
         self._kept -= 1
+
+
+def _bytes_of(args: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_iter(args) if isinstance(x, torch.Tensor))
+
+
+class FusedNorms(TorchFunctionMode):
+    """Inside this mode an RMSNorm is one operation, as on a GPU, where torch has a kernel for it; on a CPU it is seven.
+
+    A LayerNorm stands in for it, which reads and writes the same but for one number per row.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "rms_norm":
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | (kwargs or {})
+            x, weight = given["input"], given.get("weight")
+            # torch's kernel takes equal dtypes only
+            if weight is None or weight.dtype is x.dtype:
+                return nn.functional.layer_norm(x, given["normalized_shape"], weight)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""The saved model that a command works on: its folder, device, backend and dtype, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilated_attention.cli.arguments import DTYPES, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dilated_attention.models import LongNetLM, Vocabulary
+
+_WEIGHTS = "model.safetensors"
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Adds ``args.folder``, ``device``, ``backend`` and ``dtype``."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of save_pretrained, or of a run with checkpoint/ in it")
+    parser.add_argument("--device", help="cpu, cuda or cuda:<index>; default: the GPU if there is one")
+    parser.add_argument("--backend", default="auto", help="of the attention; default: auto")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float32")
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder of the weights: ``path`` or, in the folder of a run, ``path/checkpoint``.
+
+    Raises:
+        FileNotFoundError: if there are no weights in either.
+    """
+    for folder in (path, path / "checkpoint"):
+        if (folder / _WEIGHTS).exists():
+            return folder
+    what = f"holds no {_WEIGHTS}, nor does checkpoint/ in it"
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+    raise FileNotFoundError(f"{path} {what}; expected a folder that save_pretrained wrote, or a run's folder with checkpoint/ in it")
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """Returns the device to compute on. Raises UsageError if torch cannot use it here."""
+    import torch
+
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device is {args.device!r}, which torch cannot use here ({_first_line(error)}); expected cpu, cuda or cuda:<index>"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {args.device!r}; expected cpu, cuda or cuda:<index>")
+    return device
+
+
+def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Vocabulary]:
+    """Returns the model in eval mode and the vocabulary of its tokens.
+
+    Raises:
+        UsageError: if there is no such backend.
+        OSError: if the folder holds no language model of bytes or bases, or files are damaged.
+    """
+    from dilated_attention.backends import registry
+    from dilated_attention.models import LongNetLM, vocabulary_of
+
+    try:
+        registry.check_name(args.backend)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    folder = folder_of(args.folder)
+    try:
+        model = LongNetLM.from_pretrained(folder, device=device, backend=args.backend)
+        return model, vocabulary_of(model.config)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise OSError(f"{folder} cannot be used: {_line(error)}") from error
+
+
+@contextlib.contextmanager
+def computing(model: LongNetLM, args: argparse.Namespace, device: torch.device, *, autocast: bool) -> Iterator[str]:
+    """Computes in ``args.dtype`` and yields its name.
+
+    Args:
+        autocast: in 16 bits, cast where torch's autocast does, as in training; else cast the weights themselves.
+
+    Raises:
+        OSError: in place of errors of the model and its device, which have no traceback to show.
+    """
+    import torch
+
+    from dilated_attention.backends import BackendUnavailable
+
+    default = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    dtype: torch.dtype = getattr(torch, args.dtype or default)
+    is_cast = autocast and dtype.itemsize == 2 and model.output_weight.dtype != dtype
+    model.to(torch.float32 if is_cast else dtype)
+    try:
+        with torch.autocast(device.type, dtype) if is_cast else contextlib.nullcontext():
+            yield args.dtype or default
+    except (ValueError, torch.OutOfMemoryError, BackendUnavailable) as error:
+        raise error if isinstance(error, UsageError) else OSError(_line(error)) from error
+
+
+def _line(error: BaseException) -> str:
+    """An error as one line of at most 500 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 500 else f"{text[:500]} …"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,43 @@
+"""Names that the parser offers, without importing what they stand for. tests/cli/test_start.py compares them with the originals."""
+
+from __future__ import annotations
+
+# factory.EXAMPLES
+MACHINES = ("ada", "ampere", "blackwell", "blackwell-consumer", "cpu", "hopper", "mps", "pascal", "rocm", "turing", "volta")
+# backends.PRECISIONS
+PRECISIONS = ("native", "fp8")
+# bench.workloads.problem.DTYPES, and what torch calls them
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# factory.MODEL_PRESETS
+MODEL_PRESETS = (
+    *("longnet-tiny", "longnet-15m", "longnet-50m", "longnet-125m", "longnet-350m", "longnet-760m", "longnet-2.7b"),
+    *("llama-1b", "gpt2-124m", "llama-7b"),
+    *("gigapath-12l768d", "gigapath-24l1024d", "gigapath-12l1536d"),
+    *("longvit-1024", "longvit-4096", "longvit-8192", "longvit-16384", "longvit-32768"),
+)
+# planning.estimate.problem.KINDS; those of recommend are the first three
+PLAN_KINDS = ("dense", "dilated", "block_sparse", "ring", "ring_dilated", "ring_block_sparse", "standard", "sdpa")
+PATTERN_KINDS = PLAN_KINDS[:3]
+# planning.USE_CASES
+USE_CASES = {
+    "training": "train a model of up to 7 billion parameters, or one attention layer",
+    "large-training": "train a model of more than 7 billion parameters",
+    "long-context": "continue or read one very long sequence",
+    "serving": "continue the sequences of many users",
+    "short-sequences": "train on sequences of fewer than 8,192 positions",
+    "encoder": "embed long documents without causality: slides, genomes, images",
+    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
+    "huggingface": "train or fine-tune a transformers model",
+}
+# bench.suites.SUITES, with what each says about itself
+SUITES = {
+    "speed": "time and TFLOP/s of forward, backward and both, by length and by shape",
+    "implementations": "all attention modules, and other people's: time, memory, tokens/s",
+    "accuracy": "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance",
+    "memory": "peak memory by length, predicted and measured; the longest sequences that fit 8 to 141 GB; models of Llama-7B's shape",
+    "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",
+    "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
+    "scaling": "time and memory per token by length, by batch, and over processes (torchrun)",
+    "train-infer": "samples/s of training and tokens/s of generating: GPT-2-124M- and Llama-7B-shaped models, dense, dilated, block-sparse",
+    "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
+}

@@ -1,0 +1,156 @@
+"""Output fits a terminal's width and its encoding, has colours there alone, and is the same text everywhere."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dilated_attention.cli import console, main
+
+INFO = ("info", "--for", "cpu", "--all")
+SHOW = ("show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32", "--heads", "1")
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")} | more
+
+
+@functools.cache
+def piped(*arguments: str, **more: str) -> str:
+    command = [sys.executable, "-m", "dilated_attention", *arguments]
+    result = subprocess.run(command, env=environment(**more), capture_output=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.decode()
+
+
+def on_terminal(columns: int, *arguments: str, **more: str) -> str:
+    """Returns what a terminal of ``columns`` characters receives."""
+    fcntl, pty, struct, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "struct", "termios"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-m", "dilated_attention", *arguments]
+    process = subprocess.Popen(command, env=environment(**{"TERM": "xterm-256color"} | more), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    received = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux says so where the other end is closed
+            break
+        if not part:
+            break
+        received += part
+    os.close(ours)
+    assert process.wait(timeout=120) == 0, received
+    return received.decode().replace("\r\n", "\n")
+
+
+def words(text: str) -> list[str]:
+    return ESCAPE.sub("", text).split()
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    return piped(*INFO)
+
+
+def test_a_pipe_gets_plain_lines_that_are_whole(plain: str) -> None:
+    assert "\x1b" not in plain
+    (flash4,) = [line for line in plain.splitlines() if "✗ flash4 " in line]
+    assert flash4.endswith("runs on cuda, not on cpu; takes bfloat16, float16, not float32")
+    assert not any(line != line.rstrip() for line in plain.splitlines())
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_terminal_gets_lines_of_its_width_and_colours(columns: int, plain: str) -> None:
+    text = on_terminal(columns, *INFO)
+    lines = ESCAPE.sub("", text).splitlines()
+    assert 0.8 * columns < max(map(len, lines)) <= columns
+    assert words(text) == plain.split()
+    assert "\x1b[1;32m→ sdpa_cpu\x1b[0m" in text
+    # continuation lines begin below the text of the first
+    start = next(line.index("runs on") for line in lines if "✗ flash4 " in line)
+    continued = [line for line in lines if line.startswith(" " * start)]
+    assert (columns > 100 or continued) and all(line[start] != " " for line in continued)
+
+
+@pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
+def test_colours_can_be_refused(more: dict[str, str], plain: str) -> None:
+    text = on_terminal(60, *INFO, **more)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 60
+    assert words(text) == plain.split()
+
+
+def test_columns_sets_the_width_everywhere(plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(list(INFO)) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 70 and "\x1b" not in text
+    assert text.split() == plain.split()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(list(SHOW)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_recommend_wraps_to_the_width(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for columns in ("", "50"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["recommend", "encoder", "--length", "64k", "--gpu", "H200"]) == 0
+        found[columns] = capsys.readouterr().out
+    # a word that is longer than a line is broken; the code stays in lines that can be pasted
+    assert "".join(found["50"].split()) == "".join(found[""].split())
+    assert max(len(line) for line in found["50"].splitlines() if not line.startswith("    ")) <= 50
+    assert found["50"].splitlines()[-1] == found[""].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["PYTHONIOENCODING", "LC_ALL"],
+)
+def test_ascii_has_substitutes(more: dict[str, str]) -> None:
+    text = piped(*INFO, **more)
+    assert text.isascii() and "?" not in text
+    assert "  -> sdpa_cpu " in text and "  x flash4 " in text and "  - math " in text
+    assert "…" in piped("plan", "--help")
+    described = piped("plan", "--help", **more)
+    assert described.isascii() and "a100-80gb, ...;" in described
+
+
+def test_drawings_in_ascii() -> None:
+    drawn = piped(*SHOW, PYTHONIOENCODING="ascii")
+    assert drawn == piped(*SHOW).translate(console._ASCII)
+    assert "#+++#" in drawn and drawn.isascii()
+
+
+def test_json_in_ascii_has_escapes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"reason": "blocks of 64 × 64 → triton"}
+    console.put_json(value)
+    assert "64 × 64 → triton" in capsys.readouterr().out
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    console.put_json(value)
+    stream.flush()
+    assert json.loads(stream.buffer.getvalue().decode("ascii")) == value  # type: ignore[attr-defined]
+
+
+def test_names_that_are_no_text_are_printed_as_they_are() -> None:
+    assert "caf\udce9 → ✗ 語".encode("ascii", console._ERRORS) == b"caf\xe9 -> x ?"
+
+
+def test_errors_keep_their_exit_codes_in_ascii() -> None:
+    for arguments, code in ((["info", "--for", "hopper", "--head-dim", "300"], 1), (["show", "dilated", "--length", "4x"], 2)):
+        command = [sys.executable, "-m", "dilated_attention", *arguments]
+        result = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, timeout=120, check=False)
+        assert result.returncode == code
+        assert result.stderr.isascii() and b"Traceback" not in result.stderr
