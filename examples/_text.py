@@ -11,21 +11,40 @@ import torch
 HOLD_OUT = 12
 
 
-def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """(training bytes, validation bytes, where they are from), uint8. A single file is split at 11/12 of its length.
+def read(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(training bytes, validation bytes, where they are from), uint8.
+
+    A single file is split at 11/12 of its length, or earlier if the validation needs it. Of a folder every 12th file is held out.
 
     Args:
         path: a file or a folder of text; None for the ``*.py`` files of the standard library, site-packages left out.
+        at_least: bytes that either part needs.
+
+    Raises:
+        ValueError: if there is less text, or none.
     """
+    train, held_out, source = _parts(path, at_least)
+    for part, name in ((train, "train on"), (held_out, "hold out")):
+        if len(part) < at_least:
+            raise ValueError(
+                f"--data {path or source} has {len(part):,} bytes to {name}, and a context of {at_least - 1:,} needs {at_least:,}; "
+                "give more text or a smaller --context"
+            )
+    return train, held_out, source
+
+
+def _parts(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    if path is not None and not path.exists():
+        raise ValueError(f"--data {path} does not exist; expected a text file or a folder of them")
     if path is not None and path.is_file():
         text = _tensor([path.read_bytes()])
-        cut = len(text) * (HOLD_OUT - 1) // HOLD_OUT
+        cut = min(len(text) * (HOLD_OUT - 1) // HOLD_OUT, max(len(text) - at_least, len(text) // 2))
         return text[:cut], text[cut:], str(path)
     folder = path or Path(sysconfig.get_paths()["stdlib"])
     pattern = "*" if path else "*.py"
     files = sorted(file for file in folder.rglob(pattern) if file.is_file() and "site-packages" not in file.parts)
     if not files:
-        raise SystemExit(f"--data {folder} holds no files; give a text file or a folder of text files")
+        raise ValueError(f"--data {folder} holds no files; give a text file or a folder of text files")
     train = [file.read_bytes() for i, file in enumerate(files) if i % HOLD_OUT]
     held_out = [file.read_bytes() for i, file in enumerate(files) if i % HOLD_OUT == 0]
     return _tensor(train), _tensor(held_out), f"{len(files)} files of {folder.name}"
@@ -43,8 +62,6 @@ def entropies(text: torch.Tensor) -> tuple[float, float]:
 
 def windows(text: torch.Tensor, length: int, count: int) -> torch.Tensor:
     """``count`` windows of ``length`` + 1 bytes, evenly over the text: (count, length + 1) int64."""
-    if len(text) < length + 1:
-        raise SystemExit(f"the text has {len(text)} bytes; a context of {length} needs more: choose a smaller --context or more data")
     starts = torch.linspace(0, len(text) - length - 1, count).long()
     return torch.stack([text[start : start + length + 1] for start in starts]).long()
 
@@ -56,7 +73,9 @@ def random_windows(text: torch.Tensor, length: int, count: int, generator: torch
 
 
 def _tensor(parts: list[bytes]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+    joined = b"\n".join(parts)
+    # torch makes no tensor of an empty buffer
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
 def _entropy(counts: torch.Tensor) -> float:

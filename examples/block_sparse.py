@@ -95,11 +95,11 @@ def plot(rows: list[Row], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for panel, column, what in zip(figure.subplots(1, 2), (3, 2), ("relative error of the output", "seconds, all layers"), strict=True):
-        for kind in ("chosen", "random", "window"):
+        for kind, style, colour in (("chosen", "o-", "#0072b2"), ("random", "s--", "#d55e00"), ("window", "^:", "#009e73")):
             mine = [row for row in rows if row[0] == kind]
-            panel.plot([100 * row[1] for row in mine], [row[column] for row in mine], "o-", label=kind)
+            panel.plot([100 * row[1] for row in mine], [row[column] for row in mine], style, color=colour, label=kind)
         panel.set(xlabel="kept pairs, % of causal pairs", ylabel=what)
-        panel.axhline(rows[0][column], color="#636363", linestyle="--", label="dense")
+        panel.axhline(rows[0][column], color="black", linestyle="-.", label="dense")
         panel.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -2,11 +2,13 @@
 
     python examples/slide_encoder.py                       # 5,308 tiles, a slide of middle size; a minute on 2 CPU cores, float32
     python examples/slide_encoder.py --tiles 5308 45681    # on a GPU, bfloat16; 45,681 tiles are a large slide
+    python examples/slide_encoder.py --orders              # the attention again with the tiles in other orders, and correlations
 
-No data and no weights are downloaded: tiles' embeddings are smooth random functions of their place on the tissue, the model's weights are
-random (``load_torchscale`` loads the released file). For each size: the slide's vector; what its class token attends to in the last layer,
-drawn over the slide (``runs/slide_attention_N.png``); and fine-tuning on a batch of three unequal slides of that many tiles together (half
-as many on a CPU), packed, without padding, to tell those with a lesion. Prints times and peak memory.
+Your own features: examples/slide_features.py. Here no data and no weights are downloaded: tiles' embeddings are smooth random functions of
+their place on the tissue, the model's weights are random (``load_torchscale`` loads the released file). For each size: the slide's vector;
+what its class token attends to in the last layer, drawn over the slide (``runs/slide_attention_N.png``); and fine-tuning on a batch of
+three unequal slides of that many tiles together (half as many on a CPU), packed, without padding, to find those with a lesion. Prints times
+and peak memory.
 Last line: ``done: slides of … tiles, step of … s``
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import os
 from pathlib import Path
@@ -36,7 +39,7 @@ Slide = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_slide(tiles: int, seed: int, lesion: bool) -> Slide:
-    """(embeddings (L, 1536), pixels (L, 2)) of a piece of tissue of L tiles with a wavy outline, listed row by row."""
+    """(embeddings (L, 1536), pixels x, y (L, 2)) of a piece of tissue of L tiles with a wavy outline, listed row by row."""
     generator = torch.Generator().manual_seed(seed)
     side = math.ceil(math.sqrt(2 * tiles))
     place = torch.cartesian_prod(torch.arange(side), torch.arange(side))
@@ -50,7 +53,7 @@ def make_slide(tiles: int, seed: int, lesion: bool) -> Slide:
     if lesion:
         spot = unit[torch.randint(tiles, (), generator=generator)]
         embeddings[(unit - spot).norm(dim=1) < 0.3] += 1.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(99))
-    return embeddings.to(DEVICE), (place * TILE).float().to(DEVICE)
+    return embeddings.to(DEVICE), (place.flip(1) * TILE).float().to(DEVICE)
 
 
 def told(seconds: float, peak: float) -> str:
@@ -60,28 +63,59 @@ def told(seconds: float, peak: float) -> str:
 @torch.no_grad()
 def embed(model: SlideEncoder, slide: Slide) -> tuple[torch.Tensor, torch.Tensor]:
     """(vector of a slide (E,), weights (L,) with which its class token attends to tiles in the last layer, the mean over heads)."""
-    attention = model.encoder.blocks[-1].attention
-    caught: list[torch.Tensor] = []
-    hook = attention.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
-        vector = model(slide[0][None], slide[1][None])[0]
-        hook.remove()
-        weights = attention.attention_map(caught[0], query_rows="cls", average_heads=True)[0, 0]
-    return vector.float(), weights[1:].float()
+        vector = model.embed(slide[0][None], slide[1][None])[0]
+        weights = model.attention_received(slide[0][None], slide[1][None])[0]
+    return vector.float(), weights.float()
 
 
-def draw(slide: Slide, weights: torch.Tensor, path: Path) -> None:
+def by_order(model: SlideEncoder, slide: Slide) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Attention (L,) of the tiles as given, computed row by row, column by column and shuffled; and how that of two orders correlates."""
+    x, y = slide[1].double().T
+    orders = {
+        "row by row": torch.argsort(y * (x.max() + 1) + x),
+        "column by column": torch.argsort(x * (y.max() + 1) + y),
+        "shuffled": torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device),
+    }
+    found = {}
+    for name, order in orders.items():
+        found[name] = torch.empty_like(x, dtype=torch.float32)
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            found[name][order] = model.attention_received(slide[0][order][None], slide[1][order][None])[0].float()
+    pairs = itertools.combinations(found, 2)
+    return found, {f"{a} and {b}": float(torch.corrcoef(torch.stack((found[a], found[b])))[0, 1]) for a, b in pairs}
+
+
+def draw(coords: torch.Tensor, panels: dict[str, torch.Tensor], title: str, path: Path, photo: Path | None = None) -> None:
+    """Draws weights (L,) of tiles at coords (L, 2), a panel each, in shares: 1 is a tile's share if all had the same. Needs matplotlib."""
     from matplotlib.figure import Figure
+    from matplotlib.image import imread
 
-    rows, columns = (slide[1] / TILE).long().cpu().T
-    picture = torch.full((int(rows.max()) + 1, int(columns.max()) + 1), torch.nan)
-    picture[rows, columns] = weights.cpu() * len(weights)
-    panel = (figure := Figure(figsize=(6, 5), layout="constrained")).subplots()
-    image = panel.imshow(picture, cmap="viridis", vmax=float(torch.quantile(weights.cpu() * len(weights), 0.99)))
-    figure.colorbar(image, label="attention of the class token, 1 = even")
-    panel.set(title=f"{len(weights):,} tiles, last layer, random weights", xticks=[], yticks=[])
+    x, y = coords.double().cpu().T
+    # the step between neighbouring tiles is the most frequent one along the rows, whatever their side
+    steps = x[torch.argsort(y * (x.max() + 1) + x)].diff()
+    step = float(steps[steps > 0].mode().values) if (steps > 0).any() else 1.0
+    columns, rows = (((axis - axis.min()) / step).round().long() for axis in (x, y))
+    shares = {name: weights.float().cpu() * len(weights) for name, weights in panels.items()}
+    # one scale for all; a few tiles stand out by far, and would leave the others in one colour
+    high = float(torch.cat(list(shares.values())).quantile(0.98))
+    count = len(panels) + (photo is not None)
+    figure = Figure(figsize=(1.2 + 3.6 * count, 4.2), layout="constrained")
+    places = list(figure.subplots(1, count, squeeze=False)[0])
+    if photo is not None:
+        places[0].imshow(imread(photo))
+        places[0].set(title="tissue")
+    for place, (name, values) in zip(places[count - len(panels) :], shares.items(), strict=True):
+        picture = torch.full((int(rows.max()) + 1, int(columns.max()) + 1), torch.nan)
+        picture[rows, columns] = values
+        image = place.imshow(picture, cmap="viridis", vmin=0, vmax=high, interpolation="nearest")
+        place.set(title=name)
+    for place in places:
+        place.set(xticks=[], yticks=[])
+    figure.colorbar(image, ax=places, extend="max", label="attention of the slide to a tile, 1 = even share")
+    figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def fine_tune(model: SlideEncoder, tiles: int, steps: int) -> float:
@@ -114,6 +148,7 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, nargs="+", default=[5308])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=1 if DEVICE == "cpu" else 10)
+    parser.add_argument("--orders", action="store_true", help="attention with tiles in three orders, and how they correlate")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -123,8 +158,13 @@ def main() -> None:
         slide = make_slide(tiles, seed=7, lesion=True)
         (vector, weights), seconds, _, peak = measured(lambda slide=slide: embed(model, slide), DEVICE)
         print(f"{tiles} tiles: vector of norm {vector.norm():.2f} and the class token's attention in {told(seconds, peak)}", flush=True)
+        panels = {"row by row": weights}
+        if args.orders:
+            panels, correlations = by_order(model, slide)
+            for pair, value in correlations.items():
+                print(f"  attention with tiles {pair}: correlation {value:.4f}")
         if importlib.util.find_spec("matplotlib"):
-            draw(slide, weights, args.out / f"slide_attention_{tiles}.png")
+            draw(slide[1], panels, f"{tiles:,} tiles, last layer, random weights", args.out / f"slide_attention_{tiles}.png")
         seconds = fine_tune(model, tiles // 2 if DEVICE == "cpu" else tiles, args.steps)
     print(f"done: slides of {', '.join(map(str, args.tiles))} tiles, step of {seconds:.2f} s")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpus.machine import COUNT, ON_CPU
-from tests.scripts.test_examples import EXAMPLES, run, torchrun, write_text
+from tests.scripts.test_examples import EXAMPLES, bits_of, run, torchrun, write_text
 from tests.scripts.test_examples import SMALL as SMALL_TEXT
 from tests.scripts.test_genome import SMALL as SMALL_GENOME
 from tests.scripts.test_genome import write_fasta
@@ -27,14 +27,14 @@ NEAR = 1e-4 if ON_CPU else 0.03
 
 def train(folder: Path, processes: int, *options: str, steps: int = 3, lr: str = "5e-4") -> list[float]:
     """Bits of every step of train_longnet.py."""
-    history = folder / f"{processes}.json"
+    out = folder / f"out{processes}"
     launch = torchrun(processes) if processes > 1 else []
-    command = [*launch, str(EXAMPLES / "train_longnet.py"), "--data", str(write_text(folder)), "--out", str(folder / "out")]
-    command += ["--steps", str(steps), "--lr", lr, "--backend", "sdpa", "--history", str(history)]
+    command = [*launch, str(EXAMPLES / "train_longnet.py"), "--data", str(write_text(folder)), "--out", str(out)]
+    command += ["--steps", str(steps), "--lr", lr, "--backend", "sdpa"]
     result = run(*command, *SMALL_TEXT, *options)
-    # too few steps to learn much, and the first rank alone says so
-    assert result.stderr.count("not below both: validation") == 1, result.stdout + result.stderr
-    return [bits for _, bits in json.loads(history.read_text())]
+    # the first rank alone reports
+    assert result.returncode == 0 and result.stdout.count("done: validation") == 1, result.stdout + result.stderr
+    return bits_of(out)
 
 
 @needs_2
@@ -64,7 +64,7 @@ def genome(folder: Path, processes: int, *options: str) -> list[float]:
     launch = torchrun(processes) if processes > 1 else []
     common = [*SMALL_GENOME, "--short-share", "0", "--lr", "1e-3", "--out", str(out)]
     result = run(*launch, str(EXAMPLES / "train_genome.py"), *common, *options, timeout=300)
-    assert "not below the Markov models" in result.stderr, result.stdout + result.stderr
+    assert result.returncode == 0 and "not below the Markov models" in result.stdout, result.stdout + result.stderr
     log = json.loads((out / "genome.json").read_text())
     assert log["processes"] == processes and (out / "checkpoint").is_dir()
     return [*(bits for _, _, bits in log["steps"]), log["held out bits per base"]]
@@ -72,17 +72,17 @@ def genome(folder: Path, processes: int, *options: str) -> list[float]:
 
 @needs_2
 def test_a_genome_is_learned_by_processes_that_share_its_sequence(tmp_path: Path) -> None:
-    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "3", "--checkpoint", "--backend", "sdpa"]
+    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", "--checkpoint", "--backend", "sdpa"]
     alone = genome(tmp_path, 1, *common)
     assert genome(tmp_path, 2, *common, "--context-parallel", "2", "--fsdp", "--layout", "zigzag") == pytest.approx(alone, abs=NEAR)
-    assert alone[2] < alone[0] - 0.01
+    assert alone[5] < alone[0] - 0.02
 
 
 @needs_4
 def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -> None:
-    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "3", *([] if ON_CPU else ["--compile"])]
+    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", *([] if ON_CPU else ["--compile"])]
     bits = genome(tmp_path, 4, *common, "--context-parallel", "4", "--fsdp", "--embed-dim", "128")
-    assert len(bits) == 4 and bits[2] < bits[0]
+    assert len(bits) == 7 and bits[5] < bits[0]
 
 
 @needs_2

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention import shard_sequence
 from dilated_attention.models import LongNetLM
+
+
+def precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Around a forward: bfloat16 where autocast takes it on a GPU, else the parameters' dtype."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Processes:
@@ -21,23 +27,33 @@ class Processes:
         context_parallel: processes that share each sequence; they are consecutive ranks.
         layout: how they share it.
         fsdp: shard parameters over all processes.
+
+    Raises:
+        ValueError: if the processes do not allow it.
     """
 
     def __init__(self, context_parallel: int, layout: str, fsdp: bool) -> None:
         self.distributed = "RANK" in os.environ
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.distributed else 1
+        if self.device.type == "cuda" and here > torch.cuda.device_count():
+            raise ValueError(
+                f"{here} processes on a machine of {torch.cuda.device_count()} GPU(s); expected one for each: --nproc_per_node"
+            )
         world = int(os.environ.get("WORLD_SIZE", 1)) if self.distributed else 1
         if context_parallel < 1 or world % context_parallel:
-            raise SystemExit(
+            raise ValueError(
                 f"--context-parallel {context_parallel} with {world} process(es); expected a divisor of their number: "
                 f"torchrun --nproc_per_node={max(context_parallel, 2)} …"
             )
         if fsdp and not self.distributed:
-            raise SystemExit("--fsdp shards parameters over processes, and there is one: torchrun --nproc_per_node=2 …")
+            raise ValueError("--fsdp shards parameters over processes, and there is one: torchrun --nproc_per_node=2 …")
         if self.distributed:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            # what the processes agree on at every step and what they save travels by the CPUs, and no GPU waits for it
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        self.world = world
         self.rank = dist.get_rank() if self.distributed else 0
         self.rows, self.row = world // context_parallel, self.rank // context_parallel
         self.layout, self.fsdp = layout, fsdp
@@ -57,15 +73,30 @@ class Processes:
     def parallel(self, model: LongNetLM) -> torch.nn.Module:
         """The model with gradients averaged over all processes, of all rows: by DDP, or by FSDP2, which shards its parameters too."""
         if not self.fsdp:
-            return DistributedDataParallel(model) if self.distributed else model
+            if not self.distributed:
+                return model
+            # looking for unused parameters keeps DDP from ordering its buckets anew after the first step: a resumed run adds up
+            # gradients in the order of the first one, and so to the same bits; a GPU's sums differ in any case
+            return DistributedDataParallel(model, find_unused_parameters=self.device.type == "cpu")
         for block in model.decoder.blocks:
             fully_shard(block)
         return fully_shard(model)
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether the model needs the other processes to run."""
-        return self.fsdp or self.axis is not None
+    def accumulate(self, model: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+        """The block around a forward and backward: gradients are averaged over processes by the last backward of a step only."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        elif isinstance(model, DistributedDataParallel) and not last:
+            return model.no_sync()
+        return contextlib.nullcontext()
+
+    def total(self, values: list[float]) -> list[float]:
+        """The sums over all processes, on each."""
+        if not self.distributed:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed)
+        return summed.tolist()
 
     def weights(self, model: LongNetLM) -> dict[str, torch.Tensor]:
         """The whole state dict, on every process; all must ask."""

@@ -1,0 +1,108 @@
+"""The log of a run, while it runs: a line of JSON a step and evaluation, TensorBoard's curves where it is installed, and a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError:
+    raise SystemExit('tqdm is not installed: pip install "dilated-attention[train]"; with [slides] for slides') from None
+
+FILE = "log.jsonl"
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; a last line that a kill cut off is left out, and so are those that a power cut damaged."""
+    return [line for line in _read(run) if line]
+
+
+def _read(run: Path) -> list[dict[str, Any]]:
+    """Every whole line; an empty one in place of each that is damaged."""
+    path = run / FILE
+    found = []
+    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        found.append(line if isinstance(line, dict) and isinstance(line.get("step"), int) else {})
+    return found
+
+
+class Log:
+    """Writes the log of a run; a resumed run goes on in it, from its own step.
+
+    Args:
+        run: the folder.
+        step: steps done before; what the log has of later ones is dropped, since they are done again.
+        total, unit: length of the progress bar.
+        is_done: the run has ended before, so that the evaluation of its last step is done again.
+    """
+
+    def __init__(self, run: Path, step: int, total: int, unit: str, is_done: bool) -> None:
+        before = _read(run)
+        # whoever reads the output, such as head, has ended
+        self.is_closed = False
+        kept = [
+            line for line in before if line and line["step"] <= step and not (is_done and "held_out/bits" in line and line["step"] == step)
+        ]
+        if damaged := before.count({}):
+            print(f"{run / FILE}: {damaged} damaged line(s) left out")
+        run.mkdir(parents=True, exist_ok=True)
+        part = run / f"{FILE}.part"
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        part.replace(run / FILE)
+        # a line at a time, so that a kill costs none of those before
+        self._file = (run / FILE).open("a", encoding="utf-8", buffering=1)
+        self._writer: Any = None
+        self._next_point = 0.0
+        if importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        else:
+            print('no TensorBoard curves: pip install tensorboard, or "dilated-attention[train]"; log.jsonl has the same figures')
+        self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=1.0)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Adds figures of one step, by names such as ``train/bits``. TensorBoard gets those of a step a second, and all evaluations."""
+        # JSON has no NaN
+        self._file.write(json.dumps({"step": step, **{k: v if math.isfinite(v) else str(v) for k, v in values.items()}}) + "\n")
+        if self._writer is None or ("train/bits" in values and time.perf_counter() < self._next_point):
+            return
+        # its writer takes as long as a small model's step
+        self._next_point = time.perf_counter() + 1.0
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def show(self, done: int, text: str) -> None:
+        """Sets the progress bar."""
+        with self._watched():
+            self._bar.n = min(done, self._bar.total)
+            self._bar.set_postfix_str(text)
+
+    def print(self, text: str) -> None:
+        """Prints a line above the progress bar."""
+        with self._watched():
+            self._bar.write(text)
+
+    def end_bar(self) -> None:
+        with self._watched():
+            self._bar.close()
+        if self._writer is not None:
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.is_closed = True

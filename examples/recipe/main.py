@@ -1,0 +1,60 @@
+"""What is around a training script's ``main``: one process prints, and what ends a run early ends it in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from recipe.checkpoints import cause_of
+
+_interrupts: list[int] = []
+
+
+def interrupted() -> int | None:
+    """SIGINT if it came since ``run_safely`` began, even where a library has swallowed it, as some do while they load."""
+    return _interrupts[-1] if _interrupts else None
+
+
+def _interrupt(kind: int, _: Any) -> None:
+    _interrupts.append(kind)
+    raise KeyboardInterrupt
+
+
+def run_safely(main: Callable[[], int]) -> int:
+    """Calls ``main`` and returns the exit code: its own; 130 for a Ctrl-C that came before training; 141 where nobody reads the output any
+    more; 1 where the loss is no number or nothing can be written."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    _interrupts.clear()
+    before = signal.signal(signal.SIGINT, _interrupt)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first else nowhere):
+        try:
+            return main()
+        except KeyboardInterrupt:
+            if is_first:
+                print("interrupted; what is not saved is lost", file=sys.stderr)
+            return 130
+        except BrokenPipeError:
+            # of what is still buffered, when the interpreter ends
+            for stream in (sys.__stdout__, sys.__stderr__):
+                if stream is not None:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            return 141
+        except CheckpointException as error:
+            if is_first:
+                print(f"a checkpoint cannot be written ({cause_of(error)}); go on from the last one with --resume auto", file=sys.stderr)
+            return 1
+        except (FloatingPointError, OSError) as error:
+            if is_first:
+                print(error, file=sys.stderr)
+            return 1
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if dist.is_initialized():
+                dist.destroy_process_group()
