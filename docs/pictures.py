@@ -24,6 +24,8 @@ FOLDER = Path(__file__).with_suffix("")
 BRANCHES = ((8, 16, 32), (1, 2, 4))
 COUNTS = ListedColormap(["#ffffff", "#bcd6ee", "#5b9bd0", "#12467f"])
 ORANGE = "#e08a1e"
+# Okabe and Ito's: people with any colour vision tell them apart
+LINES = ("#0072b2", "#d55e00", "#009e73", "#000000", "#cc79a7", "#e69f00")
 PACKAGE = FOLDER.parents[1] / "dilated_attention"
 
 
@@ -145,8 +147,9 @@ def gradient() -> Figure:
             gradients.append(torch.autograd.grad(out, (q, k, v), dout))
         for name, exact, detached in zip(found, *gradients, strict=True):
             found[name].append(float((detached - exact).norm() / exact.norm()))
-    for name, marker in zip(found, "osd", strict=True):
-        panel.plot(spreads, [100 * x for x in found[name]], marker=marker, label=name)
+    # dq and dk nearly coincide: the wider line shows below
+    for name, style, colour, width in zip(found, ("o-", "s--", "d-"), LINES, (4, 1.5, 1.5), strict=False):
+        panel.plot(spreads, [100 * x for x in found[name]], style, color=colour, lw=width, ms=3 + 1.5 * width, label=name)
     panel.set_xscale("log", base=2)
     panel.set(xlabel="standard deviation of the scores s", ylabel="‖detached − exact‖ / ‖exact‖, %", xticks=spreads, xticklabels=spreads)
     panel.set_ylim(bottom=-1)
@@ -192,13 +195,19 @@ def keys() -> Figure:
         "LongNet's branches (w to 32,768)": [longnet.keys_per_query(n, 12) for n in lengths],
         "window of 1,024 on either side": [LocalWindow(1024).pairs(n, 1) / n for n in lengths],
     }
-    for (name, values), style in zip(series.items(), ("-", "--", "-", "-", "-", ":"), strict=True):
-        panel.plot(lengths, values, style, marker="o", ms=3, label=name)
+    ends = []
+    for (name, values), style, colour in zip(series.items(), ("o-", "s--", "^-", "v-.", "d-", "x:"), LINES, strict=True):
+        panel.plot(lengths, values, style, color=colour, ms=4)
+        ends.append((values[-1], name, colour))
+    place = 0.0
+    for value, name, colour in sorted(ends):
+        # next to its line, or above the label below
+        place = max(value, 1.6 * place)
+        panel.text(1.015, place, name, transform=panel.get_yaxis_transform(), color=colour, va="center", fontsize=9)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
     panel.set(xlabel="positions N", ylabel="keys a query reads, mean")
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=9)
     panel.set_title("Not causal; keys count as often as branches name them", fontsize=10)
     return figure
 
@@ -216,7 +225,8 @@ def reach() -> Figure:
         "RandomBlocks(0.15)": RandomBlocks(0.15, block_size=64),
         "LocalWindow(80)": LocalWindow(80, block_size=64),
     }
-    for (name, pattern), style in zip(patterns.items(), ("-", "--", "-.", "-", "--", ":"), strict=True):
+    styles = ("o-", "s--", "^-.", "d-", "v--", "x:")
+    for (name, pattern), style, colour, width in zip(patterns.items(), styles, LINES, (4.5, 3.6, 2.7, 1.8, 1.4, 1.4), strict=True):
         kept = pattern.dense_mask(length, length, heads).bool()
         step = kept.any(0).float() + torch.eye(length)
         seen, shares = torch.eye(length), [1 / length]
@@ -227,8 +237,10 @@ def reach() -> Figure:
             range(layers + 1),
             [100 * share for share in shares],
             style,
-            marker="o",
-            ms=3,
+            color=colour,
+            # several reach 100 %: of lines that coincide, each shows below the next
+            lw=width,
+            ms=3 + 1.2 * width,
             label=f"{name}: {_share(pattern, length, heads):.0%} of the pairs",
         )
     panel.set(xlabel="layers", ylabel="% of positions that a position can see, mean", xticks=range(layers + 1))
