@@ -1,4 +1,4 @@
-"""A hook of mkdocs: what the bench suites wrote into benchmarks/results/<date>-<machine>/ becomes pages of the site, as it lies there."""
+"""Hooks of mkdocs: what the bench suites wrote into benchmarks/results/<date>-<machine>/ becomes pages of the site; links of notebooks."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def on_files(files: Any, config: Any) -> Any:
         for file in shown:
             files.append(File.generated(config, address(file, RESULTS), abs_src_path=str(file)))
     return files
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Links of notebooks to pages: mkdocs-jupyter leaves them as they are, which serves readers in the repository."""
+    return re.sub(r'(href="(?!https?:)[^"#]+)\.md([#"])', r"\1.html\2", html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

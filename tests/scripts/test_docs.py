@@ -2,11 +2,13 @@
 builds.
 
 A block of Python that cannot run here stands under a mark, ``<!-- not run: why -->``. Where the reason is that it needs several processes,
-the mark names the test that runs it, or the same calls, elsewhere.
+the mark names the test that runs it, or the same calls, elsewhere. Blocks have at most 78 columns, which a page shows without scrolling;
+output that is shown as it was printed may be wider, under ``<!-- wide: why -->``.
 """
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib
 import importlib.util
@@ -33,6 +35,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<reason>(?:(?!-->).)*) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
+WIDEST = 78
+FENCED = re.compile(r"(?:^<!-- wide: (?P<reason>[^\n]*) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install "dilated-attention[docs]"')
 # what a page's code has to print; the rest of the pages assert what they claim, or only run
 PRINTED = {"README.md": ["forward: ", "% of all pairs", "2010 tokens, slides (2, 768)"], "docs/block_sparse.md": ["of the pairs"]}
@@ -102,6 +106,30 @@ def test_marks_have_reasons() -> None:
                 assert block.reason and "::" in block.reason, f"{page}:{block.line}: several processes, and no test is named that runs them"
 
 
+def test_code_is_narrow(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- wide") == sum(match["reason"] is not None for match in FENCED.finditer(text)), "a mark without a block"
+    for match in FENCED.finditer(text):
+        line, wide = text.count("\n", 0, match.start("code")), [x for x in match["code"].splitlines() if len(x) > WIDEST]
+        if match["reason"] is None:
+            assert not wide, f"{page.name}:{line}: more than {WIDEST} columns: {wide}"
+        else:
+            assert match["language"] != "python" and wide, f"{page.name}:{line}: a mark that the block does not need"
+
+
+def test_examples_in_docstrings_are_narrow() -> None:
+    """What docs/docstrings.py makes code of: paragraphs that begin with >>>, as the reference shows them."""
+    paragraph, found = loaded("docstrings").PARAGRAPH, 0
+    for file in sorted((ROOT / "dilated_attention").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                for example in paragraph.findall(ast.get_docstring(node) or ""):
+                    found += 1
+                    wide = [line for line in example.splitlines() if len(line) > WIDEST]
+                    assert not wide, f"{file.relative_to(ROOT)}: more than {WIDEST} columns: {wide}"
+    assert found > 30
+
+
 def test_named_tests_exist() -> None:
     for page in PAGES:
         for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8")):
@@ -156,11 +184,15 @@ OURS = re.compile(
 )
 
 
+# what a run of an example writes, and a reader's own
+NOT_HERE = {"log.jsonl", "run.toml"}
+
+
 def test_named_files_exist(page: Path) -> None:
     """``engine/branches/plan.py`` may be said of dilated_attention/engine/branches/plan.py, and ``plan.py`` beside it."""
     for span in spans(page):
         name = span.partition("::")[0].rstrip("/")
-        if not OURS.match(name) or "<" in name:
+        if not OURS.match(name) or "<" in name or name in NOT_HERE:
             continue
         patterns = [name, f"dilated_attention/{name}", f"docs/{name}", *([f"*/{name}"] if "/" not in name else [])]
         assert any(fnmatch.filter(tracked(), pattern) for pattern in patterns), f"{page.name} names {span}"
@@ -176,7 +208,8 @@ def command_lines(page: Path) -> Iterator[str]:
     yield from spans(page)
     for block in blocks(page):
         if block.language != "python":
-            yield from block.code.splitlines()
+            # a command broken by a backslash is one line
+            yield from re.sub(r"\\\n\s*", "", block.code).splitlines()
     # blocks by indentation
     yield from re.findall(r"^    (\S.*)$", prose(page), re.M)
 
@@ -225,7 +258,8 @@ def test_scripts_have_the_options_named(page: Path) -> None:
         script = ROOT / scripts[0]
         assert script.is_file(), f"{page.name}: {line}"
         # genome_h200.sh hands its options on
-        beside = [script, *script.parent.glob("_*.py"), ROOT / "examples" / "train_genome.py"]
+        shared = (ROOT / "examples" / "recipe").glob("*.py")
+        beside = [script, *script.parent.glob("_*.py"), *shared, ROOT / "examples" / "train_genome.py"]
         text = "\n".join(file.read_text(encoding="utf-8") for file in beside)
         for option in (word for word in words[words.index(scripts[0]) + 1 :] if word.startswith("--")):
             assert f'"{option.partition("=")[0]}"' in text, f"{page.name}: {line}: {option}"
@@ -284,6 +318,8 @@ def test_pictures_are_small_drawn_by_the_script_and_shown() -> None:
     files = {file.stem: file for file in (ROOT / "docs" / "pictures").iterdir()}
     shown = set(re.findall(r"!\[[^\]]+\]\((?:\.\./)?pictures/(\w+)\.png\)", "".join(prose(page) for page in PAGES)))
     assert drawn == set(files) == shown
+    for page, link in ((ROOT / "README.md", "docs/pictures/branches.png"), (ROOT / "docs" / "index.md", "pictures/branches.png")):
+        assert re.search(rf"!\[[^\]]{{40,}}\]\({link}\)", prose(page)), f"{page.name}: a picture with a description on the first page"
     for file in files.values():
         assert file.stat().st_size < 150_000, file.name
 
@@ -331,7 +367,8 @@ def loaded(name: str) -> ModuleType:
 
 @needs_mkdocs
 def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    # tests/scripts/test_notebooks.py runs the notebooks
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "NOTEBOOKS": "false"}
     # not --quiet: mkdocs then drops the warnings that --strict counts
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment, check=False)
@@ -348,3 +385,7 @@ def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     for file in built:
         fetched = re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(https?:[^"]+)"', file.read_text(encoding="utf-8"))
         assert not [url for url in fetched if "canonical" not in url], f"{file.name} fetches {fetched}"
+    for file in (tmp_path / "notebooks").glob("*.html"):
+        links = re.findall(r'<a\b[^>]*\bhref="(?!https?:)([^"#]+)', file.read_text(encoding="utf-8"))
+        dead = [link for link in links if not (file.parent / link).is_file()]
+        assert links and not dead, f"{file.name}: no such page: {dead}"

@@ -1,0 +1,66 @@
+"""docs/notebooks: stored without results, in the navigation, their links resolve, and they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+WIDEST = 78
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def cells(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def test_there_are_two() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["finetune_transformers", "slide_heatmap"]
+
+
+def test_stored_valid_and_without_results(notebook: Path) -> None:
+    """Results come from ``make docs``; in the repository they would be large, and soon those of another version."""
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(notebook, as_version=4))
+    for cell in cells(notebook, "code"):
+        assert cell["outputs"] == [] and cell["execution_count"] is None, "jupyter nbconvert --clear-output --inplace removes them"
+    assert set(json.loads(notebook.read_text(encoding="utf-8"))["metadata"]) == {"kernelspec", "language_info"}
+
+
+def test_code_is_narrow_and_links_resolve(notebook: Path) -> None:
+    for cell in cells(notebook, "code"):
+        wide = [line for line in "".join(cell["source"]).splitlines() if len(line) > WIDEST]
+        assert not wide, f"more than {WIDEST} columns: {wide}"
+    text = "".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not re.match("https?://", link)]
+    assert links
+    for link in links:
+        assert (notebook.parent / link).is_file(), link
+
+
+def test_in_the_navigation(notebook: Path) -> None:
+    assert f": notebooks/{notebook.name}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_runs(notebook: Path, tmp_path: Path) -> None:
+    """Each cell without an error, and nothing on stderr, which a page would show."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    if notebook.stem == "finetune_transformers":
+        pytest.importorskip("transformers")
+    content = nbformat.read(notebook, as_version=4)
+    client = nbclient.NotebookClient(content, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs) == (notebook.stem == "slide_heatmap")

@@ -1,0 +1,68 @@
+"""docs/training.md, command by command in the order of the page, in small: a reader who does the same gets what the page says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import run_script
+from tests.scripts.test_docs import blocks
+from tests.scripts.test_examples import bits_of, run, write_text
+from tests.scripts.test_genome import SMALL as SMALL_GENOME
+from tests.scripts.test_genome import write_fasta
+
+ROOT = Path(__file__).resolve().parents[2]
+# the page's settings in small; a name that the page does not have fails
+SMALL = {"context": "256", "minutes": "0.03", "validations": "1"}
+SHAPE = "layers = 1\nembed-dim = 32\nheads = 2\n"
+
+
+def commands() -> list[str]:
+    """Those of the page's blocks that run, with lines that a backslash breaks put together."""
+    found = [block for block in blocks(ROOT / "docs" / "training.md") if block.language == "bash"]
+    return [line for block in found for line in re.sub(r"\\\n\s*", "", block.code).splitlines() if line]
+
+
+def settings() -> str:
+    (page,) = (block.code for block in blocks(ROOT / "docs" / "training.md") if block.language == "toml")
+    for name, value in SMALL.items():
+        page, count = re.subn(rf"^{name} = .*$", f"{name} = {value}", page, flags=re.M)
+        assert count == 1, name
+    return page + SHAPE
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    write_text(tmp_path).rename(tmp_path / "book.txt")
+    write_fasta(tmp_path).rename(tmp_path / "my.fa.gz")
+    (tmp_path / "run.toml").write_text(settings())
+    printed = []
+    lines = commands()
+    assert len(lines) == 8
+    for line in lines:
+        words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line)]
+        assert words[0] in ("python", "torchrun")
+        processes = 2 if words[0] == "torchrun" else None
+        words = words[2:] if processes else words[1:]
+        if "train_genome" in line:
+            words += SMALL_GENOME
+            words[words.index("--minutes") + 1] = "0.03"
+        if "evaluate" in line:
+            words[words.index("--context") + 1] = "256"
+        result = run(*words) if words[0] == "-m" else run_script(Path(words[0]), *words[1:], processes=processes)
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+        printed.append(result.stdout)
+    text, genome, resumed, again, evaluated, generated, two, one = printed
+    assert text.splitlines()[-1].startswith("done: validation ")
+    assert genome.splitlines()[-1].startswith("done: held-out ")
+    assert "going on with" in resumed and "going on with" in again
+    assert re.search(r"bits per byte", evaluated)
+    assert len(generated.encode()) >= 200
+    assert "context 256" in two and "going on with" in one
+    assert len(bits_of(tmp_path / "runs" / "two")) > 1
