@@ -142,7 +142,8 @@ def attention_memory(
         saved_bytes: bytes of the per-branch outputs that the forward saves for the backward (``requirements.saved_bytes``).
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
-    >>> print(attention_memory(DilatedPattern((2048, 8192), (1, 4)), 2**20, 8, 64))
+    >>> pattern = DilatedPattern((2048, 8192), (1, 4))
+    >>> print(attention_memory(pattern, 2**20, 8, 64))
     """
     H, Hk, D, B, N = num_heads, num_kv_heads or num_heads, head_dim, batch_size, num_positions
     shape = Shape(H, Hk, (0, N), (0, N), ((0, N),), is_causal)

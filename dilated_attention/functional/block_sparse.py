@@ -64,7 +64,8 @@ def block_sparse_attention(
     The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
     whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.
 
-    >>> out = block_sparse_attention(q, k, v, LocalWindow(512) | GlobalLocal(128, 16), is_causal=True)
+    >>> pattern = LocalWindow(512) | GlobalLocal(128, 16)
+    >>> out = block_sparse_attention(q, k, v, pattern, is_causal=True)
     """
     options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
     return attend(q, k, v, (key_padding_mask, cu_seqlens), None, checked_pattern(pattern), (), options)
@@ -106,7 +107,8 @@ def block_sparse_dilated_attention(
 
     All other arguments, results and errors are those of ``dilated_attention``; its ``mixture_grad`` is ``"exact"`` here.
 
-    >>> out = block_sparse_dilated_attention(q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
+    >>> out = block_sparse_dilated_attention(
+    ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail

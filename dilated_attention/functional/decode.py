@@ -60,7 +60,9 @@ def decode_attention(
         BackendUnavailable: the named backend cannot do this; the message lists every reason.
         NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
-    >>> out = decode_attention(q, cache_k, cache_v, torch.tensor([100, 7]), DilatedPattern((2048, 8192), (1, 4)))
+    >>> pattern = DilatedPattern((2048, 8192), (1, 4))
+    >>> lengths = torch.tensor([100, 7])
+    >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern)
     """
     way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
     refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table)

@@ -77,7 +77,9 @@ def attention_map(
         ValueError, TypeError: bad input, or rows that q does not have.
         NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
-    >>> weights = attention_map(q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)[0, 0]  # (N,)
+    >>> weights = attention_map(
+    ...     q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)
+    >>> weights[0, 0]  # (N,)
     """
     refuse_transforms("attention_map", WAY_OUT, q, k, lse)
     q, k, _ = autocast(q, k, k)

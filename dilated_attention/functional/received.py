@@ -60,7 +60,8 @@ def attention_received(
         BackendUnavailable: no backend can compute this, or the named one cannot.
         NotImplementedError: a torch.func transform or forward-mode AD asks for a derivative or maps over the call.
 
-    >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True) / q.shape[1]  # (B, N), sums to 1
+    >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True)
+    >>> heat / q.shape[1]  # (B, N), sums to 1
     """
     refuse_transforms("attention_received", WAY_OUT, q, k, query_weights)
     q, k, _ = autocast(q, k, k)

@@ -83,7 +83,9 @@ def ring_block_sparse_attention(
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
-    >>> out = ring_block_sparse_attention(q, k, v, pattern, group=group, layout=layout, seq_len=seq_len, is_causal=True)
+    >>> out = ring_block_sparse_attention(
+    ...     q, k, v, pattern, group=group, layout=layout, seq_len=seq_len,
+    ...     is_causal=True)
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
     masks, ring = (key_padding_mask, cu_seqlens), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
@@ -129,7 +131,9 @@ def ring_block_sparse_dilated_attention(
 
     All other arguments, results and errors are those of ``ring_block_sparse_attention``.
 
-    >>> out = ring_block_sparse_dilated_attention(q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), mesh=mesh["cp"], seq_len=N)
+    >>> out = ring_block_sparse_dilated_attention(
+    ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3),
+    ...     mesh=mesh["cp"], seq_len=N)
     """
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)

@@ -92,7 +92,8 @@ class LocalMultihead(MultiheadProjections):
             query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
             query_rows, average_heads, chunk: see ``dilated_attention.functional.attention_map``.
 
-        >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)[:, 0]  # (B, N)
+        >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
+        >>> weights[:, 0]  # (B, N)
         """
         q, k = self._scored(query, key, cu_seqlens, query_offset)
         return self.attention.attention_map(

@@ -136,9 +136,11 @@ def set_layout(module: nn.Module, layout: Layout) -> None:
         TypeError: if the layout is not a ``Layout``.
         ValueError: if the module has no sequence that processes share.
 
-    >>> layout = balanced_layout([*patterns], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
+    >>> layout = balanced_layout(
+    ...     [*patterns], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
     >>> set_layout(model, layout)
-    >>> tokens, targets = shard_sequence(group, [tokens, targets], [1, 1], layout=layout)
+    >>> tokens, targets = shard_sequence(
+    ...     group, [tokens, targets], [1, 1], layout=layout)
     >>> loss = model(tokens, targets=targets, cu_seqlens=cu_seqlens, seq_len=N)
     """
     if not isinstance(layout, Layout):

@@ -132,7 +132,8 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
     Raises:
         ValueError, TypeError: invalid settings, at construction.
 
-    >>> layer = BlockSparseDilatedAttention([2048, 8192], [1, 4], sparsity_ratio=0.05)
+    >>> layer = BlockSparseDilatedAttention(
+    ...     [2048, 8192], [1, 4], sparsity_ratio=0.05)
     >>> out = layer(q, k, v, is_causal=True)
     """
 

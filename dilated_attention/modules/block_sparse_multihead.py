@@ -85,7 +85,8 @@ class MultiheadBlockSparseDilatedAttention(LocalMultihead):
 
     All other arguments, the parameters' names and the errors are those of ``MultiheadBlockSparseAttention``.
 
-    >>> layer = MultiheadBlockSparseDilatedAttention(768, 12, [2048, 8192], [1, 4], sparsity_ratio=0.05)
+    >>> layer = MultiheadBlockSparseDilatedAttention(
+    ...     768, 12, [2048, 8192], [1, 4], sparsity_ratio=0.05)
     >>> y, _ = layer(x, is_causal=True)
     """
 

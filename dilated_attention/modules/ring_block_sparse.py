@@ -126,7 +126,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
         ValueError, TypeError: invalid settings, at construction.
         RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
 
-    >>> layer = RingBlockSparseDilatedAttention([2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
+    >>> layer = RingBlockSparseDilatedAttention(
+    ...     [2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
     >>> out = layer(q, k, v, is_causal=True)
     """
 

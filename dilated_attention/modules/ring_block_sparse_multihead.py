@@ -37,7 +37,8 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
 
     Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, and no pattern that is chosen by content.
 
-    >>> layer = RingMultiheadBlockSparseAttention(768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
+    >>> layer = RingMultiheadBlockSparseAttention(
+    ...     768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
     """
 
@@ -87,7 +88,9 @@ class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
 
     All other arguments, what is said of parameters and their gradients, and the errors are those of ``RingMultiheadBlockSparseAttention``.
 
-    >>> layer = RingMultiheadBlockSparseDilatedAttention(768, 12, [2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
+    >>> layer = RingMultiheadBlockSparseDilatedAttention(
+    ...     768, 12, [2048, 65536], [1, 32], LocalWindow(1024),
+    ...     mesh=mesh["cp"])
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
     """
 

@@ -38,7 +38,8 @@ class RingMultiheadDilatedAttention(RingMultihead):
 
     Differs from ``MultiheadDilatedAttention``: no ``query_offset``, no ``precision="fp8"``.
 
-    >>> layer = RingMultiheadDilatedAttention(768, 12, [2048, 65536], [1, 32], mesh=mesh["cp"], rotary=True)
+    >>> layer = RingMultiheadDilatedAttention(
+    ...     768, 12, [2048, 65536], [1, 32], mesh=mesh["cp"], rotary=True)
     >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
     """
 

@@ -43,11 +43,13 @@ KNOWN_PAIRS = {
     "planning.estimate planning.whole_models",
 }
 
-# what each part of the package may import; files, fork and validation are single modules
+# what each part of the package may import; files, fork, parsing, start and validation are single modules
 BELOW: dict[str, set[str]] = {
     "files": set(),
     "fork": set(),
-    "pattern": {"files", "fork"},
+    "parsing": set(),
+    "start": set(),
+    "pattern": {"files", "fork", "parsing"},
     "validation": {"pattern"},
     "backends": {"files", "fork", "pattern"},
     "engine": {"fork", "pattern", "backends"},

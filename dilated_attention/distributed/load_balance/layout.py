@@ -75,8 +75,11 @@ def balanced_layout(
     Raises:
         ValueError, TypeError: if a pattern, the sequence length or the boundaries are not valid.
 
-    >>> layout = balanced_layout([None, DilatedPattern((2048, 32768), (1, 16))], N, W, H, is_causal=True, cu_seqlens=cu_seqlens)
-    >>> tokens, targets = shard_sequence(group, [tokens, targets], [1, 1], layout=layout)
+    >>> layout = balanced_layout(
+    ...     [None, DilatedPattern((2048, 32768), (1, 16))], N, W, H,
+    ...     is_causal=True, cu_seqlens=cu_seqlens)
+    >>> tokens, targets = shard_sequence(
+    ...     group, [tokens, targets], [1, 1], layout=layout)
     """
     patterns = _checked(pattern)
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)

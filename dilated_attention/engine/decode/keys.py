@@ -10,6 +10,7 @@ Shape letters: B requests, H query heads, K key/value heads, G groups of heads t
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -116,6 +117,18 @@ class RowKeys(ABC):
     def align(self, position: int) -> int:
         """Returns the last position ≤ ``position`` at which numbering may restart from 0 without changing what later rows read."""
         return 0
+
+    def before(self, position: int) -> tuple[tuple[tuple[int, int], ...], list[int], int]:
+        """Returns what several rows from ``position`` on find before their own keys: (stretches of ``needed``, where each begins, length).
+
+        The length counts keys that no row needs as well, where the pattern is only the same with them in between.
+        """
+        needed = self.needed(position)
+        if self.closes_up:
+            places = [0, *itertools.accumulate(high - low for low, high in needed)]
+            return needed, places[:-1], places[-1]
+        origin = min([self.align(position), *(low for low, _ in needed)])
+        return needed, [low - origin for low, _ in needed], position - origin
 
 
 class DilatedKeys(RowKeys):
