@@ -51,6 +51,13 @@ class Muon(torch.optim.Optimizer):
         return update.full_tensor() if isinstance(update, DTensor) else update
 
 
+def optimizers_of(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for embedding, output and all vectors; the same rate serves both."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".blocks." in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".blocks." not in name]
+    return [Muon(inner, lr=lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
+
+
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """(count, rows, columns) → about UVᵀ of each."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()

@@ -37,7 +37,7 @@ import _markov
 import torch
 from _genome import UNKNOWN, Chromosome, find_fasta, read_genome, shrink_output
 from _measure import flops_per_token, peak_flops, plot
-from _muon import Muon
+from _muon import optimizers_of
 from recipe import log, settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -92,13 +92,6 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     if args.segment_lengths is None:
         args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.length, args.first_segment))
     return parser, args
-
-
-def optimizers_of(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for embedding, output and all vectors; the same rate serves both."""
-    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".blocks." in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".blocks." not in name]
-    return [Muon(inner, lr=lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 from _measure import flops_per_token, peak_flops
+from _muon import optimizers_of
 from recipe import log, settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -56,14 +57,6 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--skip-memory-test", action="store_true")
     parser.add_argument("--expect-below-bigram", action="store_true", help="exit code 1 unless the validation is below both entropies")
     return parser, settings.parse(parser)
-
-
-def optimizers_of(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the embedding and all vectors; the same rate serves both."""
-    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embedding" in name]
-    muon = torch.optim.Muon(inner, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
