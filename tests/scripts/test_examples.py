@@ -100,14 +100,13 @@ def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_that_share_sequences_train_as_one_does(text: Path, tmp_path: Path) -> None:
-    """To 3e-5 after 0.2 bits were learned. Muon orthogonalises in bfloat16, whose roundings show in the fifth digit here, and in the
-    fourth at the usual rate; with AdamW alone, and an epsilon that keeps the least gradients' signs out, the losses agree to 7e-7."""
+    """To 3e-6 after 0.1 bits were learned: on a CPU everything is float32, Muon's products too."""
     for kind, processes, options in (("alone", None, []), ("shared", 2, ["--context-parallel", "2", "--fsdp", "--layout", "zigzag"])):
         steps = ["--steps", "3", "--lr", "5e-4", "--out", str(tmp_path / kind)]
         result = run_script(EXAMPLES / "train_longnet.py", "--data", str(text), *steps, *SMALL, *options, processes=processes)
         assert result.returncode == 0, result.stderr
     alone, shared = bits_of(tmp_path / "alone"), bits_of(tmp_path / "shared")
-    assert shared == pytest.approx(alone, abs=3e-5, rel=0)
+    assert shared == pytest.approx(alone, abs=3e-6, rel=0)
     assert alone[2] < alone[0] - 0.1
 
 
